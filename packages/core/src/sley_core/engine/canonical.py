@@ -3,14 +3,14 @@
 Gradients are summed in the tree of `canonical_tree`, and losses of microbatches in the same order. The loss weight is a sum of
 digits, integers that float64 adds exactly in any order.
 
-Adding multiples of one unit is exact as long as the sum fits, so the norm depends on no order. The unit comes from the largest
-element of the whole model, below 2^e: every (|g| / 2^e)^2 is below 1 and is cut into three digits of 24 bits.
+The norm is also a sum of integers, and so depends on no order. With e the smallest integer for which the largest |g| of the
+model is below 2^e, every (|g| / 2^e)^2 is below 1, and is cut into three digits of 24 bits:
 
     |g| / 2^e, squared  =  0.d1 d2 d3 | rest below 2^-72, dropped        sum of d1, sum of d2, sum of d3: int64, over all ranks
 
-The dropped rests of n elements are below n 2^-72 of the largest square: less than float64 shows. This is the pre-rounding of
-Demmel and Nguyen (2013), Fast Reproducible Floating-Point Summation, with a maximum that is known beforehand, and digits as in
-Collange, Defour, Graillat, Iakymchuk (2015), Numerical Reproducibility for the Parallel Reduction.
+The rests of n elements add up to less than n 2^-72, which float64 does not resolve. This is the pre-rounding of Demmel and
+Nguyen (2013), Fast Reproducible Floating-Point Summation, with a maximum that is known beforehand, and digits as in Collange,
+Defour, Graillat, Iakymchuk (2015), Numerical Reproducibility for the Parallel Reduction.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TreeLeaf(NamedTuple):
 class CanonicalReduction(Reduction):
     """Sums in the order of one tree over all microbatches of the step.
 
-    sum_memory: the memory of the partial sums of all gradients. Each `dp` rank has a contiguous run of the global batch, in the
-    order of the ranks, and `wp` ranks are neighbours, so the ranks of every reduce group have contiguous runs.
+    Each `dp` rank has a contiguous run of the global batch, in the order of the ranks, and `wp` ranks are neighbours, so the
+    ranks of every reduce group have contiguous runs. sum_memory: the memory of the partial sums of all gradients.
     """
 
     fixed_order = True
@@ -66,18 +66,20 @@ class CanonicalReduction(Reduction):
 
     @property
     def micro(self) -> int:
-        """Returns the global number of the running microbatch, or of this rank's first one for a backward between two steps."""
+        """Returns the global number of the running microbatch; if no action runs, that of this rank's first microbatch."""
         action = self.state.action
         return self.state.first_micro + (0 if action is None else action.micro)
 
     def nodes(self, reduce_group: str, coord: int | None = None) -> list[Node]:
-        """Returns the nodes whose sums rank `coord` of the group (default: this one) contributes for each gradient."""
+        """Returns the nodes whose sums the rank at `coord` (by default, this rank) of the group contributes per gradient."""
         group = self.groups[reduce_group]
         first, last = leaf_range(group.coord if coord is None else coord, group.size, self.num_leaves)
         return covering_nodes(first, last, self.num_leaves)
 
     def pad_losses(self, losses: Tensor) -> Tensor:
-        """Returns this rank's `losses` among zeros for other ranks, [all microbatches], so that sums over ranks are exact."""
+        """Returns this rank's `losses` with zeros in place of other ranks' losses, [all microbatches]. Their sum over ranks is
+        exact.
+        """
         group = self.groups["dp"]
         spaced = losses.new_zeros(group.size, losses.numel())
         spaced[group.coord] = losses
@@ -109,7 +111,7 @@ class CanonicalReduction(Reduction):
         self.sum_memory.clear()
 
     def concurrent_microbatches(self, group: Group) -> range:
-        """Returns the microbatch that each rank of `group` runs now. Neighbours along `dp` run the same actions."""
+        """Returns the global number of the microbatch that each rank of `group` runs now: all run the same actions."""
         step = max(1, self.state.num_micros)
         begin = self.micro - group.coord * step
         return range(begin, begin + group.size * step, step)
@@ -121,7 +123,7 @@ class CanonicalReduction(Reduction):
         return ExactTotals(self.groups, gradients, self.pad_losses(loss), norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        """Returns the summed digits of `weights` [NUM_WEIGHT_DIGITS]. The first has the non-finite weights."""
+        """Returns the sums of the digits of `weights` [NUM_WEIGHT_DIGITS]. Non-finite weights are added to the first sum."""
         sums = [0.0] * NUM_WEIGHT_DIGITS
         for weight in weights:
             if not math.isfinite(weight):
@@ -151,9 +153,9 @@ class CanonicalAccumulator(Accumulator):
     """Sums the contributions of each microbatch separately, and then adds the sums in the order of the tree.
 
     The view holds the sum of the rank's first microbatches; the other sums have separate memory until they are added. rows:
-    once finalized, the sums for the reducer, one for each use of the parameter and each node of this rank's run; the first is
-    the view. If this rank has all microbatches, the view is the complete sum. is_loose: whether no handler reduces the
-    gradient, so that each step allocates the view.
+    after `finalize`, the sums for the reducer, one for each use of the parameter and each node of this rank's run; the first is
+    the view. If the reduce group has one rank, the view is the complete sum. is_loose: whether no handler reduces the gradient,
+    so that each step allocates the view.
     """
 
     def __init__(self, reduction: CanonicalReduction, param: Param, view: Tensor, *, is_loose: bool) -> None:
@@ -174,7 +176,9 @@ class CanonicalAccumulator(Accumulator):
         self.rows: list[Tensor] = []
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Closes the last leaf and opens the next leaf. Raises RunError `canonical-again` if that was closed before."""
+        """Closes the open leaf and opens the contribution's, if these differ. Raises RunError `canonical-again` if the latter
+        was closed before.
+        """
         layers = self.param.layers
         assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}, so the contribution must name its layer"
         leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.micro if micro is None else micro)
@@ -215,7 +219,7 @@ class CanonicalAccumulator(Accumulator):
         self.parameter.grad, self.is_lent = None, False
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right, which is multiplied in the factors' dtype first: `addmm` would round differently from `mm`."""
+        """Adds left^T right. Multiplies in the factors' dtype and then adds, since `addmm` would round differently."""
         if self._is_fresh and left.dtype == self.dtype:
             torch.mm(left.t(), right, out=self._open_leaf())
         else:
@@ -250,7 +254,7 @@ class CanonicalAccumulator(Accumulator):
         return self.view
 
     def _open_leaf(self) -> Tensor:
-        """Returns the memory of a new leaf, with arbitrary contents."""
+        """Returns the memory for the sum of the open leaf, with arbitrary contents."""
         self._is_fresh = False
         group = self.reduction.groups[self.param.reduce_group]
         first, _ = leaf_range(group.coord, group.size, self.reduction.num_leaves)
@@ -275,7 +279,7 @@ class CanonicalAccumulator(Accumulator):
 
 FAST_HINT = 'set [parallel] reduction = "fast"'
 Use = tuple[str, nn.Module, int]
-"""A use of a parameter: its name there, the module that holds it, and that module's stage."""
+"""A use of a parameter: its name, the module that holds it, and the module's stage."""
 
 
 def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
@@ -305,7 +309,7 @@ def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
 
 
 NUM_WEIGHT_DIGITS = 4
-"""The integer part, and three digits of 24 bits after the point."""
+"""The number of digits of a loss weight: the integer part, and three digits of 24 bits after the point."""
 
 _DIGIT_BASE = 2.0**24
 
@@ -322,13 +326,14 @@ def tree_sum(values: Tensor) -> Tensor:
 _DIGIT_BITS = 24
 _NUM_NORM_DIGITS = 3
 _CHUNK_NUMEL = 1 << 18
-"""The number of elements converted to float64 at a time. The sum of their digits is below 2^53, so exact."""
+"""The number of elements that are converted to float64 at a time. The sum of their digits is below 2^53, and therefore exact.
+"""
 _LOW_BITS = 26
-"""The number of low bits of a digit's sum, which are sent in a separate float64; sums over up to 2^27 ranks are exact."""
+"""The number of low bits of a digit's sum that are sent in a separate float64. Sums over up to 2^27 ranks are exact."""
 
 
 def max_abs(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest |g| as a float64 scalar: 0 without tensors, inf if an element is not finite."""
+    """Returns the largest absolute value as a float64 scalar; 0 without tensors, inf if an element is not finite."""
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         largest = torch.maximum(largest, torch.linalg.vector_norm(tensor, math.inf).double())
@@ -336,7 +341,9 @@ def max_abs(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def digit_sums(tensors: Iterable[Tensor], largest: Tensor, norm_type: float) -> Tensor:
-    """Returns the digit sums of |g|^p, float64 [6] with integer values. largest: the largest |g| of all ranks. norm_type: p."""
+    """Returns the sums of the digits of |g|^p over all elements g, float64 [6] with integer values: three high parts, then
+    three low parts. largest: the largest |g| of all ranks. norm_type: p, which is 1 or 2.
+    """
     shrink = _power_of_two(-_exponent(largest))
     sums = torch.zeros(_NUM_NORM_DIGITS, dtype=torch.int64, device=largest.device)
     for tensor in tensors:
@@ -352,7 +359,7 @@ def digit_sums(tensors: Iterable[Tensor], largest: Tensor, norm_type: float) -> 
 
 
 def norm_from_digits(summed: Tensor, largest: Tensor, norm_type: float) -> Tensor:
-    """Returns the norm as a float64 scalar, inf if a gradient is not finite. summed: the sum of all ranks' `digit_sums`."""
+    """Returns the norm as a float64 scalar; inf if a gradient is not finite. summed: the sum of all ranks' `digit_sums`."""
     halves = summed.to(torch.int64).view(2, _NUM_NORM_DIGITS)
     total = torch.zeros((), dtype=torch.float64, device=largest.device)
     for number in reversed(range(_NUM_NORM_DIGITS)):
@@ -373,13 +380,15 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 class ExactTotals(Totals):
-    """Computes the exact norm and loss. Its construction is a collective over all ranks. loss: float64 [microbatches]."""
+    """Computes norm and loss without an influence of the layout. The constructor is a collective over all ranks. loss: the
+    losses of all microbatches of the global batch, float64, with zeros for those of other ranks.
+    """
 
     def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> None:
         self._norm_type = norm_type
         self._loss = loss
         stage = groups["pp"].coord
-        # Among the ranks with copies of the same elements, one counts them.
+        # Of the ranks that hold copies of the same elements, only one counts them.
         self._counted = [
             tensor
             for group in gradients

@@ -8,21 +8,20 @@
           ├── [4,6) ── 4, 5                     rank 1 has 4 to 6:       [4,7)
           └── 6                                 ranks of three cuts, 0-2, 3-4, 5-6:  [0,2) 2 | 3 4 | 5 6
 
-Any division of the leaves into runs gives nodes that add up to the same root. Each node is either inside a run, or disjoint
-from it, or split by its border. Take the maximal nodes of a run: those inside it whose parent is not. They are disjoint, and
-they cover the run (a leaf is a node inside it). A parent whose two children lie in different runs finds these, or the nodes
-that they are made of, among the runs' nodes. So adding siblings until one node is left performs exactly the additions of the
-tree, in any order of nodes: the operands of each addition are fixed, and a + b equals b + a bit for bit.
+Any division of the leaves into runs gives nodes that add up to the same root. Each node is inside a run, disjoint from it, or
+split by one of its borders. The maximal nodes of a run are those inside it whose parents are not. They are disjoint and cover
+the run, since each leaf of the run is a node inside it. Adding siblings until one node is left performs exactly the additions
+of the tree, whatever the order of the nodes: the operands of each addition are fixed, and a + b equals b + a bit for bit.
 
-A run has at most 2 log2(n) + 1 maximal nodes: each border of it splits one node per level, which leaves at most one child
-inside. Leaves that come in order leave one node per level open at a time, as the digits of a binary counter: log2(n) of them.
+A run has at most 2 log2(n) + 1 maximal nodes: each of its borders splits one node per level, which has at most one child inside
+the run. If leaves come in order, at most one sum per level is stored at a time, like the digits of a binary counter.
 
 An accumulator sums each microbatch of a gradient separately:
 
     contributions of a microbatch ──> leaf ──> partial sums, added ──> settle ──> rows, one per node of this rank's run
                                         └ closed when another begins                 └ a reducer adds up those of all ranks
 
-The rows of all ranks are summed over ranks in the order of the same tree:
+The rows of all ranks are added in the order of the same tree:
 
     rows of each rank ──all-to-all──> all ranks' rows of my part ──added──> the sum of my part ──all-gather──> the whole sum
 
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Node(NamedTuple):
-    """A node of the tree: the sum of the microbatches from `first` to before `last`."""
+    """A node of the tree: the sum of the microbatches from `first` up to, but not including, `last`."""
 
     first: int
     last: int
@@ -78,7 +77,7 @@ def parent(node: Node, other: Node) -> Node:
 
 
 def covering_nodes(first: int, last: int, num_leaves: int) -> list[Node]:
-    """Returns the shortest ordered list of nodes that covers the leaves from `first` to before `last`."""
+    """Returns the shortest ordered list of nodes that covers the leaves from `first` up to, but not including, `last`."""
     nodes: list[Node] = []
     while first < last:
         node = Node(first, first + 1)
@@ -90,7 +89,7 @@ def covering_nodes(first: int, last: int, num_leaves: int) -> list[Node]:
 
 
 def leaf_range(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
-    """Returns the range of leaves of rank `coord` in a group of `size` ranks that share all leaves."""
+    """Returns the half-open range of the leaves of rank `coord` in a group of `size` ranks that share all leaves equally."""
     assert num_leaves % size == 0, f"{num_leaves} microbatches over {size} ranks"
     size_per_rank = num_leaves // size
     return coord * size_per_rank, (coord + 1) * size_per_rank
@@ -118,10 +117,11 @@ class SumMemory:
 
 
 class PartialSums:
-    """Adds up the contributions to one gradient, as far as the tree of `num_leaves` allows, separately for each use of the
-    parameter.
+    """Adds up the contributions to one gradient, as far as the tree of `num_leaves` leaves permits, separately for each use of
+    the parameter.
 
-    home: the tensor that should hold the final sum, if it is an operand. sum_memory: receives the memory of merged sums.
+    sum_memory: receives the memory of operands that are no longer needed. home: the tensor that keeps the sum if it is one of
+    the operands.
     """
 
     def __init__(self, num_leaves: int, sum_memory: SumMemory | None = None, home: Tensor | None = None) -> None:
@@ -139,7 +139,9 @@ class PartialSums:
         return sorted(self._sums_by_node)
 
     def put(self, use: int, node: Node, value: Tensor) -> None:
-        """Stores the sum of `node`, and owns its memory. Adds it to its sibling if that is stored, and so on up the tree."""
+        """Stores `value`, the sum of `node`, and takes over its memory. While the node's sibling is stored, adds both into
+        their parent's sum.
+        """
         while True:
             other = sibling(node, self.num_leaves)
             stored = self._sums_by_node.pop((use, other), None) if other is not None else None
@@ -151,7 +153,7 @@ class PartialSums:
         self._sums_by_node[use, node] = value
 
     def pop(self, use: int, node: Node, like: Tensor) -> Tensor:
-        """Removes and returns the sum of `node`. A microbatch without a contribution counts as zeros of the shape of `like`."""
+        """Removes and returns the sum of `node`. Microbatches without contributions count as zeros of the shape of `like`."""
         stored = self._sums_by_node.pop((use, node), None)
         if stored is not None:
             return stored
@@ -165,7 +167,7 @@ class PartialSums:
         return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
 
     def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
-        """Returns the sum of both, computed in place, in `home` if that is an operand: a + b equals b + a bit for bit."""
+        """Adds one tensor to the other in place, and returns the sum. The sum is in `home` if that is one of them."""
         if other is self.home:
             total, other = other, total
         total.add_(other)
@@ -182,12 +184,13 @@ def sum_uses(sums: list[Tensor]) -> Tensor:
 
 
 MAX_IN_FLIGHT = 2
-"""The number of sums in flight at a time: while one is gathered, the next is exchanged. It bounds the copies of gradients."""
+"""The maximum number of sums in flight, which limits the copies of gradients. While one sum is gathered, the next is exchanged.
+"""
 
 
 class TreeSums(Sums):
-    """Sums buffers of `store` over their groups, or this rank's part of a sharded buffer. Each start advances the earlier sums,
-    in the same order on all ranks of their groups. sent: the counter of sent bytes. channel: the channel of the groups.
+    """Sums buffers of `store` over their groups; of a sharded buffer, only this rank's part. Each `start` advances the earlier
+    sums, in the same order on all ranks of their groups. sent: counts the sent bytes. channel: the groups' channel to use.
     """
 
     def __init__(self, reduction: CanonicalReduction, store: GradientStore, sent: SentBytes, channel: str) -> None:
@@ -198,7 +201,9 @@ class TreeSums(Sums):
         self._in_flight: deque[_TreeSum] = deque()
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`, not to be used until `finish`. Ends the oldest sum if MAX_IN_FLIGHT are in flight."""
+        """Starts to sum `buffer`, which must not be used until `finish`. First ends the oldest sum if MAX_IN_FLIGHT are in
+        flight.
+        """
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self._in_flight.popleft().finish()
         for exchange in self._in_flight:
@@ -239,14 +244,16 @@ class _TreeSum:
         self._incoming_rows = self._outgoing_rows.new_empty(self._outgoing_rows.shape)
         self._gathered: Tensor | None = None
         self._is_summed = False
-        # The buffer's reduce group; its ranks start their buckets in one order.
+        # A collective of the buffer's reduce group, whose ranks start their buffers in the same order.
         self.work: Work = group.transport(channel).all_to_all(
             self._incoming_rows, self._outgoing_rows, label=f"the sums of {buffer.params[0].name}", contents=buffer.contents
         )
         sent.add(self._outgoing_rows, group, passes=1)
 
     def sum_rows(self) -> None:
-        """Waits for the exchange, adds the rows in the tree's order, and starts to gather the sum of an unsharded buffer."""
+        """Waits for the exchange, adds the rows in the order of the tree, and starts to gather the sum unless the buffer is
+        sharded.
+        """
         if self._is_summed:
             return
         self._is_summed = True
@@ -265,14 +272,14 @@ class _TreeSum:
             return
         self.work.wait_sent()
         self._gathered = self._outgoing_rows.view(-1)[: self.group.size * local_sum.numel()]
-        # Over the same group; all its ranks start it between the same two starts, or after the last start.
+        # A collective of the same group; all its ranks start it between the same two calls of `start`, or after the last one.
         self.work = self.group.transport(self._channel).all_gather(
             [self._gathered], [local_sum], label=f"the sum of {self.buffer.params[0].name}"
         )
         self._sent.add(self._gathered, self.group, passes=1)
 
     def finish(self) -> None:
-        """Waits for the all-gather and writes the sum into the buffer."""
+        """Waits for the gather, if any, and writes the sum into the buffer."""
         self.sum_rows()
         self.work.wait()
         if self._gathered is not None and self._gathered.data_ptr() != self.buffer.data.data_ptr():
@@ -281,10 +288,10 @@ class _TreeSum:
 
 
 def _pack_sums(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_rows: int, size: int) -> Tensor:
-    """Returns each rank's part of this rank's sums: [size, uses x rows, columns]. Rows of other ranks' nodes are zeros.
+    """Returns each rank's part of this rank's sums, [size, uses x rows, columns]. Unused rows are zeros.
 
-    Drops the sums' memory. Returns a view of the buffer itself if each rank has one row and the buffer divides; then the other
-    ranks' parts of it may only be read until the exchange is done.
+    Drops the sums other than the buffer. If each rank has one row and the buffer divides evenly, returns a view of the buffer,
+    which must not be written until the exchange is done.
     """
     numel = buffer.data.numel()
     if num_uses * num_rows == 1 and numel % size == 0:

@@ -1,11 +1,12 @@
 """Adds weight gradients of linears and embeddings to the gradient store without autograd, at once or deferred.
 
-The product g^T x accumulates into the gradient's view (`addmm`), where autograd would allocate a result that the store then
-adds. The order within the product is the kernel's, so fp32 results may differ in the last bits. Rows of an embedding table's
-gradient are added one by one in the store's dtype, in the order of the tokens: the dense table is never allocated.
+The product g^T x of the output gradient g and the input x is added directly to the gradient's view (`addmm`), whereas autograd
+would allocate a result that the store then adds. The kernel chooses the order within the product, so fp32 results may differ in
+the last bits. Rows of an embedding table's gradient are added one by one in the store's dtype, in the order of the tokens, so
+no dense gradient of the table is allocated.
 
-A split backward is one traversal: while I runs, linears give (output gradient, input) to a queue instead of multiplying, and W
-multiplies them into the store. Other parameters get their gradient in I. Recomputation therefore runs once.
+A split backward has the actions I and W but traverses the graph once, in I: linears put (g, x) into a queue instead of
+multiplying them, and W adds the products to the store. Other parameters get their gradients in I. So recomputation runs once.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ Work = Callable[[], None]
 
 
 class WeightQueue:
-    """Holds the deferred products of every I until its W runs. I opens `collect(key)`, in which linears call `put`. W calls
-    `run(key)`. on_last: called with a parameter after its last product of a `run`.
+    """Holds the deferred products of each I action until its W action. I opens `collect(key)`, in which linears call `put`, and
+    W calls `run(key)`. on_last: called with a parameter after its last product of a `run`; None calls nothing.
     """
 
     def __init__(self) -> None:
@@ -63,13 +64,13 @@ class WeightQueue:
             self._open = None
 
     def put(self, work: Work, param: Param | None = None) -> None:
-        """Queues `work`, a product that holds a linear's input and output gradient. param: the weight, for `on_last`."""
+        """Queues `work`, which multiplies a linear's output gradient and input. param: the weight, for `on_last`."""
         assert self._open is not None, "no I is running"
         self._queued[self._open].append((work, param))
 
     @torch.no_grad()
     def run(self, key: ActionKey) -> None:
-        """Runs the products that the I of `key` queued, and frees the tensors of each before the next."""
+        """Computes the products that the I action of `key` queued, and frees the tensors of each before the next."""
         queued = self._queued.pop(key)
         num_remaining = Counter(param for _, param in queued)
         queued.reverse()
@@ -87,16 +88,16 @@ class WeightQueue:
 
 
 _UNSHARED_REFERENCES = 2
-"""The number of references to an unshared tensor's storage: the tensor's, and that of the inspected storage object."""
+"""The number of references to an unshared tensor's storage: the tensor's own, and that of the storage object used to count."""
 
 
 @dataclass(eq=False)
 class WeightGradientSink:
-    """Receives the factors of one linear's weight gradient. Multiplies them at once, or queues them while an I action collects.
-    param: the weight, for `on_last`.
+    """Receives the factors of one weight gradient. Multiplies them at once, or queues them while an I action collects.
 
-    Between I and W, a hook or the backward of another branch may write in place to an output gradient that it shares. So a
-    shared gradient is copied until the first W has shown whether this happens, and after that only if it does.
+    Between I and W, a hook or the backward of another branch may write in place to an output gradient that it shares. So shared
+    gradients are copied until the first W has shown whether this happens, and from then on only if it does. multiply: adds the
+    product of output gradient and input to the weight's gradient. param: the weight, for `on_last`.
     """
 
     multiply: Callable[[Tensor, Tensor], None]
@@ -105,7 +106,9 @@ class WeightGradientSink:
     _copies: bool | None = field(default=None, init=False)
 
     def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
-        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: as `shares_memory` returns."""
+        """Multiplies or queues the output gradient `rows` [n, out] and `inputs`: [n, in], or an embedding's tokens [n].
+        is_shared: the result of `shares_memory`.
+        """
         if not self.queue.is_collecting:
             self.multiply(rows, inputs)
             return
@@ -114,7 +117,9 @@ class WeightGradientSink:
         self.queue.put(work, self.param)
 
     def shares_memory(self, gradient: Tensor) -> bool:
-        """Returns whether other tensors share the memory of a queued `gradient`. Must be called before a view of it exists."""
+        """Returns whether `gradient` will be queued and other tensors share its memory. Must be called before a view of it
+        exists.
+        """
         if not self.queue.is_collecting:
             return False
         storage = gradient.untyped_storage()
@@ -139,12 +144,13 @@ class WeightGradientSink:
 
 
 BiasSink = Callable[[Tensor], None]
-"""Adds the sum of the rows of g [n, out] to a bias's gradient [out]."""
+"""A function that adds the sum of the rows of an output gradient [n, out] to a bias's gradient [out]."""
 
 
 class DirectLinear(torch.autograd.Function):
-    """Computes `F.linear`. Its backward passes the weight's gradient to `sink` if autograd would add it to `grad`. Autograd
-    still computes the result of `autograd.grad`. bias_sink: the sink of the bias's gradient; None leaves it to autograd.
+    """Computes `F.linear`. Its backward passes the factors of the weight's gradient to `sink` if autograd would add the
+    gradient to `grad`. For `autograd.grad`, it returns the gradient. bias_sink: the same for the bias; None leaves it to
+    autograd.
     """
 
     @staticmethod
@@ -173,12 +179,12 @@ class DirectLinear(torch.autograd.Function):
         if use is GradientUse.SUM and not torch.is_grad_enabled():
             ctx.sink(rows, inputs, is_shared=is_shared)
         elif use is not GradientUse.NOTHING:
-            weight_gradient = rows.t() @ inputs  # with `create_graph` it is differentiated again
+            weight_gradient = rows.t() @ inputs  # with `create_graph`, it is differentiated again
         return input_gradient, weight_gradient, bias_gradient, None, None
 
 
 def no_view(result: Tensor) -> Tensor:
-    """Returns `result` as a tensor that may be written in place, which autograd forbids for a view from a custom function."""
+    """Returns `result` as a tensor that is no view: autograd forbids in-place writes to views from custom functions."""
     no_view: Tensor = torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
     return no_view
 
@@ -192,15 +198,15 @@ class GradientUse(Enum):
 
     @classmethod
     def find(cls, ctx: Any, index: int = 1) -> GradientUse:
-        """Returns how the running backward uses a weight's gradient. Every backward calls this, since a forward may call
-        `autograd.grad`. index: the index of the weight, a leaf, among the inputs of the autograd function.
+        """Returns how the running backward uses a weight's gradient. Must be called in every backward, since a program may call
+        both `backward` and `autograd.grad`. index: the index of the weight, a leaf, among the autograd function's inputs.
         """
         accumulation = ctx.next_functions[index][0]
         if accumulation is None:
             return cls.NOTHING
         try:
             return cls.SUM if torch._C._will_engine_execute_node(accumulation) else cls.NOTHING
-        except RuntimeError:  # "a leaf node was passed": it is the leaf's gradient that is wanted
+        except RuntimeError:  # "a leaf node was passed": the leaf's gradient is wanted
             return cls.VALUE
 
 
@@ -208,11 +214,11 @@ def linear_forward(
     linear: nn.Linear, weight: Tensor, sink: WeightGradientSink, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
 ) -> Tensor:
     """Runs the forward of `linear` while a run is open. `input` is named as in `nn.Linear.forward`, for models that pass it by
-    name. weight, bias: the parameters in the store; if the module has other parameters now, autograd handles them.
+    name. weight, bias: the parameters in the store; if the module has other parameters now, autograd handles these.
     """
     current_weight = linear.weight
-    # Autograd handles a frozen weight, whose input need not be kept, a weight that a program put in place of the store's, and
-    # a weight with hooks, which are called with the gradient that autograd computes.
+    # Autograd handles frozen weights, whose input need not be kept, weights that a program put in place of the store's, and
+    # weights with hooks, which are called with the gradient that autograd computes.
     is_own = current_weight is weight and current_weight.requires_grad and not current_weight._backward_hooks
     if not is_own or not torch.is_grad_enabled() or _is_special_input(input):
         return F.linear(input, current_weight, linear.bias)
@@ -236,11 +242,11 @@ def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
     """Patches plain linears and embeddings to add their weight gradients to the store directly. Returns a function that removes
     the patches.
 
-    With `accumulation = "direct"` linears whose weight and gradient have the same dtype are patched, since not every device can
-    accumulate a bf16 product into fp32 in one call. splits: whether backwards are split; then all linears are patched, and the
-    queue holds their products while an I runs. If the order of sums is fixed, all linears with their biases and all embeddings
-    are patched. Skips modules with a sharded parameter, which its communicator handles, and modules whose weight is not a
-    parameter (`weight_norm`) or whose forward was replaced.
+    With `accumulation = "direct"`, linears whose weight and gradient have the same dtype are patched, since not every device
+    can accumulate a bf16 product into fp32 in one call. splits: whether backwards are split; then all linears are patched, and
+    the queue holds their products from I to W. If the order of sums is fixed, all linears (with their biases) and all
+    embeddings are patched. Skips modules with a sharded parameter, which a communicator handles, and modules whose weight is
+    not a parameter (`weight_norm`) or whose forward was replaced.
     """
     store, registry, queue = parts.store, parts.registry, parts.queue
     fixed_order = store.reduction.fixed_order
@@ -270,7 +276,7 @@ def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
                 if fixed_order and isinstance(module.bias, nn.Parameter):
                     bias = registry[f"{name}.bias"]
                     bias.has_products = True
-                    # As communicators of sharded biases do.
+                    # Communicators do the same with sharded biases.
                     bias_sink = partial(_add_bias, store, bias, layer.name)
                 forward = partial(linear_forward, module, module.weight, sink, module.bias, bias_sink)
             patches.callback(ForwardPatch(module, forward).undo)

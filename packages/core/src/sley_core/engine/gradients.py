@@ -10,9 +10,9 @@ autograd (through the store's post-accumulate hook on each parameter) or from co
                                          A parameter without a contribution is then completed as zeros
 
 Other code does not say when it is done: the store expects as many contributions as in the first step or, if their number
-varies, waits for the end of the action. A contribution after `ready` is refused: within a step, and in a user's own backward
-between two steps. All ranks of a reduce group report in the same order: collectives started in different orders would sum the
-wrong tensors without an error.
+varies, waits for the end of the action. A contribution after `ready` is refused, whether it comes within a step or from a
+user's own backward between two steps. All ranks of a reduce group report in the same order, since collectives that are started
+in different orders would sum the wrong tensors without an error.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from sley_core.memory import ALIGNMENT_BYTES, round_up
 class GradientStore:
     """Accumulates the gradients of all trainable parameters of `registry`, in `dtype` on `device`.
 
-    A reducer calls `lay_out` with its own planner when it attaches; until then `planner` is used. `on_ready` is called once per
-    parameter and step, `on_chunk_done` once per chunk. `begin_step` makes a new layout if parameters were frozen or unfrozen
-    between steps; with a fixed layout it cannot, and sets `refusal` to the error `shards-fixed`.
+    A reducer calls `lay_out` with its own planner when it is attached; until then `planner` is used. The functions in
+    `on_ready` are called once per parameter and step, those in `on_chunk_done` once per chunk and step. `begin_step` makes a
+    new layout if parameters were frozen or unfrozen between steps; if the layout is fixed, it sets `refusal` to the error
+    `shards-fixed`. num_layouts: the number of layouts so far.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class GradientStore:
     # Reading
 
     def __contains__(self, param: Param) -> bool:
-        """Returns whether `param` has a gradient, i.e. was trainable when the layout was made."""
+        """Returns whether `param` has a gradient, i.e. whether it was trainable when the layout was made."""
         return param in self._accumulators
 
     @property
@@ -106,8 +107,8 @@ class GradientStore:
 
     def gradient(self, param: Param) -> Tensor:
         """Returns a view of the gradient of `param`, with the parameter's shape and the store's dtype. Raises RunError
-        `gradient-frozen`, `gradients-freed` after an offload, and `gradient-sharded` once a reducer leaves this rank only a
-        part.
+        `gradient-frozen` if the parameter is frozen, `gradients-freed` after an offload, and `gradient-sharded` once a reducer
+        leaves this rank only a part.
         """
         if param not in self._accumulators:
             message = f"the parameter {param.name!r} is frozen, so it has no gradient in this step"
@@ -119,12 +120,14 @@ class GradientStore:
         return self._accumulators[param].view
 
     def part(self, param: Param) -> Tensor:
-        """Returns a view of this rank's part of the gradient: the full gradient, or its `elements`."""
+        """Returns a view of this rank's part of the gradient: the full gradient, or its `elements`. Raises RunError as
+        `gradient` does, but not `gradient-sharded`.
+        """
         self._check_not_freed()
         return self._parts[param] if param in self._parts else self.gradient(param)
 
     def parts(self) -> dict[Param, Tensor]:
-        """Returns `part` of each parameter with a gradient."""
+        """Returns the `part` of each parameter with a gradient. Raises RunError `gradients-freed` after an offload."""
         self._check_not_freed()
         return {accumulator.param: self._parts.get(accumulator.param, accumulator.view) for accumulator in self._order}
 
@@ -141,11 +144,13 @@ class GradientStore:
         return self._buffer_of.get(param)
 
     def partial_sums(self, param: Param) -> list[Tensor]:
-        """Returns the partial sums for a reducer with a fixed order, one per use and node; the first is the gradient's view."""
+        """Returns the partial sums for a reducer with a fixed order of sums: one per use of the parameter and node of the tree.
+        The first is the gradient's view.
+        """
         return self._accumulators[param].rows
 
     def norm_groups(self) -> Iterator[NormGroup]:
-        """Yields all gradients in few groups: this rank's part of each buffer, then the gradients outside the buffers."""
+        """Yields all gradients in a few groups: this rank's part of each buffer, then the gradients outside buffers."""
         for buffer in self.buffers:
             yield NormGroup([buffer.local_part], buffer.reduce_group, buffer.stages, buffer.num_shards)
         families: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
@@ -159,7 +164,7 @@ class GradientStore:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of all gradients; gradients outside the buffers, and partial sums, count while they exist."""
+        """Returns the bytes of all gradients, including those outside buffers, and partial sums while they exist."""
         buffers = sum(buffer.num_bytes for buffer in self.buffers)
         return (
             buffers
@@ -168,46 +173,48 @@ class GradientStore:
         )
 
     def aligned_bytes(self, param: Param, *, is_sharded: bool = False) -> int:
-        """Returns the bytes of the gradient of `param` in a buffer, including alignment."""
+        """Returns the bytes that the gradient of `param` takes in a buffer, including padding."""
         alignment = SHARD_ALIGNMENT if is_sharded else ALIGNMENT_BYTES // self.dtype.itemsize
         return round_up(param.numel, alignment) * self.dtype.itemsize
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and view of each gradient, even without memory, and the name and value of each partial sum."""
+        """Yields each gradient with its parameter's name, even while it has no memory, and each partial sum with a name."""
         yield from ((accumulator.param.name, accumulator.view) for accumulator in self._order)
         yield from ((f"partial sum {number}", tensor) for number, tensor in enumerate(self.reduction.partial_sums()))
 
-    # Contributions of code outside autograd. layer: the layer that used the parameter, needed if several layers hold it and
-    # the order of sums is fixed. counts_pass: whether to call `count_pass`; otherwise autograd or a later call reports `param`.
+    # Contributions of code outside autograd. layer: the layer that used the parameter; needed if several layers hold it and
+    # the order of sums is fixed. counts_pass: whether to call `count_pass`; if not, autograd or a later call does.
 
     def check_open(self, param: Param) -> None:
         """Raises RunError `gradient-complete` if no step runs and the gradient of `param` belongs to the previous step."""
         self._accumulators[param].check_open(self.state)
 
     def count_pass(self, param: Param) -> None:
-        """Counts a pass after a contribution of the running action to `param`, and may report it ready."""
+        """Counts a pass after a contribution of the running action to `param`, which may complete and report its gradient."""
         self._count_pass(self._accumulators[param])
 
     def add(self, param: Param, gradient: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
-        """Adds a contribution of the parameter's shape and any floating dtype."""
+        """Adds the contribution `gradient`, of the parameter's shape and any floating dtype."""
         accumulator = self._begin_contribution(param, layer)
         accumulator.accumulate(gradient)
         self._end_contribution(accumulator, counts_pass)
 
     def add_product(self, param: Param, left: Tensor, right: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
-        """Adds left^T right, for left [n, out] and right [n, in] in the store's dtype, without allocating."""
+        """Adds left^T right, for left [n, out] and right [n, in]. If both have the store's dtype, allocates no product."""
         accumulator = self._begin_contribution(param, layer)
         accumulator.accumulate_product(left, right)
         self._end_contribution(accumulator, counts_pass)
 
     def add_rows(self, param: Param, indices: Tensor, rows: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
-        """Adds `rows` [n, width], of any floating dtype, at their `indices` [n] of an embedding table's gradient."""
+        """Adds `rows` [n, width], of any floating dtype, to the rows `indices` [n] of an embedding table's gradient."""
         accumulator = self._begin_contribution(param, layer)
         accumulator.accumulate_rows(indices, rows)
         self._end_contribution(accumulator, counts_pass)
 
     def add_microbatches(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
-        """Adds contributions by global microbatch number, for a fixed order of sums. Other ranks' microbatches are allowed."""
+        """Adds contributions, keyed by global microbatch number, for a fixed order of sums. They may be those of other ranks'
+        microbatches.
+        """
         for micro, gradient in gradients.items():
             accumulator = self._begin_contribution(param, layer, micro)
             accumulator.accumulate(gradient)
@@ -244,8 +251,9 @@ class GradientStore:
             self.watch()
 
     def watch(self) -> None:
-        """Installs the autograd hooks in this layout and in later layouts; the first `begin_step` calls it otherwise. Gradients
-        that no handler reduces, and that have the store's dtype, get no hook: autograd sums them without a Python call.
+        """Installs the autograd hooks, now and in every later layout. If nothing else calls this, the first `begin_step` does.
+        Gradients that no handler reduces, and that have the store's dtype, get no hook: autograd sums them without Python
+        calls.
         """
         self._is_watching = True
         for accumulator in self._order:
@@ -258,7 +266,7 @@ class GradientStore:
                 self._hooks.append(hook)
 
     def free(self) -> None:
-        """Discards all gradients between two steps, and frees their memory. `build` must be called before the next step."""
+        """Discards all gradients and frees their memory, between two steps. `build` must be called before the next step."""
         self._are_freed, self._has_memory = True, False
         for accumulator in self._order:
             accumulator.reset()
@@ -266,13 +274,15 @@ class GradientStore:
         self._num_freed = free(self._memory)
 
     def build(self) -> None:
-        """Allocates zeroed memory for the gradients after `free`. `gradient` raises until a step has begun."""
+        """Allocates zeroed memory for the gradients after `free`. Until a step begins, `gradient` raises `gradients-freed`."""
         grow(self._memory, self._num_freed)
         self._memory.zero_()  # padding too, since norms include it
         self._has_memory = True
 
     def begin_step(self) -> None:
-        """Starts a step, and discards the previous step's gradients. The first contribution overwrites them."""
+        """Starts a step, and discards the previous step's gradients. The first contribution overwrites them. Raises RunError if
+        the store is closed, and StateError if the gradients are offloaded.
+        """
         if self._is_closed:
             raise run_closed_error("gradient store")
         if not self._has_memory:
@@ -320,7 +330,7 @@ class GradientStore:
             notify(chunk)
 
     def close(self) -> None:
-        """Removes hooks and gradients from the parameters, and frees the store's memory; no step may begin after it."""
+        """Removes hooks and gradients from the parameters, and frees the store's memory. No step can begin afterwards."""
         self._is_closed = True
         self._clear_layout()
 
@@ -334,7 +344,7 @@ class GradientStore:
             )
 
     def _begin_contribution(self, param: Param, layer: str, micro_batch: int | None = None) -> Accumulator:
-        """Returns the accumulator of `param`, prepared for a contribution. Raises RunError `gradient-complete`."""
+        """Returns the accumulator of `param`, prepared for a contribution. Raises RunError as `Accumulator.check_open` does."""
         accumulator = self._accumulators[param]
         accumulator.check_open(self.state)
         accumulator.begin_contribution(layer, micro_batch)
@@ -348,9 +358,9 @@ class GradientStore:
     def _accumulate_from_autograd(self, accumulator: Accumulator, parameter: Tensor) -> None:
         """Accumulates autograd's gradient. Autograd calls this post-accumulate hook once per backward and parameter.
 
-        Copies the first contribution; autograd adds later contributions into the view. `grad` is None if code added everything
-        itself, and is not the view if a user's backward assigned it. Raises RunError `sparse-gradient`, and
-        `sharded-weight-read` if code used a shard like the full weight.
+        Copies the first contribution; autograd adds later contributions into the view. `grad` is None if code outside autograd
+        has added everything, and is not the view if a user's backward assigned it. Raises RunError `sparse-gradient` for a
+        sparse gradient, and `sharded-weight-read` if code used a shard like the full weight.
         """
         gradient = parameter.grad
         if accumulator.param.shard is not None:
@@ -365,8 +375,8 @@ class GradientStore:
         self._count_pass(accumulator)
 
     def _accumulate_assigned(self, accumulator: Accumulator) -> None:
-        """Accumulates a gradient that a backward assigned without a hook call, as for a weight outside the graph. Raises
-        RunError `gradient-assigned` if it comes too late, or if sums have a fixed order.
+        """Accumulates a gradient that a backward assigned to `grad` without a hook call, for example because the weight is not
+        in the graph. Raises RunError `gradient-assigned` if it comes too late, or if sums have a fixed order.
         """
         if not accumulator.is_assigned:
             return
