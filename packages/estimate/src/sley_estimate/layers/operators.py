@@ -1,15 +1,14 @@
-"""Counts the work of operators: FLOPs by torch's formulas, and the bytes that they read and write.
+"""Counts the work of operators: their FLOPs by torch's formulas, and the bytes that they read and write.
 
-Attention, RMSNorm and dropout can count as single kernels, as on CUDA:
+Within `FusedKernels`, attention, RMSNorm and dropout count as single kernels, as on CUDA:
 
-              on a CPU                                   on CUDA, and within `FusedKernels`
-attention     torch's fused operator; without memory     one kernel each way; the backward sums gradients of queries in fp32
-              the scores of all pairs
-RMSNorm       its formula; keeps the input in fp32       one kernel each way; keeps the input and a number per row
-dropout       keeps a mask in the input's dtype          one kernel each way; keeps one byte per element
+              on a CPU                                 on CUDA, and within `FusedKernels`
+attention     torch's fused operator                   one kernel each way; the backward sums the gradient of queries in fp32
+RMSNorm       its formula; saves the input in fp32     one kernel each way; saves the input and one number per row
+dropout       saves a mask in the input's dtype        one kernel each way; saves one byte per element
 
-From torch's sources (aten/src/ATen/native/cuda, transformers/cuda). `assume_device_type("cuda")` changes masks of documents and
-the loss.
+The right column follows torch's sources in aten/src/ATen/native/cuda and native/transformers/cuda.
+`assume_device_type("cuda")` changes the masks of documents and the loss in the same way.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from sley_core.model.tensors import assume_device_type
 
 PhaseName = Literal["forward", "recompute", "backward"]
-"""The phase of an operator. `recompute` runs before `backward`."""
+"""The phase of an operator. `recompute` is the recomputation within a backward; it counts as running before `backward`."""
 
 PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One kernel. num_bytes: the bytes of its inputs and outputs. flops: the FLOPs of a product in `dtype`. is_on_host: whether
-    it runs on the host's cores.
+    """One kernel. num_bytes: the bytes that it reads and writes. flops: the FLOPs of a matrix product, else 0. dtype: the dtype
+    of the product, such as "bf16"; "" without one. is_on_host: whether it runs on the host's cores.
     """
 
     name: str
@@ -51,8 +50,8 @@ class Operator:
 
 @dataclass(frozen=True, eq=False)
 class LayerWork:
-    """The operators of one layer on one microbatch, by phase, in order. output_bytes: the bytes of the output. saved_bytes: the
-    bytes of tensors saved for the backward.
+    """The operators of one layer on one microbatch, by phase and in order. output_bytes: the bytes of the layer's output.
+    saved_bytes: the bytes of the tensors that are saved for the backward.
     """
 
     forward: tuple[Operator, ...]
@@ -73,36 +72,39 @@ FREE_OPS = {
 """Operators that move no bytes and that torch does not mark as views."""
 
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
-"""The fused attention that runs on tensors of any dtype; `FusedKernels` calls it."""
+"""The fused attention that `FusedKernels` calls, since it accepts tensors of any dtype."""
 
 ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 BACKWARD_FACTOR = 2.5
-"""Products in an attention's backward per product in its forward: five to two, since scores are recomputed."""
+"""The FLOPs of an attention's backward, relative to those of its forward: five products to two, since the backward computes the
+scores again."""
 
 LOOKUP_OPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
-"""Operators that read only as much of their first input as they write."""
+"""Operators that read only as many bytes of their first input, a table, as they write."""
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators within the mode under `phase` unless it is None, and by `record_saved_tensor` the tensors that
-    autograd saves. last: the latest operator.
+    """Records the operators that run within the mode under `phase`; None means not to record. Counts the saved tensors that are
+    passed to `record_saved_tensor`. last: the name of the latest operator.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase: PhaseName | None = "forward"
         self.last = ""
-        self.shared: set[int] = set()  # storages shared by all layers, which are not counted
+        self.shared: set[int] = set()  # identifiers of storages that layers share, which are not counted as saved
         self._saved: dict[int, int] = {}
         self._operators: dict[PhaseName, list[Operator]] = {}
 
     def operators(self, phase: PhaseName) -> tuple[Operator, ...]:
-        """Returns the recorded operators of `phase` in order."""
+        """Returns the operators recorded under `phase`, in order."""
         return tuple(self._operators.get(phase, ()))
 
     def record_saved_tensor(self, tensor: Tensor) -> Tensor:
-        """Counts a tensor saved for the backward unless it is shared or a parameter. Returns the tensor."""
+        """Counts the storage of a tensor that is saved for the backward, unless it is shared or that of a parameter. Returns
+        the tensor.
+        """
         storage = tensor.untyped_storage()
         is_weight = isinstance(tensor, nn.Parameter) or (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
         if not is_weight and storage._cdata not in self.shared:
@@ -115,7 +117,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self._saved.values())
 
     def record(self, operator: Operator) -> None:
-        """Adds `operator` to the current phase, if any."""
+        """Adds `operator` to the current phase, unless that is None."""
         if self.phase is not None:
             self._operators.setdefault(self.phase, []).append(operator)
 
@@ -132,8 +134,9 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator | None:
-    """Returns the work of one call of torch's operator `func`, or None if it computes and moves nothing, such as a view. An
-    operator without results writes in place. A lookup reads as much of its table as it writes.
+    """Returns the work of one call of torch's operator `func`, or None if it computes and moves nothing, such as a view.
+    Tensors that an operator without results writes in place count as outputs. A lookup reads as many bytes of its table as it
+    writes.
     """
     packet = func._overloadpacket
     is_query = func.namespace in ("prim", "profiler")
@@ -141,7 +144,7 @@ def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
         return None
     if packet is ATTENTION:
         query, key, value = args[:3]
-        is_causal = len(args) > 4 and args[4]  # a default may be missing
+        is_causal = len(args) > 4 and args[4]  # arguments with default values may be missing
         return attention_operator(query, key, value, result[0], is_causal=is_causal)
     if packet is ATTENTION_BACKWARD:
         gradient, query, key, value = args[:4]
@@ -165,8 +168,13 @@ def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def attention_operator(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_causal: bool) -> Operator:
-    """Returns an attention as one operator, "attention". A causal attention needs half the FLOPs."""
-    key_shape = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
+    """Returns an attention as one operator named "attention". If it is causal, it needs half of the FLOPs. context: its
+    output.
+    """
+    key_shape = (
+        *query.shape[:-2],
+        *key.shape[-2:],
+    )  # as many heads as the queries have, since each key serves a group of queries
     value_shape = *key_shape[:-1], value.shape[-1]
     flops = sdpa_flop_count(query.shape, key_shape, value_shape) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
     return Operator("attention", _total_bytes(query, key, value, context), flops, DTYPE_NAMES.get(query.dtype, "fp32"))
@@ -175,14 +183,18 @@ def attention_operator(query: Tensor, key: Tensor, value: Tensor, context: Tenso
 def attention_backward(
     query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, results: Sequence[Tensor], *, is_causal: bool
 ) -> Operator:
-    """Returns the backward of an attention, which also reads the context. gradient: the gradient of the context."""
+    """Returns the backward of an attention as one operator. It also reads the context, the output of the forward. gradient: the
+    gradient of the context. results: the gradients of query, key and value.
+    """
     forward = attention_operator(query, key, value, gradient, is_causal=is_causal)
     num_bytes = forward.num_bytes + _total_bytes(gradient, *results)
     return replace(forward, num_bytes=num_bytes, flops=int(forward.flops * BACKWARD_FACTOR))
 
 
 def _varlen_attention_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
-    """Returns torch's attention over documents, [positions, heads, d], or its backward. All sequences count as the longest."""
+    """Returns torch's attention over documents of different lengths, or its backward. The query has the shape [positions,
+    heads, width]. FLOPs are counted as if all documents were as long as the longest.
+    """
     named = _arguments_by_name(func, args, kwargs)
     query, max_length = named["query"], named["max_q"]
     positions, heads, width = query.shape
@@ -198,7 +210,9 @@ def _arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors written by an operator without results, such as an update of many tensors."""
+    """Returns the tensors that an operator without results writes in place, such as a fused optimizer step; [] for other
+    operators.
+    """
     if func._schema.returns:
         return []
     named = _arguments_by_name(func, args, kwargs)
@@ -206,7 +220,7 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         argument.name for argument in func._schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
     ]
     if named.get("grad_scale") is None:
-        names = [name for name in names if name != "grads"]  # a fused optimizer writes gradients that it scales
+        names = [name for name in names if name != "grads"]  # a fused optimizer writes gradients only to unscale them
     return _tensors([named.get(name) for name in names])
 
 
@@ -215,7 +229,7 @@ def _total_bytes(*tensors: Tensor) -> int:
 
 
 def moved_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor in memory. Expanded dims count once."""
+    """Returns the bytes of a tensor that an operator reads or writes. An expanded dimension counts as one element."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         numel *= size if stride else 1
@@ -226,18 +240,20 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-RecordOperator = Callable[[Operator], None]  # records a kernel that torch does not see as one operator
+RecordOperator = Callable[[Operator], None]  # a function that records a kernel that torch does not see as one operator
 
 
 @contextmanager
 def imitate_cuda(record: RecordOperator | None = None) -> Iterator[None]:
-    """Makes layers and the loss save the same tensors as on CUDA within the block."""
+    """Makes layers and the loss save the same tensors within the block as on CUDA. record: called with each fused kernel."""
     with assume_device_type("cuda"), FusedKernels(record):
         yield
 
 
 class FusedKernels(TorchFunctionMode):
-    """Runs attention, RMSNorm and dropout as one kernel per direction within the mode. `record` records these kernels."""
+    """Makes attention, RMSNorm and dropout one kernel per direction within the mode. record: a function called with each of
+    these kernels that torch does not see as one operator.
+    """
 
     def __init__(self, record: RecordOperator | None = None) -> None:
         super().__init__()
@@ -259,27 +275,27 @@ class FusedKernels(TorchFunctionMode):
         is_causal: bool = False,
         **_: Any,
     ) -> Tensor:
-        """Returns the context. Mask and dropout cost nothing. A mask is saved in the dtype of the scores."""
+        """Returns the output of the attention. The mask and dropout add no work. A mask is saved in the dtype of the scores."""
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
         context: Tensor = _Attention.apply(self.record, query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
         return context
 
     def norm(self, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: Any = None) -> Tensor:
-        """Returns the normalized input. Uses the formula if the weight has another dtype, as on CUDA."""
+        """Returns the normalized input. Like CUDA, uses several operators if the weight has another dtype than the input."""
         if weight is not None and weight.dtype != input.dtype:
             return F.rms_norm(input, list(normalized_shape), weight, eps)
         normed: Tensor = _RMSNorm.apply(self.record, input, weight)  # type: ignore[no-untyped-call]
         return normed
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """Returns the input after dropout. It is not one kernel outside training, in place, or if p is 0 or 1."""
+        """Returns the input after dropout. Calls torch's dropout outside training, in place, or if `p` is 0 or 1."""
         if not training or inplace or not 0 < p < 1:
             return F.dropout(input, p, training, inplace)
         return torch.native_dropout(input, p, True)[0]
 
     def backward(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
-        """Runs torch's backward from gradient edges. Tensors would also disable this mode during recomputation."""
+        """Runs torch's backward from the gradient edges of `tensors`, which keeps this mode active during recomputation."""
         with self:
             torch.autograd.backward([get_gradient_edge(tensor) for tensor in tensors], *args, **kwargs)
 
@@ -293,7 +309,7 @@ class FusedKernels(TorchFunctionMode):
 
 
 def _row_statistic(rows: Tensor) -> Tensor:
-    """Returns an fp32 tensor with one statistic per row, [..., 1]."""
+    """Returns a new fp32 tensor for one number per row of `rows`, [..., 1]."""
     return rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
 
 
@@ -309,7 +325,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor | None]:
-        ctx.saved_tensors  # noqa: B018  # a policy with recomputation runs the layer here
+        ctx.saved_tensors  # noqa: B018  # with recomputation, this runs the layer again
         results = [gradients[0].new_empty(shape, dtype=dtype) for shape, dtype in ctx.inputs]
         ctx.record(Operator("rms_norm", 2 * _total_bytes(*results) + _total_bytes(*gradients)))
         return None, results[0], results[1] if len(results) > 1 else None
@@ -320,8 +336,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, record: RecordOperator, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        """Returns the context. For 4 dims and equal head widths it calls torch's fused operator, so that an activation policy
-        sees its result and the recorder records it. Saves all four tensors, the mask and a statistic per row.
+        """Returns the output of the attention. If tensors have 4 dimensions and equal head widths, calls torch's fused
+        operator, so that an activation policy and the recorder see it. Saves the inputs, the output, the mask and one number
+        per row.
         """
         ctx.record, ctx.is_causal = record, is_causal
         context: Tensor
@@ -338,6 +355,6 @@ class _Attention(torch.autograd.Function):
         query, key, value, *_ = ctx.saved_tensors
         results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         is_wide = query.dtype.itemsize >= torch.float32.itemsize
-        _sums = None if is_wide else torch.empty_like(query, dtype=torch.float32)  # while the kernel runs
+        _sums = None if is_wide else torch.empty_like(query, dtype=torch.float32)  # memory that the kernel needs while it runs
         ctx.record(attention_backward(query, key, value, gradients[0], results, is_causal=ctx.is_causal))
         return None, *results, None, None

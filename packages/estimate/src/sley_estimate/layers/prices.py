@@ -1,15 +1,15 @@
-"""Computes the seconds of layers on a machine: measured, in proportion to a measured variant, or counted from operators.
+"""Computes the seconds of layers on a machine: measured, in proportion to a measured variant, or counted from their operators.
 
-An operator takes the maximum of its products and its memory traffic. On a CPU its launch time is added. On a GPU the host
-launches kernels ahead of the device. For a measured layer both times are known, and a step takes the maximum of device and
-host. A counted layer takes the maximum of both in each phase.
+An operator takes as long as its matrix product or its memory traffic, whichever is longer. On a CPU its launch time is added.
+On a GPU the host launches kernels ahead of the device. For a measured layer the times of device and host are known, and a step
+takes the longer of both. A counted layer takes the longer of both in each phase.
 
-Variants of a layer that were not measured are counted and scaled by measured / counted of the measured variant. Otherwise the
-order of policies and sizes would depend on the measured one.
+A variant of a layer (another policy or number of samples) that was not measured takes its counted time, multiplied by the ratio
+of measured to counted time of the measured variant. Without this, measured and counted variants could not be compared.
 
-A policy is traced on one sample and on two. Shapes, bytes and FLOPs are linear in the number of samples except for weights, so
-the two traces determine the work on any number. A slice of a sequence over n ranks is 1/n of a sample: 1/n of its positions, or
-of its heads in attention.
+Each policy is traced on one sample and on two. Bytes and FLOPs are linear in the number of samples, so two traces determine the
+work on any number of samples. A slice of a sequence over n ranks counts as 1/n of a sample: 1/n of its positions, or of its
+heads in attention.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sley_estimate.search.layouts import Choice, list_choices
 from train_cli.meta_model import meta_micro_batch
 
 Source = Literal["measured", "in proportion", "counted"]
-"""The source of a layer's seconds: the machine file, another variant there after scaling, or only counting."""
+"""The source of a layer's seconds: the machine file, another variant of the layer there, or only its operators."""
 
 ACTION_FIELDS = {
     Kind.FORWARD: "forward",
@@ -44,13 +44,14 @@ ACTION_FIELDS = {
     Kind.INPUT_GRADIENT: "input_gradient",
     Kind.WEIGHT_GRADIENT: "weight_gradient",
 }
-"""The fields of `LayerSeconds` by type of action."""
+"""The fields of `LayerSeconds` by kind of action."""
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """The seconds of a layer on one microbatch, with recomputation. host_*: the host's seconds to launch each phase, or 0 if
-    the host does not run ahead. The halves of a split backward are 0 if they were not measured.
+    """The seconds of a layer on one microbatch. Recomputation counts as part of the backward. host_*: the seconds that the host
+    needs to launch each part; 0 if the host does not run ahead of the device. input_gradient, weight_gradient: the halves of a
+    split backward; 0 if they were not measured.
     """
 
     forward: float
@@ -69,8 +70,8 @@ class LayerSeconds:
 
     @classmethod
     def from_operators(cls, work: LayerWork, device: DeviceTable, *, with_host: bool = False) -> LayerSeconds:
-        """Returns the seconds of a layer's operators on `device`. with_host: also sets the host's seconds on a GPU. Raises
-        PlanError "machine-matmul" for a product in a dtype that the machine file does not list.
+        """Returns the seconds of a layer's operators on `device`. with_host: whether to also set the host's seconds, on a GPU.
+        Raises PlanError "machine-matmul" for a matrix product in a dtype that the machine file does not list.
         """
         backward = operators_s(work.recompute, device) + operators_s(work.backward, device)
         seconds = cls(operators_s(work.forward, device), backward)
@@ -81,12 +82,13 @@ class LayerSeconds:
 
     @classmethod
     def from_variant(cls, work: LayerWork, baseline: LayerWork, measured: LayerSeconds, device: DeviceTable) -> LayerSeconds:
-        """Returns the counted seconds of `work`, scaled by measured / counted of another variant with the work `baseline` and
-        the seconds `measured`.
+        """Returns the counted seconds of `work`, multiplied by the ratio of measured to counted seconds of another variant of
+        the layer. baseline, measured: the work and the measured seconds of this other variant.
 
-        Forward and backward have their own ratios. If `baseline` has no recomputation, the ratio of the forward is used for it.
-        The second half of a split backward grows with the backward, and the first half takes the remainder. The host's seconds
-        are proportional to the number of operators. Raises PlanError "machine-matmul".
+        Forward and backward have ratios of their own. Recomputation in `work` has the ratio of the forward if `baseline` has
+        none. The second half of a split backward is proportional to the backward without recomputation, and the first half has
+        the rest. The host's seconds are proportional to the number of operators. Raises PlanError "machine-matmul" for a
+        matrix product in a dtype that the machine file does not list.
         """
         price = partial(device_operators_s if measured.host_forward else operators_s, device=device)
         recompute_s, backward_s = price(work.recompute), price(work.backward)
@@ -108,16 +110,16 @@ class LayerSeconds:
         )
 
     def action_s(self, action_type: Kind) -> float:
-        """Returns the seconds of the layer in an action of `action_type`."""
+        """Returns the seconds of the layer on the device in an action of kind `action_type`."""
         return float(getattr(self, ACTION_FIELDS[action_type]))
 
     def host_action_s(self, action_type: Kind) -> float:
-        """Returns the host's seconds to launch the layer in an action of `action_type`."""
+        """Returns the seconds that the host needs to launch the layer in an action of kind `action_type`."""
         return float(getattr(self, f"host_{ACTION_FIELDS[action_type]}"))
 
     @property
     def total_s(self) -> float:
-        """Returns the seconds of forward and backward, each the maximum of device and host."""
+        """Returns the seconds of forward plus backward, each that of the device or of the host, whichever is longer."""
         return max(self.forward, self.host_forward) + max(self.backward, self.host_backward)
 
 
@@ -126,13 +128,15 @@ def _ratio(measured: float, counted: float) -> float:
 
 
 def operators_s(operators: Sequence[Operator], device: DeviceTable) -> float:
-    """Returns the seconds: on CUDA the maximum of launches and work, else their sum. Raises PlanError "machine-matmul"."""
+    """Returns the seconds of consecutive operators with their launches: on CUDA the longer of launches and work, on a CPU their
+    sum. Raises PlanError "machine-matmul" for a matrix product in a dtype that the machine file does not list.
+    """
     host_s, device_s = device.launch_s * len(operators), device_operators_s(operators, device)
     return max(host_s, device_s) if device.kind == "cuda" else host_s + device_s
 
 
 def device_operators_s(operators: Sequence[Operator], device: DeviceTable) -> float:
-    """Returns the device seconds of consecutive operators without launches. Raises the errors of `operators_s`."""
+    """Returns the seconds of consecutive operators without their launches. Raises the errors of `operators_s`."""
     total_s = 0.0
     for operator in operators:
         seconds = operator.num_bytes / device.memory_bandwidth
@@ -152,7 +156,9 @@ Result = TypeVar("Result")
 
 
 def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes `method` store its results, and any SleyError that it raises, in its object by positional arguments."""
+    """Makes `method` compute once for each tuple of positional arguments. Its results, and each SleyError that it raises, are
+    stored in the object of the method.
+    """
 
     @wraps(method)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -173,7 +179,9 @@ def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
 @dataclass(frozen=True)
 class Variant:
-    """The conditions under which layers run. sp: the number of ranks that share a sequence."""
+    """The conditions under which layers run: the activation policy, the number of samples in a microbatch, and the number of
+    ranks that share a sequence.
+    """
 
     policy: Choice
     micro_size: int
@@ -182,7 +190,7 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredVariant:
-    """The measured seconds of a layer in `variant`, from the machine file. index: the first layer of the model with its key."""
+    """The measured seconds of a layer in `variant`, from the machine file. index: the index of the first layer with its key."""
 
     variant: Variant
     index: int
@@ -191,9 +199,9 @@ class MeasuredVariant:
 
 @dataclass(eq=False)
 class LayerPrices:
-    """Prices the layers of `model`, on meta for `plan`, in any variant. Each policy is traced once, on its first use.
+    """Computes the seconds of the layers of `model`, which is on meta, in any variant. Each policy is traced when first used.
 
-    policies: the policies under which the layers in `machine`, which have whole sequences, may have been measured.
+    policies: the policies under which the layers in `machine` may have been measured, always with whole sequences.
     """
 
     plan: Plan
@@ -210,14 +218,15 @@ class LayerPrices:
 
     @memoize
     def policy(self, choice: Choice) -> ActivationPolicy:
-        """Returns the policy, built for the model's layers. Raises PlanError if it cannot be built."""
+        """Returns the policy of `choice` for the model's layers. Raises PlanError if it cannot be built."""
         policy: ActivationPolicy = self._plan(choice, 1).activations.build([layer.name for layer in self.model.layers])
         return policy
 
     @memoize
     def works(self, variant: Variant) -> list[LayerWork]:
-        """Returns the work of each layer; equal layers share one object. For slices it includes the copies that attentions make
-        for their exchanges. Raises PlanError for a policy that cannot be built, and PlanError "estimate-layer".
+        """Returns the work of each layer in `variant`; equal layers share one object. With slices of sequences, it includes the
+        copies that attention makes for its exchanges. Raises PlanError for a policy that cannot be built, and "estimate-layer"
+        for a layer that cannot run on meta.
         """
         pairs = zip(self._whole_works(variant.policy, 1), self._whole_works(variant.policy, 2), strict=True)
         samples, has_slices = variant.micro_size / variant.sp, variant.sp > 1
@@ -226,7 +235,8 @@ class LayerPrices:
     def price(self, variant: Variant) -> list[tuple[LayerSeconds, Source]]:
         """Returns the seconds of each layer in `variant`, without exchanges of slices, and their source.
 
-        Raises the errors of `works` unless all layers were measured, and PlanError "machine-matmul".
+        Unless all layers were measured in this variant, raises the errors of `works`, and PlanError "machine-matmul" for a
+        matrix product in a dtype that the machine file does not list.
         """
         measured = self._measured_seconds
         has_keys = measured and variant.sp == 1
@@ -241,7 +251,7 @@ class LayerPrices:
         if key in self._measured_seconds:
             return self._measured_seconds[key], "measured"
         if measured is not None:
-            with suppress(SleyError):  # the measured variant may not be countable
+            with suppress(SleyError):  # the operators of the measured variant may not be countable
                 baseline = self.works(measured.variant)[measured.index]
                 return LayerSeconds.from_variant(work, baseline, measured.seconds, self.machine.device), "in proportion"
         return LayerSeconds.from_operators(work, self.machine.device, with_host=self.machine.engine is not None), "counted"
@@ -253,7 +263,9 @@ class LayerPrices:
 
     @cached_property
     def _measured_variants(self) -> list[MeasuredVariant | None]:
-        """Returns the measured variant of each layer; equal layers share one. Policies that copy are priced separately."""
+        """Returns the measured variant of each layer, or None; equal layers share one. Leaves out policies that copy tensors to
+        the host, whose measured times include the copies.
+        """
         measured: list[MeasuredVariant | None] = [None] * len(self.model.layers)
         sizes = {self.plan.batch.micro_size, *(table.micro_size for table in self.machine.layers if table.micro_size)}
         shared: dict[str, MeasuredVariant] = {}
@@ -270,7 +282,7 @@ class LayerPrices:
 
     @memoize
     def _plan(self, policy: Choice, micro_size: int) -> Plan:
-        """Returns the plan under a policy with whole sequences."""
+        """Returns the plan with this policy, `micro_size` samples in a microbatch, and whole sequences."""
         whole: dict[KeyPath, Any] = {("activations",): policy.table, ("parallel", "sp"): 1}
         return replace_values(self.plan, {**whole, ("batch", "micro_size"): micro_size})
 
@@ -284,19 +296,19 @@ class LayerPrices:
     def _whole_works(self, policy: Choice, micro_size: int) -> list[LayerWork]:
         """Returns the work of each layer on whole samples."""
         plan = self._plan(policy, micro_size)
-        # New tensors, since layers cache results by tensor, such as position tables.
+        # Each trace needs new tensors, since layers cache results by tensor, such as tables of positions.
         fields = meta_micro_batch(plan, self.dataset)
         return trace_layers(plan, self.model, fields, self._keys(policy, micro_size), self._traced)
 
 
 ATTENTION = "attention"  # the operator name of a recorded attention
-TENSORS, COPY = 4, 3  # q, k, v and the context; the bytes that a copy moves per byte in `describe_operator`
+TENSORS, COPY = 4, 3  # the tensors of an attention: q, k, v, output; the bytes that `describe_operator` counts per copied byte
 
 
 def scale_work(single: LayerWork, double: LayerWork, samples: float) -> LayerWork:
-    """Returns the work on `samples` samples, which may be a fraction, by linear extrapolation of the works on one and on two
-    samples. Operators that are more frequent on two samples, such as those of a chunked loss, are proportional to the work on
-    two.
+    """Returns the work on `samples` samples, which may be a fraction, by linear extrapolation from the work on one sample and
+    on two. If the number of operators with some name differs between the two, as in a chunked loss, the work of these operators
+    is proportional to their work on two samples.
     """
     return LayerWork(
         **{name: _scale_operators(getattr(single, name), getattr(double, name), samples) for name in PHASES},
@@ -306,10 +318,12 @@ def scale_work(single: LayerWork, double: LayerWork, samples: float) -> LayerWor
 
 
 def add_copies(work: LayerWork) -> LayerWork:
-    """Adds the copies of q, k, v and context that attentions over slices make in each forward, recomputation and backward."""
+    """Returns `work` with the copies of q, k, v and output that each attention over slices of a sequence makes in the forward,
+    the recomputation and the backward.
+    """
 
     def with_copies(operators: Sequence[Operator], forward: Sequence[Operator]) -> tuple[Operator, ...]:
-        """Returns `operators` plus the copies of the tensors that each attention in `forward` reads or writes."""
+        """Returns `operators` followed by copies of the tensors that each attention in `forward` reads or writes."""
         sizes = [operator.num_bytes for operator in forward if operator.name == ATTENTION]
         copies = [Operator("copy", COPY * num_bytes // TENSORS) for num_bytes in sizes for _ in range(TENSORS)]
         return (*operators, *copies)
@@ -323,7 +337,9 @@ def add_copies(work: LayerWork) -> LayerWork:
 
 
 def _scale_operators(single: Sequence[Operator], double: Sequence[Operator], samples: float) -> tuple[Operator, ...]:
-    """Returns operators in the order of `double`, paired with `single` by name. A name with different counts has no pairs."""
+    """Returns the operators of `double`, scaled to `samples` samples. Each is paired with the operator in `single` that has the
+    same name and the same position among those of this name, if both lists have equally many.
+    """
     firsts: dict[str, list[Operator]] = defaultdict(list)
     for operator in single:
         firsts[operator.name].append(operator)
@@ -346,7 +362,9 @@ def _extrapolate(single: int, double: int, samples: float) -> int:
 
 @dataclass(frozen=True)
 class PricedLayer:
-    """The seconds of a layer without exchanges of slices, and their source; None if its recorded operators are priced."""
+    """The seconds of a layer, without exchanges of slices, and their source. seconds: None if they must be computed from the
+    operators of a recorded step.
+    """
 
     name: str
     seconds: LayerSeconds | None
@@ -354,7 +372,9 @@ class PricedLayer:
 
 
 def price_layers(plan: Plan, model: Model, dataset: AnyDataset, machine: MachineFile) -> list[PricedLayer]:
-    """Returns every layer of `model`, on meta, with its seconds if they follow from the measured layers of `machine`."""
+    """Returns every layer of `model`, which is on meta, with its seconds if they follow from the measured layers of
+    `machine`.
+    """
     priced: Sequence[tuple[LayerSeconds, Source] | None] = [None] * len(model.layers)
     if machine.layers:
         policies = list_choices(plan).policies

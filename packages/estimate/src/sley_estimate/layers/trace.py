@@ -1,12 +1,12 @@
-"""Counts the operators of layers on meta as in the executor: forward, recomputation, backward.
+"""Counts the operators of layers by running them on meta as in a run: forward, recomputation, backward.
 
     layer ── forward under the activation policy ──> output ── backward ──> operators
 
-Each distinct layer is traced once, on the output of the previous layer. A layer that reads a tensor value is an error.
+Each distinct layer is traced once, on the output of the previous layer. A layer that reads the value of a tensor is an error.
 
-Layers with equal keys need equal time and memory: they have one class and equal settings and shapes. An attribute that is not
-plain (a number, a text, a tensor shape) makes the key of its layer unique. That layer is counted separately, which is slower
-and never wrong.
+Layers with equal keys need equal time and memory, since they have the same class, settings and shapes. If a layer has an
+attribute that is not plain (plain ones are numbers, texts, tensor shapes), its key is unique. It is then traced separately,
+which is slower but never wrong.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from sley_trainer.execute import InFlight, describe_output, gradient_edges
 
 MICRO_STEP = MicroStep(0, 0, Phase.TRAIN, 0, 0)
 
-Value = tuple[Description, list[Tensor]]  # the output of a layer, in the form sent between stages
+Value = tuple[Description, list[Tensor]]  # the output of a layer, in the form in which stages send it
 
 TracedLayers = dict[tuple[str, str], tuple[LayerWork, Value]]
-"""Work and output of layers by key and input description."""
+"""The work and the output of each traced layer, by (layer key, description of the input)."""
 
 
 def trace_layers(
     plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str], traced: TracedLayers | None = None
 ) -> list[LayerWork]:
-    """Returns the work of each layer under the plan's policy, in order. Layers with equal keys and inputs are traced once.
+    """Returns the work of each layer under the plan's activation policy, in order. Layers with equal keys and inputs are traced
+    once.
 
-    fields: a microbatch on meta. traced: earlier results; new results are added. Raises PlanError "estimate-layer" for a layer
-    that cannot run on meta.
+    fields: a microbatch on meta. keys: the layers' keys. traced: earlier results, to which new ones are added. Raises PlanError
+    "estimate-layer" for a layer that cannot run on meta.
     """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
     working, gradients = weight_dtypes(plan)[0], DTYPES[plan.precision.gradients]
@@ -81,11 +82,12 @@ def trace_layer(
     working: torch.dtype,
     gradients: torch.dtype,
 ) -> tuple[LayerWork, Value]:
-    """Returns the work of a layer on one microbatch, and its output. Excludes results that layers share (`once_per_field`).
+    """Returns the work of a layer on one microbatch, and its output. The work excludes results that layers share
+    (`once_per_field`).
 
-    value: the output of the previous layer, or None for the first layer. loss: the loss after the last layer. working,
-    gradients: the dtypes of weights and of accumulated gradients. Raises PlanError "estimate-layer" for a layer that cannot run
-    on meta.
+    value: the output of the previous layer, or None for the first layer. fields: the microbatch on meta. loss: the loss, for
+    the last layer; None for others. working, gradients: the dtypes of weights and of accumulated gradients. Raises PlanError
+    "estimate-layer" for a layer that cannot run on meta.
     """
     with _place_on_meta(layer.module, working):
         recorder, output = _record_layer(layer, value, fields, policy, loss)
@@ -105,7 +107,7 @@ def trace_layer(
 
 
 def describe_next_input(output: Any, layer: Layer) -> Value:
-    """Returns a layer's output, detached, as input of the next layer. For `SplitLogits`, this is the logits."""
+    """Returns the detached output of `layer` in the form of an input of the next layer. `SplitLogits` become logits."""
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         output = output.logits()
     description, tensors = describe_output(output, layer.name)
@@ -115,7 +117,7 @@ def describe_next_input(output: Any, layer: Layer) -> Value:
 def _record_layer(
     layer: Layer, value: Value | None, fields: Mapping[str, Tensor], policy: ActivationPolicy, loss: Loss | None
 ) -> tuple[OperatorRecorder, Any]:
-    """Runs a forward and a backward. Returns the recorder of the operators, whose phase is then "backward", and the output."""
+    """Runs a forward and a backward. Returns the recorder of the operators, whose phase is "backward", and the output."""
     recorder = OperatorRecorder()
     in_flight, args, named = start_call(layer, value, fields)
     for parameter in layer.module.parameters():
@@ -123,7 +125,7 @@ def _record_layer(
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))  # type: ignore[no-untyped-call]
 
     def call(*args: Any, **named: Any) -> Any:
-        """Calls the layer; in a backward that is recomputation, which torch may stop early by an exception."""
+        """Calls the layer. A call during the backward is recomputation, which torch may end early with an exception."""
         previous_phase = recorder.phase
         recorder.phase = "forward" if previous_phase == "forward" else "recompute"
         try:
@@ -135,7 +137,7 @@ def _record_layer(
         with FusedKernels(recorder.record), recorder:
             recorder.phase = None
             with torch.no_grad():
-                layer.module(*args, **named)  # computes shared results, such as a document mask
+                layer.module(*args, **named)  # computes the results that layers share, such as a document mask
             shared = tree_leaves([cached_values(field) for field in named.values()])
             recorder.shared.update(storage_id(leaf) for leaf in shared if isinstance(leaf, Tensor))
             recorder.phase = "forward"
@@ -155,14 +157,16 @@ def _record_layer(
         raise PlanError("estimate-layer", message, path=("model",), hint=hint) from error
     if recorder.operators("recompute"):
         for tensor in value[1] if value else ():
-            recorder.record_saved_tensor(tensor)  # the input of the recomputation
+            recorder.record_saved_tensor(tensor)  # the input of the recomputation is saved
     return recorder, output
 
 
 def start_call(
     layer: Layer, value: Value | None, fields: Mapping[str, Tensor]
 ) -> tuple[InFlight, tuple[Any, ...], Mapping[str, Tensor]]:
-    """Returns a new call of `layer`, its positional arguments and its fields. value: the input; None for the first layer."""
+    """Returns the state of a new call of `layer`, its positional arguments, and its fields by name. value: the input of the
+    layer; None for the first layer.
+    """
     in_flight = InFlight()
     args: tuple[Any, ...] = () if value is None else (in_flight.build_input(*value),)
     return in_flight, args, {name: fields[name] for name in layer.fields}
@@ -171,7 +175,9 @@ def start_call(
 def make_output_gradients(
     in_flight: InFlight, output: Any, make_gradient: Callable[[Tensor], Tensor] = torch.ones_like
 ) -> list[Tensor]:
-    """Returns the gradients that start the backward: ones for the loss, or tensors of `make_gradient` for the outputs."""
+    """Returns the gradients that start the backward: ones for the loss, if there is one, or else `make_gradient` of each output
+    that has a gradient. In the latter case also sets `in_flight.edges`.
+    """
     if in_flight.loss is not None:
         return [torch.ones_like(in_flight.loss)]
     description, tensors = describe_output(output)
@@ -180,19 +186,19 @@ def make_output_gradients(
 
 
 def run_backward(in_flight: InFlight, gradients: list[Tensor]) -> None:
-    """Runs the backward unless the loss has no gradient."""
+    """Runs the backward, unless the loss does not require a gradient."""
     if in_flight.loss is None or in_flight.loss.requires_grad:
         in_flight.backward(gradients)
 
 
 @contextmanager
 def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
-    """Makes a first backward half queue the weight gradients of the module's plain linears in `queue`. The second half adds
-    them in memory of `dtype`.
+    """Makes the module's plain linear layers put the computation of their weights' gradients into `queue` within the block. The
+    queued work adds these gradients to memory in `dtype`.
     """
 
     def add(accumulated: Tensor, rows: Tensor, inputs: Tensor) -> None:
-        """Adds rows^T inputs, in one kernel if the dtypes are equal, as the store does."""
+        """Adds `rows`^T `inputs` to `accumulated`, in one kernel if the dtypes are equal, as in a run."""
         if rows.dtype == accumulated.dtype:
             accumulated.addmm_(rows.t(), inputs)
         else:
@@ -209,7 +215,7 @@ def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.d
 
 @contextmanager
 def _place_on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
-    """Replaces the parameters and buffers of the module by meta tensors within the block."""
+    """Replaces the parameters and buffers of the module by meta tensors within the block. working: the dtype of parameters."""
     originals = replace_tensors(module.modules(), working, torch.device("meta"))
     try:
         yield
@@ -221,8 +227,9 @@ def _place_on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
 def replace_tensors(
     modules: Iterable[nn.Module], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Replaces the parameters and buffers of `modules` by new tensors on `device`, parameters of `dtype` and buffers in their
-    dtypes of a run. Shared tensors stay shared. Returns the dict, the name and the original tensor of each.
+    """Replaces the parameters and buffers of `modules` by new tensors on `device`. Parameters have `dtype`, and buffers the
+    dtypes that they have in a run. Shared tensors stay shared. Returns, for each, the dict in which it was replaced, its name
+    there, and the original tensor.
     """
     originals: list[tuple[dict[str, Any], str, Tensor]] = []
     replacements: dict[int, Tensor] = {}
@@ -247,9 +254,10 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def module_signature(module: nn.Module, location: str) -> Any:
-    """Returns nested plain values that determine the module's cost: modules whose signatures have equal `repr`s cost the same.
+    """Returns nested plain values that determine the module's cost. Modules whose signatures have the same `repr` cost the
+    same.
 
-    location: the module's name in the model, which replaces attributes that are not plain.
+    location: the module's name in the model. It stands for attributes that are not plain.
     """
     attributes = [
         (name, plain_value(value, f"{location}.{name}"))
@@ -269,7 +277,9 @@ def module_signature(module: nn.Module, location: str) -> Any:
 
 
 def plain_value(value: Any, location: str) -> Any:
-    """Returns `value` as nested plain values whose `repr` determines it, or else `location`, which is unique to the layer."""
+    """Returns nested plain values whose `repr` determines `value`, or `location`, which is unique to the layer, if there are
+    none.
+    """
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, Tensor):
@@ -289,10 +299,11 @@ def plain_value(value: Any, location: str) -> Any:
 
 
 def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mapping[str, Tensor]) -> list[str]:
-    """Returns a key of 16 hexadecimal digits for each layer of `model`, on meta.
+    """Returns a key of 16 hexadecimal digits for each layer of `model`, which is on meta.
 
-    fields: a microbatch, whose shapes and dtypes are part of the key, as are policy, precision and loss. `train-cli calibrate`
-    writes the same keys for the plan in any layout with its `micro_size` and whole sequences.
+    fields: a microbatch. The key depends on its shapes and dtypes, on the policy, the precision and, for the last layer, the
+    loss. It does not depend on other parts of a layout, so keys that `train-cli calibrate` writes are valid for every layout
+    with the same `micro_size` and whole sequences.
     """
     shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
     precision = plan.precision.compute, plan.precision.gradients
@@ -307,7 +318,9 @@ def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mappi
 
 
 def _policy_key(plan: Plan, policy: ActivationPolicy, layer: Layer) -> Any:
-    """Returns the policy's part of a layer key: None if it does not affect the layer, else with the name if it lists none."""
+    """Returns the policy's part of a layer key: None if the policy does not affect the layer. For a policy that lists no layers
+    in `names`, it includes the layer's name.
+    """
     names = getattr(policy, "names", None)
     if type(policy) is Keep or (isinstance(names, frozenset) and layer.name not in names):
         return None
