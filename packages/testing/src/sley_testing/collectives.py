@@ -267,6 +267,7 @@ def _user_frames() -> tuple[str, ...]:
 
 
 Traces = dict[str, dict[str, Any]]
+"""By name of a module: its class and attributes, as `traces` returns them."""
 
 
 def traces(layers: Iterable[Layer]) -> Traces:

@@ -86,6 +86,8 @@ class DrawnDevice(Device):
 
 @dataclass
 class _Copy:
+    """Holds a pending copy. dependencies: the work of the device and of other streams that must precede it."""
+
     target: Span
     source: Span
     dependencies: Clock
@@ -301,6 +303,7 @@ class Span:
             return tensor_from_storage(storage, self._dtype, *self._geometry)
 
     def overlaps(self, span: Span) -> bool:
+        """Returns whether the byte ranges of both tensors overlap in the same storage."""
         (first, last), (start, end) = self._byte_range, span._byte_range
         return self._storage.cdata == span._storage.cdata and first < end and start < last
 
@@ -343,6 +346,7 @@ def safe_to_print() -> AbstractContextManager[object]:
 
 
 WAITS = ((DrawnStream, "wait_for_device"), (DrawnStream, "wait_for"), (DrawnEvent, "hold_device"), (DrawnEvent, "wait"))
+"""The class and name of each method that orders copies."""
 
 
 class Site(NamedTuple):

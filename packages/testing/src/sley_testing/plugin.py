@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Registers the marker `gpu`, and adds the root folder of the tests to `sys.path`."""
     description = "needs `count` CUDA devices, or one that ranks share (NCCL_MULTI_RANK_GPU_ENABLE=1), else it is skipped"
     config.addinivalue_line("markers", f"gpu(count=1): {description}")
     root = str(config.rootpath)

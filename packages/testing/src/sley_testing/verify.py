@@ -32,6 +32,8 @@ from sley_trainer.update import CLIP_EPSILON
 
 Quantity = Literal["first value", "loss", "gradient", "gradient norm", "held-out loss", "weight"]
 QUANTITIES: tuple[Quantity, ...] = ("first value", "loss", "gradient", "gradient norm", "held-out loss", "weight")
+"""The compared quantities in causal order within a step."""
+
 _MAX_NAMES = 5
 
 _LIKELY_CAUSES: dict[Quantity, str] = {

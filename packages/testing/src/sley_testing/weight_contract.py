@@ -48,6 +48,7 @@ from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
 Change = Callable[[Run, int], None]
+"""A function that is called before each step with the run and the number of steps taken so far."""
 
 NUM_STEPS = 3
 MICRO_SIZE = 2  # samples per microbatch
@@ -208,7 +209,7 @@ def _tolerance(plan: Plan) -> float:
 
 @torch.no_grad()
 def _weight_errors(run: Run) -> Iterator[str]:
-    """Yields a line for each sharded parameter that reads as something else than its full weight, or whose refusal does not
+    """Yields a line for each sharded parameter that reads as something other than its full weight, or whose refusal does not
     name it, and for each plain linear and embedding that computes with a wrong weight.
 
     The error of an element may be the record's tolerance times the sum of its size and 2^-14 of the largest element's size.
