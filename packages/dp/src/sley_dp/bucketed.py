@@ -54,7 +54,7 @@ class BucketedReducer(GradientHandler):
         self._last_params = find_last_params(self._store.buffers)
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Starts the sum of the bucket of `param`, if `param` is its last one.
+        """Starts the sum of a bucket if `param` is the last of its parameters.
 
         All ranks of a reduce group call this in the same order.
         """

@@ -169,8 +169,8 @@ class ShardedLayer:
             yield
 
     def _read_saved(self, saved: _Position) -> Tensor:
-        """Returns the tensor at the position `saved`. Gathers the layer's groups for the running backward, if this was not
-        done.
+        """Returns the tensor at the position `saved`. If the running backward has not gathered the layer's groups yet, gathers
+        them.
         """
         buffer = self.communicator.open_layer(self)[saved.group].buffer.view(saved.dtype)
         return buffer.as_strided(saved.shape, saved.stride, buffer.storage_offset() + saved.offset)

@@ -64,8 +64,8 @@ class HostArena:
         self._frees_unused = frees_unused
         self.num_allocations = self.num_bytes = self.num_lent_bytes = self.max_lent_bytes = 0
         self._blocks: list[_Block] = []
-        self._free_slots: list[_Slot] = []  # by size
-        self._used_slots: dict[int, _Slot] = {}  # by address
+        self._free_slots: list[_Slot] = []  # sorted by size
+        self._used_slots: dict[int, _Slot] = {}  # keyed by address
 
     def allocate(self, sizes: Sequence[int], counters: Moved | None = None) -> list[Tensor]:
         """Returns memory for each of `sizes`, positive numbers of bytes: uint8 [size], aligned to 256 bytes. Reuses the

@@ -67,8 +67,8 @@ class HostOptimizer(Mover):
         """
         self._build_buckets(stepped)
         streams = self._streams
-        streams.to_host.wait_for_device()  # until gradients are clipped
-        streams.to_device.wait_for_device()  # until the backward has read the weights
+        streams.to_host.wait_for_device()  # gradients are copied only after they are clipped
+        streams.to_device.wait_for_device()  # weights are written only after the backward has read them
         fetches = [self._fetch(index) for index in range(min(NUM_HOST_BUCKETS, len(self._buckets)))]
         try:
             for index, bucket in enumerate(self._buckets):

@@ -41,7 +41,7 @@ SHARED_BYTES = 1 << 20
 """The largest size in bytes of tensors that torch's allocator packs into shared segments of driver memory."""
 
 ROUNDED_BYTES = 512
-"""The number of bytes to whose multiples torch's allocator rounds sizes up."""
+"""Torch's allocator rounds sizes up to multiples of this number of bytes."""
 
 
 def reserve_segment(sizes: Iterable[int], device: torch.device) -> None:
@@ -225,8 +225,9 @@ class TrimmedPools(Mover):
 class HostCopy(Mover):
     """Copies storages to the host and back. Together, the storages are a part, or one bucket of optimizer states.
 
-    list_storages: returns the storages. arena: allocates the host copies, in the first offload. bucket_bytes: the bytes to free
-    or allocate at a time. reserves_segment: whether an onload first reserves device memory for all storages at once.
+    list_storages: returns the storages. arena: the allocator of host memory, which the first offload uses. bucket_bytes: the
+    bytes to free or allocate at a time. reserves_segment: whether an onload first reserves device memory for all storages at
+    once.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class HostCopy(Mover):
 
     @property
     def where(self) -> Where:
-        """The location of the memory. Before it is returned, it is updated if copies have finished."""
+        """The location of the memory. Reading it ends a move whose copies are done."""
         if self._copies is not None and self._copies.end.is_done():
             self._finish_move()
         return self._where

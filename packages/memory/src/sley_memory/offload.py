@@ -74,8 +74,8 @@ class BetweenSteps(Mover):
             self._onload_bucket(0)
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
-        """Yields each bucket once later device work can use its states. Starts to onload the next bucket before, and to offload
-        the yielded one after its update.
+        """Yields each bucket once later device work can use its states. Starts to onload the next bucket before that. When the
+        caller has updated the bucket, starts to offload its states.
         """
         # Adds buckets for new weights: all weights in the first step, and later those that were unfrozen.
         known_ids = {id(param.parameter) for bucket, _ in self._buckets for param in bucket}

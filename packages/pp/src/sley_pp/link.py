@@ -126,8 +126,8 @@ class Link:
     def receive(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
         """Blocks until the posted `transfer` has arrived, and returns its description and tensors.
 
-        Their memory is reused once no tensor and no alias of one is alive. Raises RunError `boundary-mismatch` if the sender
-        reports a mismatch, and `stages-differ` if the sender runs another step.
+        The tensors' memory is reused once no tensor and no alias of one is alive. Raises RunError `boundary-mismatch` if the
+        sender reports a mismatch, and `stages-differ` if the sender runs another step.
         """
         direction = direction_of(transfer.peer, self._stage)
         while transfer not in self._receives:
@@ -161,7 +161,7 @@ class Link:
             self._channels.connect(self._peers, self._device)
             self.trim()  # fewer messages are in flight in later walks, which do not use the host
         self._finished_phases |= self._phases
-        if self._has_backwards:  # a step, not an evaluation
+        if self._has_backwards:  # this walk was a step, not an evaluation
             self._channels.sent.end_step()
 
     def counts(self) -> dict[str, float]:
