@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sley_core.errors import SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes.rank import build_first_draft, rank_bytes, stage_work_keys
+from sley_estimate.bytes.rank import build_rank0_draft, rank_bytes, stage_work_keys
 from sley_testing.live_bytes import RealBytes, real_bytes
 from sley_testing.plans import Tables, changed, small_plan
 
@@ -210,7 +210,7 @@ WORLD = 8
 def first_equal_stages(tables: Tables, folder: Path) -> list[int]:
     """Returns, for each stage, the first stage that does equal work."""
     plan = plan_from_dict(tables, folder)
-    keys = stage_work_keys(plan, plan.topology(WORLD), build_first_draft(plan, WORLD))
+    keys = stage_work_keys(plan, plan.topology(WORLD), build_rank0_draft(plan, WORLD))
     return [keys.index(key) for key in keys]
 
 

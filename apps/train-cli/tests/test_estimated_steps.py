@@ -13,7 +13,7 @@ import torch
 from sley_core.comm.device import Device
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_estimate.bytes.rank import build_first_draft, run_stages
+from sley_estimate.bytes.rank import build_rank0_draft, run_stages
 from sley_estimate.calibrate.bench import measure_layers
 from sley_estimate.commands.estimate import seconds_lines
 from sley_estimate.machine import MachineFile, machine_from_dict
@@ -42,7 +42,7 @@ def plan_of(folder: Path, **changes: Any) -> Plan:
 
 def estimate_on(plan: Plan, size: int, *machines: MachineFile) -> list[PlanEstimate]:
     """Returns the estimates of a plan on machines of one device type, from one recorded step."""
-    records = record_stages(estimate.plan_for_machine(plan, machines[0]), size, build_first_draft(plan, size))
+    records = record_stages(estimate.plan_for_machine(plan, machines[0]), size, build_rank0_draft(plan, size))
     with patch.object(estimate, "record_stages", lambda *_, **__: records):
         return [estimate_plan(plan, size, machine) for machine in machines]
 
@@ -117,7 +117,7 @@ def test_update_moves_all_parameters(texts: Path, dp: int, reduced: dict[str, An
     """AdamW in fp32 reads gradients twice, and reads and writes weights and two states."""
     staged = {"parallel": {"pp": 2, "dp": dp}, "pipeline": {"use": "pp.one_f_one_b"}}
     plan = plan_of(texts, **FP32, **staged, optimizer={"use": "core.adamw", "lr": 1e-3}, **reduced)
-    parameters = {p for layer in build_first_draft(plan, 2 * dp).model.layers for p in layer.module.parameters()}
+    parameters = {p for layer in build_rank0_draft(plan, 2 * dp).model.layers for p in layer.module.parameters()}
     at_once = changed(MACHINE, links__ranks_per_host=4, device__launch_s=0.0)
     moved_bytes = 4 * (2 + 2 * 3) * sum(p.numel() for p in parameters)
     step = estimate_plan(plan, 2 * dp, machine_from_dict(at_once)).step
@@ -165,7 +165,7 @@ def estimated_copies(folder: Path, changes: Tables, *, device: str) -> dict[str,
     """Returns the bytes that a recorded step copies in each direction."""
     num_bytes = {"to_host": 0, "to_device": 0}
     plan = plan_from_dict(changed(COPIED, **changes, run__device=device), folder)
-    _, records = record_stages(plan, 1, build_first_draft(plan, 1))
+    _, records = record_stages(plan, 1, build_rank0_draft(plan, 1))
     for event in records[0].step.events:
         if isinstance(event, BeginEvent) and event.axis == HOST:
             num_bytes[event.kind] += event.num_bytes

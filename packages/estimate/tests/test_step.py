@@ -21,7 +21,7 @@ from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.bytes.fake_world import FakeDevice
 from sley_estimate.bytes.ledger import Ledger
-from sley_estimate.bytes.rank import build_first_draft
+from sley_estimate.bytes.rank import build_rank0_draft
 from sley_estimate.calibrate import engine
 from sley_estimate.calibrate.device import measure_host
 from sley_estimate.calibrate.engine import MICRO_BATCH_COUNTS, WEIGHT_COUNTS, measure_engine, solve_engine_table
@@ -138,7 +138,7 @@ def plan_of(**changes: Any) -> Plan:
 
 
 def count_parameters(plan: Plan) -> int:
-    return len({id(value) for layer in build_first_draft(plan, 1).model.layers for value in layer.module.parameters()})
+    return len({id(value) for layer in build_rank0_draft(plan, 1).model.layers for value in layer.module.parameters()})
 
 
 @pytest.mark.sample(1)

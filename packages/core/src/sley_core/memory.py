@@ -142,7 +142,7 @@ class StorageEntry(NamedTuple):
         """
         return free(self.memory)
 
-    def grow(self) -> None:
+    def reallocate(self) -> None:
         """Allocates the freed memory again; its contents are undefined."""
         grow(self.memory, self.memory.numel())
 

@@ -46,7 +46,7 @@ class FileInitializer:
             self._folder, self._weights = folder, open_weights(folder)
         except RunError as error:
             diagnostic = error.diagnostics[0]
-            raise PlanError("model-weights", diagnostic.message, path=PATH, hint=diagnostic.hint) from None
+            raise PlanError("model-weights", diagnostic.message, path=WEIGHTS_KEY_PATH, hint=diagnostic.hint) from None
         self._causal = causal
         self._converters: dict[str, WeightConverter] = {}  # keyed by source pattern
         self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)  # stored names and patterns, keyed by target
@@ -66,7 +66,7 @@ class FileInitializer:
                 problems.append(f"{name!r} is {list(shape)} and not {list(parameter.shape)}")
         if problems:
             message = f"the files in `{folder}` are not the weights of this model: {shorten_names(problems)}"
-            raise PlanError("model-weights", message, path=PATH, hint="use a folder that `save_pretrained` wrote")
+            raise PlanError("model-weights", message, path=WEIGHTS_KEY_PATH, hint="use a folder that `save_pretrained` wrote")
 
     def _find_sources(self, names_in_runs: Mapping[str, str]) -> None:
         """Finds the stored tensors of each tensor of the transformers model. names_in_runs: transformers' names by Sley's."""

@@ -309,7 +309,7 @@ class HostCopy(Mover):
             reserve_segment((host.numel() for _, host in self._offloaded), self._offloaded[0][0].memory.device)
         for bucket in self._split_into_buckets(self._offloaded):
             for storage, _ in bucket:
-                storage.grow()
+                storage.reallocate()
             # The copies wait for earlier device work that used this memory.
             to_device.wait_for_device()
             for storage, host in bucket:

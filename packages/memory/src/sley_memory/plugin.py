@@ -191,7 +191,7 @@ def sley_estimate_hints() -> dict[str, Any]:
     in_steps = attrgetter("steps_in_buckets")
     by_call = ("weights", "masters", "optimizer_states", "gradients", "everything")
     return {
-        **{f"memory.{name}": {"in_steps": in_steps} for name in by_call},
-        "memory.host": {"variants": [{}], "copies": True},
+        **{f"memory.{name}": {"moves_every_step": moves_every_step} for name in by_call},
+        "memory.host": {"variants": [{}], "offloads_activations": True},
         "memory.selective": {"variants": [{}]},
     }

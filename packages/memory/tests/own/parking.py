@@ -35,7 +35,7 @@ def poison_freed_memory():
         device.grow(entry.memory, entry.memory.numel())
         whole(entry.memory).fill_(255)
 
-    with patch.object(StorageEntry, "free", free), patch.object(StorageEntry, "grow", grow):
+    with patch.object(StorageEntry, "free", free), patch.object(StorageEntry, "reallocate", grow):
         yield
 
 

@@ -62,7 +62,7 @@ def hf_name(name: str) -> str:
     return f"model.layers.{block}.{_MODULE_NAMES[module]}.{attribute}"
 
 
-PATH: KeyPath = ("model", "weights")
+WEIGHTS_KEY_PATH: KeyPath = ("model", "weights")
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """The suffix of a buffer in old files. It is ignored, as by transformers."""
@@ -129,7 +129,7 @@ def _check_tied_head(files: TensorReader, config: LlamaConfig) -> None:
 
 
 def _build_weights_error(message: str, hint: str | None = None) -> PlanError:
-    return PlanError("model-weights", message, path=PATH, hint=hint)
+    return PlanError("model-weights", message, path=WEIGHTS_KEY_PATH, hint=hint)
 
 
 def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:

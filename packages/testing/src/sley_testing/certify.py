@@ -86,12 +86,12 @@ def _check_record(plugin: str, record: records.Record) -> Verdict:
 def _skip_reason(record: records.Record) -> str:
     """Returns why the record cannot be checked without input from its author, or "" if it can."""
     if type(record) not in CONTRACTS:
-        return "its contract needs inputs of the author: inherit it in a test (docs/testing-plugins.md)"
+        return "its contract needs inputs from the plugin's author: subclass it in a test (docs/testing-plugins.md)"
     if isinstance(record, records.GradientHandlerRecord) and record.role == "tie":
-        return "a tie handler needs a schedule: inherit `schedule_contract.TieContract` in a test"
+        return "a tie handler needs a schedule: subclass `schedule_contract.TieContract` in a test"
     required_keys = [key for key, info in record.config.model_fields.items() if info.is_required()]
     if required_keys:
-        return f"its table needs {', '.join(f'`{key}`' for key in required_keys)}: inherit its contract in a test"
+        return f"its table needs {', '.join(f'`{key}`' for key in required_keys)}: subclass its contract in a test"
     return ""
 
 

@@ -38,7 +38,7 @@ class Naive(OffloadManager):
             return lambda: None
         copies = self._away.pop(part)  # keeps host memory until its copies are complete
         for piece, copy in copies:
-            piece.grow()
+            piece.reallocate()
             self._stream.wait_for_device()
             self._stream.copy(piece.memory, copy.data)
         self._hold(self._stream.record())
@@ -118,7 +118,7 @@ class Half(Naive):
         wait = super().offload(part)
         for piece, _ in self._away[part][::2]:
             if not piece.memory.untyped_storage().nbytes():
-                piece.grow()
+                piece.reallocate()
         return wait
 
 

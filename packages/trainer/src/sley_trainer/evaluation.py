@@ -122,7 +122,7 @@ class Tally:
         gathered = control.gather_objects(self.names, label="the names of metrics")
         known = [(rank, names) for rank, names in zip(control.ranks, gathered, strict=True) if names is not None]
         if not known:
-            raise _metric_error("has counted no sample")
+            raise _metric_error("counted no samples")
         first_rank, first_names = known[0]
         for rank, names in known:
             if names != first_names:
@@ -149,8 +149,10 @@ class Tally:
 
 
 def _metric_error(fault: str) -> RunError:
-    hint = "return new tensors, {name: (sum, count)}, with the same names for every microbatch, such as "
-    hint += "`{'exact': (num_right, num_samples)}`"
+    hint = (
+        "return new tensors as `{name: (sum, count)}`, such as `{'exact': (num_right, num_samples)}`, with the same names for "
+    )
+    hint += "every microbatch, and a count above 0 for at least one"
     return RunError("metric-result", f"the [evaluation] metric {fault}", path=("evaluation", "metric"), hint=hint)
 
 

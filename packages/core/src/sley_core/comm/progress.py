@@ -18,8 +18,8 @@ from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL
 
 COLLECTIVE_HINT = (
-    "check the other ranks: one of the group stopped, or did not join the collective within [limits] collective_timeout_s; "
-    "`train-cli doctor` names the rank, also if ranks start the exchanges of a group in different orders"
+    "check the other ranks of the group: one has stopped, or did not join the collective within [limits] collective_timeout_s; "
+    "`train-cli doctor` names that rank, even if the ranks started their exchanges in different orders"
 )
 
 NUM_RECENT = 32

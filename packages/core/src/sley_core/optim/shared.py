@@ -205,7 +205,7 @@ def _owners(optimizer: torch.optim.Optimizer, path: str = "") -> Iterator[tuple[
     yield path, optimizer
     for name, value in list(vars(optimizer).items()):
         if isinstance(value, torch.optim.Optimizer) and value is not optimizer and _is_shared(value, optimizer):
-            yield from _owners(value, f"{path}{name}.")
+            yield from _wrapped_optimizers(value, f"{path}{name}.")
 
 
 def _is_shared(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> bool:

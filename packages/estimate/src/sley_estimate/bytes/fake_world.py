@@ -312,7 +312,9 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
                 except Exception as error:  # the user's forward may fail on meta
                     reason = f"{type(error).__name__}: {first_line(error)}"
                     message = f"the layer {layer.name!r} ({type(layer.module).__name__}) cannot run without values: {reason}"
-                    hint = "compute the output of a layer only from the shapes of its input"
+                    hint = (
+                        "make the shapes of a layer's output depend only on the shapes of its input, not on values (`.item()`)"
+                    )
                     raise RunError("estimate-layer", message, hint=hint) from error
             args = (output_by_signature[signature],)
         description, tensors = describe_output(args[0], layers[-1].name)

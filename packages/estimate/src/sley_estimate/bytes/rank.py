@@ -189,7 +189,7 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
         raise RunError(
             "estimate-layer",
             f"the step reads values of tensors, which the estimate does not have: `{error.func}`, {location}",
-            hint="compute the output of a layer only from the shapes of its input and from the batch",
+            hint="make the shapes of a layer's output depend only on shapes and on the batch, not on values",
         ) from error
 
 
@@ -275,7 +275,7 @@ def run_stages(
     ranks_per_stage = plan.topology(size).ranks_per_stage
 
     def estimate_stage(stage: int) -> tuple[RankBytes, RankRecord]:
-        stage_draft = build_first_draft(plan, size)  # a run consumes its draft; the slower lowered lists are shared
+        stage_draft = build_rank0_draft(plan, size)  # a run consumes its draft; the slower lowered lists are shared
         stage_draft = replace(stage_draft, stage=replace(stage_draft.stage, action_lists=draft.stage.action_lists))
         return run_rank(plan, stage * ranks_per_stage, size, stage_draft)
 

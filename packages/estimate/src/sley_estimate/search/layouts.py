@@ -53,8 +53,8 @@ class Hint:
     """A plugin's hint for one record; `sley_estimate_hints` describes the fields."""
 
     variants: Sequence[Mapping[str, Any]] = ()
-    copies: bool = False
-    in_steps: Callable[[Any], bool] = lambda config: True
+    offloads_activations: bool = False
+    moves_every_step: Callable[[Any], bool] = lambda config: True
 
 
 NO_HINT = Hint()
@@ -155,7 +155,7 @@ def list_choices(plan: Plan) -> Choices:
                         skip_reasons.append(f"{name}: its variant {dict(options)} is invalid: {error.errors()[0]['msg']}")
                         continue
                     if component is None or (name, config) != (component.name, component.config):
-                        choices.append(Choice(name, options, record, config, hint.copies))
+                        choices.append(Choice(name, options, record, config, hint.offloads_activations))
         return tuple(choices)
 
     return Choices(
@@ -184,7 +184,7 @@ def _plan_choice(component: Component) -> Choice:
             break
         table = table[key]
     options = {key: value for key, value in table.items() if key != "use"}
-    return Choice(component.name, options, component.record, component.config, component_hint(component).copies)
+    return Choice(component.name, options, component.record, component.config, component_hint(component).offloads_activations)
 
 
 class Layout(NamedTuple):

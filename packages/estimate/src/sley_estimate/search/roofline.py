@@ -248,7 +248,7 @@ class Roofline:
         plan's offload, and the bytes of master weights and states on the device.
         """
         plan, num_states = self.plan, count_states(self.plan)
-        offload = next((manager for manager in plan.offload if component_hint(manager).in_steps(manager.config)), None)
+        offload = next((manager for manager in plan.offload if component_hint(manager).moves_every_step(manager.config)), None)
         device, states = self.machine.device, num_states * self._master_bytes
         master = self._master_bytes if self._master_bytes != self._weight_bytes else 0
         update_bytes = update_bytes_per_element(plan, num_states)

@@ -25,7 +25,7 @@ from sley_core.optim.shared import can_skip_on_device
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
-from sley_estimate.bytes.rank import RankBytes, build_first_draft, representative_stages, run_stages
+from sley_estimate.bytes.rank import RankBytes, build_rank0_draft, representative_stages, run_stages
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_operators_s, memoize, operators_s, price_layers
 from sley_estimate.machine import MachineFile
@@ -246,7 +246,7 @@ def estimate_plan(
     or "machine-host" for a missing part of the machine file; PlanError "estimate-seconds" for an action that was not recorded.
     """
     plan = plan_for_machine(plan, machine)
-    draft = build_first_draft(plan, size)
+    draft = build_rank0_draft(plan, size)
     memory, records = record_stages(plan, size, draft, cores, all_stages=all_stages, max_bytes=max_bytes)
     layers = price_layers(plan, draft.model, draft.dataset, machine)
     seconds = {layer.name: layer.seconds for layer in layers if layer.seconds is not None}
