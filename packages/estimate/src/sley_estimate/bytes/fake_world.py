@@ -312,9 +312,7 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
                 except Exception as error:  # the user's forward may fail on meta
                     reason = f"{type(error).__name__}: {first_line(error)}"
                     message = f"the layer {layer.name!r} ({type(layer.module).__name__}) cannot run without values: {reason}"
-                    hint = (
-                        "make the shapes of a layer's output depend only on the shapes of its input, not on values (`.item()`)"
-                    )
+                    hint = "make the shapes of a layer's output depend only on the shapes of its input, not on values"
                     raise RunError("estimate-layer", message, hint=hint) from error
             args = (output_by_signature[signature],)
         description, tensors = describe_output(args[0], layers[-1].name)
