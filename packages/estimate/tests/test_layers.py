@@ -274,7 +274,7 @@ def ranked(machine: MachineFile) -> dict[str, float]:
     plan = plan_of()
     choices = list_choices(plan)
     roofline = Roofline(plan, 1, machine, choices)
-    layouts = [layout for layout in Layouts(plan, 1, choices).all_layouts() if not layout.activations.copies]
+    layouts = [layout for layout in Layouts(plan, 1, choices).all_layouts() if not layout.activations.offloads_activations]
     return dict(sorted(((str(layout), roofline.estimate(layout).seconds) for layout in layouts), key=lambda item: item[1]))
 
 

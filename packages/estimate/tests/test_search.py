@@ -180,7 +180,7 @@ def test_formula_is_close_to_verified_seconds() -> None:
     choices = list_choices(plan)
     roofline = Roofline(plan, 1, machine_from_dict(small_machine(device__launch_s=1e-9)), choices)
     for layout in Layouts(plan, 1, choices, ["micro_size"]).all_layouts():
-        if layout.activations.copies:
+        if layout.activations.offloads_activations:
             continue
         exact = estimate_plan(layout.apply(plan, 1), 1, roofline.machine)
         assert roofline.estimate(layout).seconds == pytest.approx(exact.step.seconds, rel=0.1), layout

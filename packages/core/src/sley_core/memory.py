@@ -79,7 +79,7 @@ class Moved:
 class OffloadManager(Protocol):
     """Moves parts of a run's memory off the device and back. The plan's list `[[offload]]` names it.
 
-    A manager frees and allocates whole storages (`StorageEntry.free`, `grow`), so tensors stay the same objects. Only
+    A manager frees and allocates whole storages (`StorageEntry.free`, `reallocate`), so tensors stay the same objects. Only
     `offload`, `onload` and `detach` may communicate, and only if the manager's table allows it.
     """
 
@@ -138,7 +138,7 @@ class StorageEntry(NamedTuple):
 
     def free(self) -> int:
         """Frees the memory and returns the number of freed bytes. The tensors stay valid objects, but no computation may use
-        them until `grow` is called: on a CPU, this crashes the process.
+        them until `reallocate` is called: on a CPU, this crashes the process.
         """
         return free(self.memory)
 

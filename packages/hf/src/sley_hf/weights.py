@@ -29,7 +29,7 @@ from sley_core.api.state import BY_NAME, DTYPES, shorten_names
 from sley_core.errors import PlanError, RunError
 from sley_hf.structure import ModuleNames, to_layer_name
 
-PATH = ("model", "weights")
+WEIGHTS_KEY_PATH = ("model", "weights")
 """The plan key that errors about the files refer to."""
 
 

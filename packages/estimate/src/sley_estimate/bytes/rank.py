@@ -246,7 +246,7 @@ class StageTooLargeError(Exception):
     """Raised for a stage that needs more bytes than allowed. Its argument is the peak of that stage in bytes."""
 
 
-def build_first_draft(plan: Plan, size: int) -> Draft:
+def build_rank0_draft(plan: Plan, size: int) -> Draft:
     """Returns the draft of the first of `size` ranks. Raises PlanError for each failed check of the plan, and the errors of
     `build_draft`.
     """
@@ -258,9 +258,9 @@ def build_first_draft(plan: Plan, size: int) -> Draft:
 
 def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
     """Returns the bytes of the first rank of each stage. cores: the number of parallel processes. Raises the errors of
-    `build_first_draft` and `run_stages`.
+    `build_rank0_draft` and `run_stages`.
     """
-    draft, stages = build_first_draft(plan, size), range(plan.topology(size).pp)
+    draft, stages = build_rank0_draft(plan, size), range(plan.topology(size).pp)
     return [memory for memory, _ in run_stages(plan, size, stages, draft, cores)]
 
 

@@ -269,7 +269,9 @@ class LayerPrices:
         measured: list[MeasuredVariant | None] = [None] * len(self.model.layers)
         sizes = {self.plan.batch.micro_size, *(table.micro_size for table in self.machine.layers if table.micro_size)}
         shared: dict[str, MeasuredVariant] = {}
-        for policy, micro_size in product([policy for policy in self.policies if not policy.copies], sorted(sizes)):
+        for policy, micro_size in product(
+            [policy for policy in self.policies if not policy.offloads_activations], sorted(sizes)
+        ):
             try:
                 keys = self._keys(policy, micro_size) if self._measured_seconds else []
             except SleyError:  # a policy that cannot be built was not measured

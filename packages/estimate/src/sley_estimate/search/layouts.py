@@ -41,10 +41,10 @@ def sley_estimate_hints() -> Mapping[str, Mapping[str, Any]]:  # type: ignore[em
 
     variants: the tables, without `use`, that a search tries. `[{}]` means one table with the defaults. Without variants, a
         search uses the record only if the plan does.
-    copies: whether the activation policy copies saved tensors to the host, for the layers in its attribute `names`. The default
-        is False.
-    in_steps: for an offload manager, a function that takes the manager's config and returns whether it moves optimizer states
-        in every step. The default returns True.
+    offloads_activations: whether the activation policy copies saved tensors to the host, for the layers in its attribute
+        `names`. The default is False.
+    moves_every_step: for an offload manager, a function that takes the manager's config and returns whether it moves optimizer
+        states in every step. The default returns True.
     """
 
 
@@ -97,7 +97,7 @@ class Choice:
     options: Mapping[str, Any]
     record: records.Record | None = field(default=None, compare=False, repr=False)
     config: Any = field(default=None, compare=False, repr=False)
-    copies: bool = field(default=False, compare=False, repr=False)
+    offloads_activations: bool = field(default=False, compare=False, repr=False)
 
     @property
     def table(self) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class Roofline:
             self._check_slices(attention, sp)
         variant, machine = Variant(activations, micro_size, sp), self.machine
         works, priced = self._prices.works(variant), self._prices.price(variant)
-        copied = getattr(self._prices.policy(activations), "names", ()) if activations.copies else ()
+        copied = getattr(self._prices.policy(activations), "names", ()) if activations.offloads_activations else ()
         overlaps = machine.device.kind == "cuda"
         rows = []
         for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
