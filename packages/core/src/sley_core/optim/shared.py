@@ -44,7 +44,7 @@ def set_values(optimizer: torch.optim.Optimizer, values: Shared) -> None:
     """Puts `values` at their locations in the optimizer, and removes all its other values. Dicts at these locations stay the
     same objects.
     """
-    owners = dict(_owners(optimizer))
+    owners = dict(_wrapped_optimizers(optimizer))
     for location in shared_values(optimizer).keys() - values.keys():
         _find_containing_dict(optimizer, owners, location).pop(location[2])
     for location, value in values.items():
@@ -194,13 +194,13 @@ def extra_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, st
     """Yields (path, name, value) of each attribute that is not torch's. path: that of the optimizer with the attribute; wrapped
     optimizers are included.
     """
-    for path, owner in _owners(optimizer):
+    for path, owner in _wrapped_optimizers(optimizer):
         for name, value in list(vars(owner).items()):
             if name not in _torch_attributes() and not isinstance(value, torch.optim.Optimizer):
                 yield path, name, value
 
 
-def _owners(optimizer: torch.optim.Optimizer, path: str = "") -> Iterator[tuple[str, torch.optim.Optimizer]]:
+def _wrapped_optimizers(optimizer: torch.optim.Optimizer, path: str = "") -> Iterator[tuple[str, torch.optim.Optimizer]]:
     """Yields (path, optimizer) for the optimizer itself, and for each wrapped optimizer that shares its groups and states."""
     yield path, optimizer
     for name, value in list(vars(optimizer).items()):
