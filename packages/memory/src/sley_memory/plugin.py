@@ -187,8 +187,8 @@ def sley_records() -> list[Record]:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
-    """Returns the variants that a search tries. in_steps: whether a manager copies memory in each step."""
-    in_steps = attrgetter("steps_in_buckets")
+    """Returns the variants that a search tries. moves_every_step: whether a manager copies memory in each step."""
+    moves_every_step = attrgetter("steps_in_buckets")
     by_call = ("weights", "masters", "optimizer_states", "gradients", "everything")
     return {
         **{f"memory.{name}": {"moves_every_step": moves_every_step} for name in by_call},
