@@ -19,7 +19,7 @@ BASES: dict[type[records.Record], type[Table]] = {
     records.SequenceAttentionRecord: SequenceConfig,
     records.CheckpointerRecord: CheckpointConfig,
 }
-"""The required base class of a record's config, by the record's class; the default is `Table`."""
+"""The required base class of a record's config, by the class of the record; `Table` for all other classes."""
 
 TYPE_NAMES: dict[type[records.Record], str] = {
     records.AdaptersRecord: "adapter",
@@ -37,40 +37,40 @@ class ModelFactory(ModelConfig, FactoryTable):
 
 
 class DataFactory(FactoryDataConfig, FactoryTable):
-    """Your own dataset: a function or class. It may have a parameter `context` (seed, split)."""
+    """Your own dataset: a function or class. It may have a parameter `context`, a `DataContext` (seed and split)."""
 
 
 class LossFactory(FactoryTable):
     """Your own loss: a function or class that returns an object with `weight` and `loss`."""
 
     sequence: Literal["slices", "whole"] = "slices"
-    """The input of the loss if ranks split each sequence (`parallel.sp`). "slices" passes this rank's slice to a loss that is a
-    sum over positions. "whole" passes whole sequences to a loss that compares or averages positions; every rank gathers the
-    output, which needs memory.
+    """The input of the loss if ranks split each sequence (`parallel.sp`). "slices" passes this rank's slice, for a loss that is
+    a sum over positions. "whole" passes whole sequences, for a loss that compares or averages positions; every rank then
+    gathers the output, at a cost in memory.
     """
 
 
 class RateFactory(FactoryTable):
-    """Your own learning rate: a function that returns a function from the step, counted from 0, to the share of the full rate.
-    The outer function may have a parameter `num_steps`.
+    """Your own learning rate: a function that returns another function, from the step (counted from 0) to the fraction of the
+    full rate. The outer function may have a parameter `num_steps`, the number of steps of the run.
     """
 
 
 class WriterFactory(FactoryTable):
-    """Your own writer: a function or class that returns an object with `write(row)` and `close()`. It may have a parameter
-    `folder`, the run's folder.
+    """Your own metrics writer: a function or class that returns an object with `write(row)` and `close()`. It may have a
+    parameter `folder`, the run's folder.
     """
 
 
 @dataclass(frozen=True)
 class ComponentTable:
-    """Describes a plan table that names a record or factory.
+    """Describes a table of the plan that names a record or factory.
 
-    default: the record of a table without `use`, or of a plan without the table; None if the plan must name a record.
-    factory: the model of a table with `factory`; None if factories are not allowed. factory_argument: the name of the run's
-    argument that is passed to a factory whose signature has it. build: `build(config, *args)`, which replaces the call of the
-    factory. is_list: whether the plan has an array `[[key]]` of these tables. required_table: the table without which this
-    table is not allowed; an optional table names itself.
+    default: the name of the record that is used if the table has no `use` or the plan has no such table; None if the plan must
+    name a record. factory: the model of a table with `factory`; None if factories are not allowed. factory_argument: the name
+    of the argument that the run passes to a factory whose signature has it. build: `"module:attribute"` of `build(config,
+    *args)`, which is called instead of the factory. is_list: whether the plan has an array `[[key]]` of these tables.
+    required_table: the table without which this table is not allowed and is None; an optional table names itself.
     """
 
     key: str
@@ -185,6 +185,6 @@ COMPONENTS = (
 
 
 def type_name(record_type: type[records.Record]) -> str:
-    """Returns the name of a class of records for messages, such as "gradient handler"."""
+    """Returns the name that messages use for a class of records, such as "gradient handler"."""
     words = re.findall("[A-Z][a-z]+", record_type.__name__.removesuffix("Record"))
     return TYPE_NAMES.get(record_type, " ".join(words).lower())

@@ -1,7 +1,7 @@
 """Finds, imports and checks the plugins that a plan names.
 
-Discovery reads only metadata, so a broken plugin does no harm if no plan names it. pluggy validates a plugin's hooks. Hooks are
-called in the plan's order of plugins, not in pluggy's.
+Discovery reads only the metadata of packages, so a broken plugin does no harm unless a plan names it. pluggy validates the
+hooks of a plugin. Hooks are called in the plan's order of plugins, not in pluggy's order.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ FIRST_PARTY = ("checkpoint", "data", "dp", "hf", "isp", "memory", "metrics", "mo
 """The plugins of Sley's own distributions `sley-<name>`."""
 
 UPDATE_CORE = "update sley-core (`git pull` in the clone of Sley's repository from which it is installed)"
-"""A hint for a plugin that needs another version of core."""
+"""The beginning of the hint for a plugin that needs another version of core."""
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 @dataclass(frozen=True)
 class PluginSource:
-    """The metadata of an installed plugin. import_module: imports the plugin's module. requires: the `Requires-Dist` lines."""
+    """The metadata of an installed plugin. dist: the name of its distribution. import_module: a function that imports and
+    returns its module. requires: the `Requires-Dist` lines of the distribution.
+    """
 
     name: str
     dist: str
@@ -58,9 +60,10 @@ class PluginSource:
 
 
 def find_plugins() -> Mapping[str, list[PluginSource]]:
-    """Returns all plugins on `sys.path` by name. As in an import, the first copy of a distribution wins.
+    """Returns all plugins on `sys.path` by name. If `sys.path` has several copies of a distribution, the first one counts, as
+    in imports.
 
-    The result for a `sys.path` is cached, since a search takes 20 ms.
+    The result is cached for each value of `sys.path`, since a search takes 20 ms.
     """
     return _find_plugins(tuple(sys.path))
 
@@ -98,7 +101,7 @@ def core_version() -> str:
 
 
 def unmet_requirement(plugin: PluginSource) -> str | None:
-    """Returns the plugin's requirement on core if the installed core does not meet it, else None."""
+    """Returns the plugin's requirement on core if the installed core does not meet it; None otherwise."""
     if not plugin.requires or core_version() == "0":
         return None
     # This import takes 15 ms, and only third-party plugins need it.
@@ -118,7 +121,9 @@ def unmet_requirement(plugin: PluginSource) -> str | None:
 
 @dataclass(frozen=True)
 class Plugin(PluginSource):
-    """An imported and checked plugin. records: the records of all types, by name."""
+    """A plugin that has been imported and checked. records: its records of all classes, by name. hooks: pluggy's callers of its
+    hooks.
+    """
 
     records: Mapping[str, Record] = field(default_factory=dict)
     hooks: Any = field(default=None, compare=False, repr=False)
@@ -129,7 +134,8 @@ class Plugin(PluginSource):
         return {f"{self.name}.{name}": record for name, record in records if isinstance(record, record_type)}
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
-        """Calls `hook` and returns its result in a list, which is empty if the result is None; consumes generators.
+        """Calls the plugin's `hook`. Returns [result], or [] if the result is None or there is no implementation. Converts a
+        generator to a list.
 
         Raises PluginError "plugin-failed" if the hook raises.
         """
@@ -141,7 +147,7 @@ class Plugin(PluginSource):
             raise PluginError("plugin-failed", message, hint="report this to the plugin's authors") from error
 
     def implements(self, hook: str) -> bool:
-        """Returns whether the plugin has an implementation of `hook`."""
+        """Returns whether the plugin implements `hook`."""
         return bool(getattr(self.hooks, hook).get_hookimpls())
 
     def load_builder(self, record: Record) -> Any:
@@ -155,8 +161,8 @@ class Plugin(PluginSource):
 
 
 class Loader:
-    """Loads each plugin once. plugins: objects with hooks by name, which replace the installed plugins; the plugin `core`
-    remains available.
+    """Loads each plugin once. plugins: modules or other objects with hooks, by plugin name. They replace all installed plugins
+    except `core`; None means the installed plugins.
     """
 
     def __init__(self, plugins: Mapping[str, Any] | None = None) -> None:
@@ -164,12 +170,12 @@ class Loader:
         self._loaded: dict[str, Plugin] = {}
 
     def names(self) -> list[str]:
-        """Returns the names of all available plugins, core first, then sorted. Imports nothing."""
+        """Returns the names of all available plugins: first `core`, then the others alphabetically. Imports no plugin."""
         plugins: Mapping[str, Any] = find_plugins() if self._plugins is None else self._plugins
         return [CORE, *sorted(set(plugins) - {CORE})]
 
     def sources(self, name: str) -> list[PluginSource]:
-        """Returns the distributions that provide the plugin `name`. Imports nothing."""
+        """Returns a source for each distribution that provides the plugin `name`. Imports no plugin."""
         if name == CORE:
             return [PluginSource(CORE, CORE_DIST, core_version(), EntryPoint(CORE, "sley_core.plugin", GROUP).load)]
         plugins = self._plugins
@@ -178,10 +184,11 @@ class Loader:
         return [PluginSource(name, "given", "0", lambda: plugins[name])] if name in plugins else []
 
     def load(self, name: str) -> Plugin:
-        """Returns the plugin `name`, which the first call imports and checks.
+        """Returns the plugin `name`. The first call for a name imports and checks the plugin.
 
-        Raises PluginError: "plugin-missing" (a Sley plugin that is not installed), "plugin-unknown", "plugin-ambiguous" (in two
-        distributions), "plugin-incompatible" (needs another core), "plugin-import", "plugin-hook" (an unknown hook or
+        Raises PluginError: "plugin-missing" (a Sley plugin that is not installed), "plugin-unknown", "plugin-ambiguous"
+        (several distributions have it), "plugin-incompatible" (it needs another version of core), "plugin-import",
+        "plugin-hook" (an unknown hook or
         argument, or a hook without `@hookimpl`), "plugin-invalid" (invalid records).
         """
         if name not in self._loaded:
@@ -203,7 +210,9 @@ class Loader:
         return self._loaded[name]
 
     def record(self, record_type: type[AnyRecord], name: str) -> AnyRecord:
-        """Returns the record `plugin.record`. Raises PlanError "unknown-record", or the errors of `load`."""
+        """Returns the record with the full name `name`, such as "core.each". Raises PlanError "unknown-record" if the plugin
+        has no such record of the class `record_type`, or the errors of `load`.
+        """
         plugin = self.load(name.partition(".")[0])
         records = plugin.records_of(record_type)
         if name in records:
@@ -232,14 +241,14 @@ RECORD_HOOKS: dict[str, type[Record]] = {
     "sley_gradient_handlers": GradientHandlerRecord,
     "sley_scheduler_hooks": SchedulerHookRecord,
 }
-"""The hooks that return records, with the class of the records."""
+"""The hooks that return records, each with the class of its records."""
 
 
 def load_hooks(source: PluginSource) -> Any:
-    """Imports a plugin, registers its hooks with pluggy and returns their callers.
+    """Imports a plugin, registers its hooks with pluggy and returns the callers of the hooks.
 
-    Raises PluginError "plugin-import", even if the module exits, and "plugin-hook" for an unmarked or unknown hook, or for an
-    argument that the hook does not have.
+    Raises PluginError "plugin-import" if the import fails or exits, and "plugin-hook" for a hook without `@hookimpl`, an
+    unknown hook, or an argument that the hook does not have.
     """
     try:
         module = source.import_module()
@@ -286,7 +295,7 @@ def collect_records(hooks: Any, source: PluginSource) -> Mapping[str, Record]:
 
 
 def _find_record_fault(record: Any, record_type: type[Record], records: Mapping[str, Record]) -> str | None:
-    """Describes an invalid record; returns None for a valid one. records: the plugin's other records."""
+    """Describes what is wrong with a record; returns None for a valid record. records: the plugin's records before it."""
     if not isinstance(record, record_type):
         return f"a {type(record).__name__}, not a {record_type.__name__}"
     if not record.name.isidentifier():

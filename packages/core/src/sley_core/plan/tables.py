@@ -1,4 +1,4 @@
-"""Core's own tables of a plan, such as [run], [batch] and [parallel]. `kinds` lists the tables of records."""
+"""Core's own tables of a plan, such as [run], [batch] and [parallel]. `kinds` lists the tables that name records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from sley_core.table import Array, FactoryPath, PlanFolder, Table, ValueDescription
 
 FORMAT = 1
-"""The format of plans that this core reads."""
+"""The number of the plan format that this version of core reads."""
 
 SOURCE_FOLDER = "The folder in which relative paths start and factories are searched; by default the folder of the plan."
 """The description of the key `source_folder`, which the resolved plan of a run has."""
@@ -36,50 +36,55 @@ class RunTable(Table):
     """The number of optimizer steps."""
 
     seed: Seed = 0
-    """Determines the initial weights, the order of the data and the random numbers of every forward, in any layout."""
+    """The seed of the initial weights, the order of the data and the random numbers of every forward, in any layout."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The type of device; `"auto"` uses CUDA if there is a device."""
+    """The type of device; `"auto"` uses CUDA if there is a CUDA device, and the CPU otherwise."""
 
     folder: PlanFolder = "runs"
     """The parent folder of the run folder; a relative path starts in the current directory."""
 
     peak_tflops: PositiveFloat | None = None
-    """The peak speed of a device in `precision.compute`, in 10^12 dense FLOP/s, from which `mfu` is computed. By default the
-    datasheet's value for known GPUs; other devices then have no `mfu`.
+    """The peak speed of a device in `precision.compute`, in 10^12 dense FLOP/s, from which the metric `mfu` is computed. For
+    known GPUs, the default is the datasheet's value; for other devices, there is no `mfu` by default.
     """
 
     log_every: PositiveInt = 10
-    """The number of steps between two lines of progress, if no progress bar can be drawn."""
+    """The number of steps between two lines of progress. Only used if no progress bar can be drawn."""
 
     on_nan: Literal["stop", "skip"] = "stop"
-    """Whether a step whose loss or gradient norm is not finite ends the run, or is skipped without changing weights or
-    states.
+    """What happens in a step whose loss or gradient norm is not finite: "stop" ends the run; "skip" skips the step, so that
+    weights and states do not change.
     """
 
     stop_signals: Array[Literal["SIGUSR1", "SIGUSR2", "SIGXCPU"]] = ("SIGUSR1", "SIGUSR2", "SIGXCPU")
-    """The warning signals of a batch system at which the run finishes its step, saves a checkpoint and ends. Unlike SIGTERM,
-    they set no time limit. Other signals have the system's effect.
+    """The signals by which a batch system warns the run. At such a signal, the run finishes its step, saves a checkpoint and
+    ends. Unlike SIGTERM, these signals set no time limit. A signal that is not in the list keeps the effect that it has on any
+    process.
     """
 
     max_skips: PositiveInt = 10
-    """The number of consecutive steps that may be skipped before the run ends, if `on_nan` is "skip"."""
+    """The number of consecutive steps that may be skipped before the run ends. Only used if `on_nan` is "skip"."""
 
     final_weights: Literal["working", "full", "none"] = "working"
-    """The weights that the run writes into `weights/` at its end: in `precision.compute`, in full precision, or none."""
+    """The weights that the run writes into `weights/` at its end: "working" weights in the dtype `precision.compute`, "full"
+    precision weights, or "none".
+    """
 
     keep_freed_memory: bool = True
-    """Whether the process keeps freed host memory for the next step instead of returning it to the system; only with glibc."""
+    """Whether the process keeps freed host memory for the next step instead of returning it to the system. Has an effect only
+    with glibc.
+    """
 
 
 class BatchTable(Table):
     """The number of samples per step: `global_size = dp x micro_size x accumulation`."""
 
     global_size: PositiveInt
-    """Samples per optimizer step, over all ranks."""
+    """The number of samples per optimizer step, over all ranks."""
 
     micro_size: PositiveInt
-    """Samples per forward on one rank."""
+    """The number of samples per forward on one rank."""
 
 
 class LossScaleTable(Table):
@@ -89,10 +94,10 @@ class LossScaleTable(Table):
     """The scale of the loss in the first step."""
 
     growth_factor: Annotated[float, Field(gt=1)] = 2.0
-    """The factor of the scale after `growth_interval` consecutive steps without overflow."""
+    """The factor by which the scale grows after `growth_interval` consecutive steps without overflow."""
 
     backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """The factor of the scale after a step with an overflow, which is skipped."""
+    """The factor by which the scale shrinks after a step with an overflow, which is skipped."""
 
     growth_interval: PositiveInt = 2000
     """The number of consecutive steps without overflow after which the scale grows."""
@@ -116,17 +121,19 @@ class PrecisionTable(Table):
     """The dtype of weights and activations in forward and backward."""
 
     gradients: GradientType = Field(default_factory=_default_gradients)
-    """The dtype in which gradients are accumulated and reduced; by default fp64 if `compute` is fp64, else fp32. `"bf16"`
-    requires that `compute` is bf16, and halves the memory and traffic of gradients. It rounds each sum to 8 bits, and the
-    update makes fp32 copies of the gradients that it steps.
+    """The dtype in which gradients are accumulated and reduced; by default fp64 if `compute` is fp64, else fp32. `"bf16"` is
+    allowed only if `compute` is bf16. It halves the memory and traffic of gradients, but rounds each sum to 8 bits; the update
+    makes fp32 copies of the gradients that it uses.
     """
 
     accumulation: Literal["auto", "autograd", "direct"] = "auto"
-    """How the weight gradients of linears are accumulated: by autograd and a copy, or directly by the matrix product."""
+    """How the weight gradients of linears are accumulated: "autograd" computes each gradient and then adds it; "direct" lets
+    the matrix product add to the sum. "auto" chooses.
+    """
 
     keep: Array[str] = ()
-    """Name patterns (`"*.router.*"`) of parameters that stay in fp32 if `compute` is narrower. Buffers keep the dtype in which
-    the factory created them, except that fp32 buffers become fp64 if `compute` is fp64.
+    """Patterns that match the names of parameters that stay in fp32 if `compute` is narrower, such as `"*.router.*"`. Buffers
+    keep the dtype in which the factory created them, except that fp32 buffers become fp64 if `compute` is fp64.
     """
 
     loss_scale: LossScaleTable | None = Field(default_factory=_default_loss_scale)
@@ -137,7 +144,9 @@ class ParallelTable(Table):
     """The number of ranks per axis: `world = pp x dp x sp` and `wdp = dp x sp / wp`."""
 
     dp: PositiveInt | Literal["auto"] = "auto"
-    """The number of ranks that split the samples. `"auto"` uses all ranks of the world; a number determines the world size."""
+    """The number of ranks that split the samples. With `"auto"`, it follows from the world size; a number determines the world
+    size.
+    """
 
     pp: PositiveInt = 1
     """The number of pipeline stages."""
@@ -149,24 +158,25 @@ class ParallelTable(Table):
     """The number of ranks that shard each weight."""
 
     reduction: Literal["fast", "canonical"] = "fast"
-    """The order in which gradients are summed. "fast" depends on the layout. "canonical" is one tree over all microbatches,
-    with the same bits in every layout with the same `micro_size`; it needs more memory and time.
+    """The order in which gradients are summed. The order of "fast" depends on the layout. "canonical" sums all microbatches in
+    one fixed tree, so that results have the same bits in every layout with the same `micro_size`; it needs more memory and
+    time.
     """
 
     cross_memory_attach: bool = True
     """Whether CPU ranks on one host read each other's weights, gradients and slices of sequences directly, if the system allows
-    it. false: they use gloo's sockets.
+    it. If false, they use gloo's sockets.
     """
 
 
 class FactoryTable(Table):
-    """The keys that name your own code."""
+    """The keys of a table that names your own code."""
 
     factory: FactoryPath
-    """The function or class, `"package.module:name"`. The folder of the plan is also searched."""
+    """The function or class, as `"package.module:name"`. Modules may also be in the folder of the plan."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """The keyword arguments of the call."""
+    """The keyword arguments with which the function or class is called."""
 
 
 class MetricFactory(FactoryTable):
@@ -175,14 +185,14 @@ class MetricFactory(FactoryTable):
     """
 
     sequence: Literal["whole", "slices"] = "whole"
-    """The input of the metric if ranks split each sequence (`parallel.sp`): whole sequences, which every rank gathers and which
-    need memory, or this rank's slice, for sums over positions.
+    """The input of the metric if ranks split each sequence (`parallel.sp`). "whole" passes whole sequences, which every rank
+    gathers at a cost in memory. "slices" passes this rank's slice, for a metric that is a sum over positions.
     """
 
 
 def row_name(metric: str, set_name: str = "") -> str:
-    """Returns the key in a metrics row of `metric` ("loss") on an evaluation set, by default on the held-out split of
-    [data].
+    """Returns the key, in a metrics row, of `metric` (such as "loss") on the evaluation set `set_name`, or on the held-out
+    split of [data] if it is "".
     """
     if set_name:
         return f"held_out/{set_name}/{metric}"
@@ -190,12 +200,12 @@ def row_name(metric: str, set_name: str = "") -> str:
 
 
 def metric_of(row_key: str) -> str:
-    """Returns the metric ("loss") of a key in a metrics row, the inverse of `row_name`."""
+    """Returns the metric (such as "loss") of a key in a metrics row. Inverse of `row_name`."""
     return "loss" if row_key == row_name("loss") else row_key.rpartition("/")[2]
 
 
 BEST_MODES: dict[str, Literal["min", "max"]] = {"loss": "min", "perplexity": "min", "accuracy": "max"}
-"""Core's own metrics, and whether the smallest or largest value is the best."""
+"""For each of core's own metrics, whether the smallest or the largest value is the best."""
 
 
 class BestTable(Table):
@@ -222,18 +232,18 @@ class BestTable(Table):
 
 
 class SetTable(Table):
-    """The keys of `[evaluation.sets.NAME]` in addition to those of its data."""
+    """The keys that `[evaluation.sets.NAME]` has in addition to those of its data."""
 
     split: Literal["all", "held_out"] = "all"
-    """Which samples are evaluated: all, or those that training on this table would hold out."""
+    """Which samples are evaluated: "all", or only the "held_out" ones that training on the same data would hold out."""
 
     steps: PositiveInt | None = None
     """The largest number of batches of `global_size` samples; by default all samples are evaluated. Required for a stream."""
 
 
 class EvaluationTable(Table):
-    """Measures the loss on held-out data during the run and at its end, and for tokens also perplexity and accuracy; by default
-    never.
+    """Evaluates the model on held-out data during the run and at its end: measures the loss, and for tokens also the perplexity
+    and accuracy. By default, there are no evaluations.
     """
 
     every: PositiveInt
@@ -246,21 +256,24 @@ class EvaluationTable(Table):
     """Whether the held-out split of `[data]` is evaluated; false evaluates only the `sets`."""
 
     sets: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Additional evaluation data with your own names. Each `[evaluation.sets.NAME]` has the keys of `[data]`, and also `split`
-    ("all", the default, or "held_out") and `steps`, the largest number of batches. Without `steps`, every sample is evaluated.
+    """Additional evaluation data, each with a name of your choice. Each `[evaluation.sets.NAME]` has the keys of `[data]`, and
+    also `split` ("all", the default, or "held_out") and `steps`, the largest number of batches. Without `steps`, all samples
+    are evaluated.
     """
 
     metric: MetricFactory | None = None
     """Your own metric, for the held-out split and every set."""
 
     keep_best: str | BestTable | None = None
-    """The key in a metrics row whose best checkpoint is kept, in addition to those of `[checkpoint]`. The best loss, such as
-    `"held_out_loss"`, is the smallest; the best accuracy is the largest. Use `{ metric = "...", mode = "max" }` for other
-    metrics.
+    """The key of a metric in the metrics rows, such as `"held_out_loss"`. The checkpoint with its best value is kept in
+    addition to those that `[checkpoint]` keeps. The best loss is the smallest, and the best accuracy is the largest. For other
+    metrics, use `{ metric = "...", mode = "max" }`.
     """
 
     patience: PositiveInt | None = None
-    """The run ends after this number of consecutive evaluations in which `keep_best` has not improved; by default never."""
+    """The number of consecutive evaluations without an improvement of `keep_best` after which the run ends; by default, it does
+    not end early.
+    """
 
     @model_validator(mode="after")
     def _check_keys(self) -> EvaluationTable:
@@ -274,32 +287,32 @@ class EvaluationTable(Table):
 
     @property
     def best(self) -> BestTable | None:
-        """`keep_best` as a table."""
+        """The value of `keep_best` as a table; None if it is not set."""
         return BestTable(metric=self.keep_best) if isinstance(self.keep_best, str) else self.keep_best
 
 
 class ProfileTable(Table):
-    """Records a Chrome trace on each rank, with each action of a step; by default none."""
+    """Records a Chrome trace on each rank, with all actions of some steps. By default, records none."""
 
     steps: Annotated[Array[PositiveInt], Field(min_length=2, max_length=2)]
     """The first and the last step to record, counted from 1 as in `metrics.jsonl`."""
 
 
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
-"""The time limit of a wait, in seconds. torch cannot represent much more than three years."""
+"""A time limit in seconds. The maximum is about three years, because torch cannot represent much longer limits."""
 
 
 class LimitsTable(Table):
     """The time limits after which a run reports a hang."""
 
     start_timeout_s: Seconds = 120.0
-    """The seconds until all ranks have connected."""
+    """The seconds in which all ranks must connect."""
 
     collective_timeout_s: Seconds = 600.0
-    """The seconds of each exchange between ranks."""
+    """The seconds that each exchange between ranks may take."""
 
     data_timeout_s: Seconds = 600.0
-    """The seconds until the dataset returns a batch."""
+    """The seconds that the dataset may take to return a batch."""
 
 
 class CompileConfig(Table):
@@ -309,10 +322,10 @@ class CompileConfig(Table):
     """A mode such as `"reduce-overhead"` or `"max-autotune"`."""
 
     dynamic: bool | None = None
-    """Whether one graph serves all shapes; by default, torch decides at the second shape."""
+    """Whether one graph is compiled for all shapes; by default, torch decides when it sees a second shape."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the compiler, instead of a mode."""
+    """Options of the compiler, which must not be combined with a mode."""
 
 
 class ModelConfig(Table):
@@ -322,24 +335,24 @@ class ModelConfig(Table):
     """Whether to compile the layers with torch.compile, or a table of its arguments: `mode`, `dynamic` and `options`."""
 
     attention: AttentionKernel = "auto"
-    """The kernel of torch's `scaled_dot_product_attention`. `"auto"` is torch's own order for the device: the fastest kernel
-    that can compute the call. Any other kernel is used for every call, or the run ends with an error.
+    """The kernel of torch's `scaled_dot_product_attention`. `"auto"` lets torch choose, for each call, the fastest kernel that
+    can compute it. Any other kernel is used for every call; if it cannot compute one, the run ends with an error.
     """
 
     def without_weights(self) -> Self:
-        """Returns the table of the same model that starts from random weights."""
+        """Returns the table of the same model with random instead of loaded initial weights."""
         return self.model_copy(update={"weights": None}) if "weights" in type(self).model_fields else self
 
 
 class SequenceConfig(Table):
-    """The base class of the config of every attention over split sequences."""
+    """The base class of the config of every sequence-attention record."""
 
     positions: bool = True
-    """Whether the model uses positions and must therefore read the field `positions`."""
+    """Whether the model uses positions. If true, the run requires that it reads the field `positions`."""
 
 
 class CheckpointConfig(Table):
-    """The base class of every checkpointer's config."""
+    """The base class of every checkpointer record's config."""
 
     folder: PlanFolder | None = None
     """The path or fsspec URL of the checkpoint folder, which only this run may use; by default `checkpoints` in the run's
@@ -357,6 +370,6 @@ TABLES: dict[str, type[Table]] = {
     "parallel": ParallelTable,
     "limits": LimitsTable,
 }
-"""Core's own tables in every resolved plan, in this order."""
+"""The tables of core that every resolved plan has, in this order."""
 
 OPTIONAL_TABLES: dict[str, type[Table]] = {"evaluation": EvaluationTable, "profile": ProfileTable}
