@@ -1,4 +1,4 @@
-"""Checks whether a valid plan can run with a given number of ranks, without torch and before any process starts."""
+"""Checks whether a valid plan can run with a given number of ranks. Imports no torch and starts no process."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 
 MAX_FORWARDS = 1_000_000
-"""The largest number of forwards (chunks x microbatches) per step. Longer lists take minutes and gigabytes to check."""
+"""The largest number of forwards (chunks x microbatches) per step. Checking longer action lists takes minutes and gigabytes."""
 
 
 def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
-    """Returns all problems of `plan` with `world` ranks, sorted by place. Starts no process.
+    """Returns all problems of `plan` on `world` ranks, sorted by place.
 
-    The plugins' hooks `sley_check_plan` are called only if the layout fits the world. Raises PluginError if a hook fails.
+    Calls the plugins' hooks `sley_check_plan` only if the layout fits the world. Raises PluginError "plugin-failed" if a hook
+    fails.
     """
     checks = (check_offload, check_canonical, _check_precision, _check_profile, _check_parts, _check_keep_best)
     problems = [problem for check in checks for problem in check(plan)]
@@ -51,12 +52,12 @@ NEEDED_TABLES = {
     "wp": ("weights", "a weight communicator", '`use = "isp.communicator"` of sley-isp'),
     "sp": ("sequence", "an attention over split sequences", '`use = "isp.all_to_all"` of sley-isp'),
 }
-"""The table that each axis of [parallel] needs, the part that this table names, and an example."""
+"""For each axis of [parallel], the table that it needs, the part that this table names, and an example."""
 
 
 def _check_parts(plan: Plan) -> Iterator[records.Problem]:
-    """Yields a problem for each table or package that the layout needs but lacks, and for each setting that compiled layers do
-    not support.
+    """Yields a problem for each table that the layout needs but the plan lacks, for direct accumulation with compiled layers,
+    for a partitioner that cannot time layers, and for a sequence length that `sp` does not divide.
     """
     for axis, (table, part, example) in NEEDED_TABLES.items():
         if (size := getattr(plan.parallel, axis)) > 1 and getattr(plan, table) is None:
@@ -90,7 +91,7 @@ def _check_parts(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
-    """Lowers the schedule's action lists, and returns their problems, including those with compiled layers."""
+    """Builds and checks the schedule's action lists for this layout, and returns their problems."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
     # Imported only if there is a schedule, so that other plans are checked faster.
@@ -127,7 +128,7 @@ def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem
     sharders = [handler.name for handler in plan.gradient_handlers if getattr(handler.record, "result", None) == "shard"]
     hosts = [manager.name for manager in plan.offload if records.steps_on_host(manager.record)]
     layout = None
-    # The owner of a matrix gets its parts from the other ranks, but only on the device.
+    # The owner of a matrix gathers its parts from the other ranks, but only on the device.
     if scope == "elementwise" or (scope == "per_matrix" and not hosts):
         return
     if topology.wp > 1:
@@ -148,11 +149,11 @@ def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem
 
 
 CANONICAL_NORMS = (1.0, 2.0, math.inf, "inf")
-"""The norms whose terms have the same bits in every kernel."""
+"""The values of `clip_kind` for which every kernel computes the terms of the norm with the same bits."""
 
 
 def check_canonical(plan: Plan) -> Iterator[records.Problem]:
-    """Yields "canonical-unsupported" for each part of the plan with which results would depend on the layout."""
+    """With `reduction = "canonical"`, yields a problem for each part of the plan with which results depend on the layout."""
     if plan.parallel.reduction != "canonical":
         return
     if plan.parallel.sp > 1:
@@ -192,11 +193,11 @@ def _canonical_problem(path: KeyPath, message: str, hint: str) -> records.Proble
 
 
 SCOPE_RANKS = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
-"""The optimizer scopes, ordered by how many gradients an update may depend on."""
+"""The optimizer scopes from narrow to wide."""
 
 
 def check_offload(plan: Plan) -> Iterator[records.Problem]:
-    """Yields the problems of `[[offload]]`. Codes: "offload-twice", "offload-optimizer", "offload-averages"."""
+    """Yields the problems of `[[offload]]`, with the codes "offload-twice", "offload-optimizer", "offload-averages"."""
     manager_by_part: dict[str, str] = {}
     for number, component in enumerate(plan.offload):
         record = component.record
@@ -220,14 +221,14 @@ def check_offload(plan: Plan) -> Iterator[records.Problem]:
 
 
 UNIQUE_ROLES: tuple[records.Role, ...] = ("reducer", "tie")
-"""The roles that must occur at most once, because a second sum would be wrong."""
+"""The roles that only one handler of a plan may have, because a second sum would be wrong."""
 
 
 def check_handlers(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
     """Yields the problems of the plan's gradient handlers.
 
-    Codes: "handler-missing", "handler-twice", "handler-conflict" (two handlers with one job), "handler-order",
-    "handler-shards".
+    Their codes: "handler-missing" (no reducer), "handler-twice", "handler-conflict" (two handlers for one unique role),
+    "handler-order", "handler-shards" (a handler needs whole gradients, but gets shards).
     """
     handlers = [
         (("gradient_handlers", number, "use"), handler.name, handler.record)
@@ -277,7 +278,9 @@ GRADIENT_DTYPES = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32",
 
 
 def _check_precision(plan: Plan) -> Iterator[records.Problem]:
-    """Yields the conflicts of [precision]. Codes: "precision-unsupported", "loss-scale-unused", "loss-scale-range"."""
+    """Yields the contradictions in [precision], with the codes "precision-unsupported", "loss-scale-unused",
+    "loss-scale-range".
+    """
     compute, gradients, scale = plan.precision.compute, plan.precision.gradients, plan.precision.loss_scale
     if gradients not in GRADIENT_DTYPES[compute]:
         dtypes = " or ".join(GRADIENT_DTYPES[compute])
@@ -294,7 +297,7 @@ def _check_precision(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_profile(plan: Plan) -> Iterator[records.Problem]:
-    """Yields "beyond-the-run" if [profile] names steps that the run does not have."""
+    """Yields a problem if [profile] names steps that the run does not have."""
     first, last = plan.profile.steps if plan.profile else (1, 1)
     if not first <= last <= plan.run.steps:
         message = f"the run has {plan.run.steps} steps, so steps {first} to {last} cannot be recorded"
@@ -302,8 +305,8 @@ def _check_profile(plan: Plan) -> Iterator[records.Problem]:
 
 
 def check_data(data: Component, model: Component, *, evaluates: bool) -> Iterator[records.Problem]:
-    """Yields the problems that the record of `data` reports in its table and its files. Datasets from a factory are checked
-    when they are built. evaluates: whether the plan needs held-out data.
+    """Yields the problems that the record of `data` finds in its table and its files. A factory's dataset is checked when it is
+    built instead. evaluates: whether the plan needs held-out data.
     """
     if isinstance(data.record, records.DatasetRecord) and data.record.check is not None:
         vocab_size = None if model.record is None else getattr(model.config, "vocab_size", None)
@@ -323,7 +326,9 @@ def _check_all_data(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
-    """Yields a problem if no checkpoint can follow `keep_best`, or if evaluations do not compute its metric."""
+    """Yields a problem if the plan cannot keep the best checkpoint, or if its evaluations do not compute the metric of
+    `keep_best`.
+    """
     best = plan.evaluation.best if plan.evaluation is not None else None
     if plan.evaluation is None or best is None:
         return
@@ -343,7 +348,7 @@ def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_batch(batch: BatchTable, dp: int) -> Iterator[records.Problem]:
-    """Yields a problem that suggests valid sizes if global_size is not a multiple of dp x micro_size."""
+    """Yields a problem, with valid sizes in its hint, if `global_size` is not a multiple of dp x micro_size."""
     size, micro = batch.global_size, batch.micro_size
     unit = dp * micro
     if size % unit:

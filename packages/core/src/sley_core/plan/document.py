@@ -1,6 +1,6 @@
 """Reads a plan as its author wrote it: the tables as plain data, and the place of every key in the file or on the command line.
 
-Later code works on the data, and asks the document for the place of a key path that has a problem.
+Later code works on the data. To report a problem, it asks the document for the place of the key path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OVERRIDE = "--set #"
 
 
 class Override(NamedTuple):
-    """One `--set`: the path that it sets, its place, and its unchanged text."""
+    """One `--set`: the path that it sets, its place for messages, and its text as the user wrote it."""
 
     path: KeyPath
     place: Place
@@ -29,7 +29,9 @@ class Override(NamedTuple):
 
 
 class KeySpan(NamedTuple):
-    """The places of a key and its value in the text. Table headers and array items have two equal places."""
+    """The places of a key and of its value in the text. For an array item, and a name that is part of a dotted key, they are
+    equal.
+    """
 
     key: Place
     value: Place
@@ -39,7 +41,8 @@ class KeySpan(NamedTuple):
 class Document:
     """A plan's tables with the places of their keys.
 
-    file: the file name for messages. lines, spans: the text and the places of its keys; empty for tables that a program built.
+    file: the file name for messages. folder: the folder in which relative paths start, or None. lines, spans: the lines of the
+    text and the places of its keys; empty if a program built the tables. overrides: the `--set`s, which `tables` includes.
     """
 
     file: str
@@ -50,7 +53,7 @@ class Document:
     overrides: tuple[Override, ...] = ()
 
     def origin(self, path: KeyPath) -> Place | None:
-        """Returns the place of the value at `path`, or None if the document does not contain the path."""
+        """Returns the place that sets the value at `path`, or None if the document does not contain the path."""
         value: Any = self.tables
         try:
             for part in path:
@@ -66,13 +69,15 @@ class Document:
     def diagnostic(
         self, code: str, message: str, path: KeyPath, hint: str | None = None, at: Literal["key", "value"] = "value"
     ) -> Diagnostic:
-        """Returns a diagnostic with the place of the key or value at `path`, or of the closest enclosing table."""
+        """Returns a diagnostic with the place of the key or value at `path`, or else of the closest enclosing table."""
         place, line = self.place(path, at)
         hint = make_printable(hint) if hint else None
         return Diagnostic(code, make_printable(message), path=path, place=place, source_line=line, hint=hint)
 
     def place(self, path: KeyPath, at: Literal["key", "value"] = "value") -> tuple[Place, str | None]:
-        """Returns the place of `path`, or of the closest enclosing table, and the text of the line."""
+        """Returns the place of `path`, or else of the closest enclosing table, and the text of its line; only the file and None
+        if no place is known.
+        """
         for length in range(len(path), 0, -1):
             prefix = path[:length]
             if override := self._find_override(prefix):
@@ -84,8 +89,8 @@ class Document:
         return Place(self.file), None
 
     def _find_override(self, path: KeyPath) -> Override | None:
-        """Returns the last override of `path` or an enclosing table. If the file does not contain `path`, overrides of keys
-        inside `path` also count.
+        """Returns the last override of `path` or of an enclosing table, or None. If the file does not contain `path`, an
+        override of a key inside `path` also counts.
         """
         for override in reversed(self.overrides):
             if path[: len(override.path)] == override.path:
@@ -120,7 +125,7 @@ def add_places(error: SleyError, document: Document) -> SleyError:
 
 
 def to_plain_data(value: Any) -> Any:
-    """Converts a value to TOML types: tables to dicts without None, arrays to lists, paths to strings."""
+    """Returns `value` as TOML types: tables become dicts without None values, tuples become lists, and paths become strings."""
     if isinstance(value, Table):
         return to_plain_data(value.model_dump(exclude_none=True))
     if isinstance(value, Mapping):
@@ -131,10 +136,11 @@ def to_plain_data(value: Any) -> Any:
 
 
 def index_keys(text: str, file: str) -> dict[KeyPath, KeySpan]:
-    """Returns the places of every key, table and array item in the valid TOML `text` of `file`, with line ends "\\n".
+    """Returns the places of all keys, tables and array items in the valid TOML `text` of `file`, whose lines end with "\\n".
 
-    An implicit table (`a` in `[a.b]`) has the place of its name in the first such header or key. tomli does not report
-    positions. It has validated the text, so the scanner only distinguishes keys, headers and values.
+    An implicit table, such as `a` in `[a.b]`, has the place of its name in the first such header or key. This scans the text
+    because tomli does not report positions. tomli has validated the text, so the scanner only needs to tell keys, headers and
+    values apart.
     """
     scanner = _Scanner(text, file)
     table: KeyPath = ()
@@ -220,7 +226,7 @@ class _Scanner:
             self.offset += 1
 
     def scan_value(self, path: KeyPath) -> Place:
-        """Scans the value at `path`, including its items and keys, and returns its position."""
+        """Scans the value at `path`, with its items and keys, and returns its place."""
         start = self.offset
         first = self.text[start]
         if first in "[{":
@@ -248,7 +254,7 @@ class _Scanner:
         return self.offset < len(self.text)
 
     def line_span(self, start: int, end: int) -> Place:
-        """Returns the span of the characters from `start` to `end`, limited to the first line."""
+        """Returns the place of the characters from `start` to `end`, which ends with the first line."""
         line = bisect_right(self.line_starts, start)
         newline = self.text.find("\n", start, end)
         stop = end if newline < 0 else newline
@@ -256,12 +262,12 @@ class _Scanner:
 
 
 def printable_line(line: str) -> str:
-    """Returns a line of a plan's text for messages, with every character one column wide."""
+    """Returns a line of a plan's text for messages. Every character of the result is one column wide."""
     return make_printable(line.replace("\t", " "))
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """Returns the document of the plan at `path`. Raises PlanError "plan-unreadable", "syntax" or "set-invalid"."""
+    """Reads the plan at `path`. overrides: as for `--set`. Raises PlanError "plan-unreadable", "syntax" or "set-invalid"."""
     try:
         text = Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:
@@ -271,7 +277,7 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
-    """Returns the document of a plan's text; `file` is its name in messages. Raises the same errors as `read_file`."""
+    """Returns the document of the plan `text`. file: its name in messages. Raises PlanError "syntax" or "set-invalid"."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     try:
@@ -288,12 +294,14 @@ def read_text(text: str, file: str, folder: Path | None = None, overrides: Seque
 
 
 def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
-    """Returns the document of a copy of `tables`, which a program built."""
+    """Returns the document of a copy of `tables`, which a program built. Raises PlanError "set-invalid"."""
     return _apply_overrides(Document("<tables>", folder and folder.absolute(), to_plain_data(tables)), overrides)
 
 
 def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
-    """Returns the document with the overrides applied in order. Raises a single PlanError for all invalid overrides."""
+    """Applies the overrides, in order, to the document's tables; returns the document with the overrides. Raises one PlanError
+    with all invalid overrides.
+    """
     overrides: list[Override] = []
     problems: list[Diagnostic] = []
     for number, text in enumerate(texts, start=1):
@@ -316,10 +324,10 @@ _QUOTE_HINT = "write VALUE as TOML and protect the quotes of a string from the s
 
 
 def apply_override(tables: dict[str, Any], text: str) -> KeyPath:
-    """Sets the value of the override `text` in `tables`, and creates the tables on its path; returns the path.
+    """Applies the override `text` to `tables`, and creates missing tables on its path; returns the path.
 
-    A number is an index of an array; the index after the last item appends an item. Raises PlanError "set-invalid", without a
-    place.
+    A number in the path is an index of an array; the index after the last item appends an item. Raises PlanError "set-invalid",
+    without a place.
     """
     name, _, value_text = (part.strip() for part in text.partition("="))
     parts = name.split(".")

@@ -1,7 +1,8 @@
-"""Loads a plan from a file, a text or a program's tables: imports the plugins that it names, checks every table, adds defaults.
+"""Loads a plan from a file, a text or tables that a program built: imports the plugins that it names, checks every table, and
+adds defaults.
 
-All problems are reported together. The default of some tables is the record that the schedule names (`ScheduleRecord`). Plugins
-that the plan does not name are not imported.
+One error reports all problems. For some tables, the record of the schedule names the default (`ScheduleRecord`). Plugins that
+the plan does not name are not imported.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from sley_core.table import PartTable, Table, describe_type, describe_value, esc
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = (), *, loader: Loader | None = None) -> Plan:
-    """Loads the plan in the file `path`, with `overrides` as of `--set`. Does not import torch.
+    """Loads the plan in the file `path`. overrides: texts as for `--set`. loader: by default, loads the installed plugins. Does
+    not import torch.
 
     Raises PlanError or PluginError with all problems.
     """
@@ -60,7 +62,9 @@ def plan_from_dict(
 
 
 def replace_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
-    """Returns a copy of the plan with new values at some key paths, checked again by the loaded plugins."""
+    """Returns a copy of the plan with the `values` at their key paths. Checks the result like a new plan; raises the same
+    errors as `load_plan`.
+    """
     tables = deepcopy(plan.document.tables)
     for path, value in values.items():
         table: Any = tables
@@ -71,10 +75,10 @@ def replace_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
 
 
 _SET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-"""The name of a set, `[evaluation.sets.NAME]`."""
+"""The pattern of the NAME in `[evaluation.sets.NAME]`."""
 
 SLEY_RECORDS: dict[type[Record], str] = {DatasetRecord: "data.text", ModelRecord: "models.llama"}
-"""Suggested records of other Sley packages, for the classes of which core has no record."""
+"""The record of another Sley package to suggest, for classes of which core has no record."""
 
 DATA_TABLE = next(table for table in COMPONENTS if table.key == "data")
 
@@ -114,7 +118,7 @@ class _Resolver:
         self._load_plugin(CORE, ())
 
     def core_table(self, name: str, model: type[AnyTable]) -> AnyTable | None:
-        """Returns core's table `name`, or None if it has a problem. A table without required keys is optional."""
+        """Returns core's table `name`; None, with the problems recorded, if it is invalid, or missing with required keys."""
         required = [key for key, info in model.model_fields.items() if info.is_required()]
         if name not in self.tables and required:
             keys = ", ".join(f"`{key}`" for key in required)
@@ -123,7 +127,9 @@ class _Resolver:
         return self._validate(model, self.tables.get(name, {}), (name,), f"[{name}]")
 
     def component(self, spec: ComponentTable) -> Component | None:
-        """Returns the component of a single table; None if the table is missing and optional, or has a problem."""
+        """Returns the component of a table that is no array; None if the table is optional and missing, or has a problem, which
+        is recorded.
+        """
         if spec.required_table is not None and spec.required_table not in self.tables:
             if spec.key in self.tables:
                 message = f"{spec.header} has no effect without [{spec.required_table}]"
@@ -142,7 +148,7 @@ class _Resolver:
         return component
 
     def components(self, spec: ComponentTable, parallel: ParallelTable | None) -> tuple[Component, ...]:
-        """Returns the components of an array of tables. The default gradient handlers are those that the layout needs: a
+        """Returns the components of an array of tables. By default, the gradient handlers are those that the layout needs: a
         reducer if several ranks may hold the same weight, and the schedule's handler of ties.
         """
         tables: Any = self.tables.get(spec.key, [])
@@ -276,8 +282,8 @@ class _Resolver:
     def _resolve_parts(
         self, spec: ComponentTable, model: type[PartTable], enclosing: Mapping[str, Any], path: KeyPath
     ) -> tuple[Any, list[Component | None]]:
-        """Splits the tables of the array at `path`, in the table `enclosing`. Returns their keys of `model`, and the components
-        built from the remaining keys.
+        """Splits each table of the array at `path`, which is in the table `enclosing`. Returns the tables with only the keys of
+        `model`, and the components of the remaining keys.
         """
         tables = enclosing.get(str(path[-1]))
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
@@ -292,7 +298,9 @@ class _Resolver:
         return model_tables, components
 
     def _suggest_record(self, spec: ComponentTable) -> str | None:
-        """Returns a hint with core's records for a table, or with a record of another Sley package; None if there is none."""
+        """Returns a hint that names core's records for a table, or else a record of another Sley package; None if there is
+        none.
+        """
         core = self.plugins.get(CORE)
         if core and (names := core.records_of(spec.record_type)):
             return "core has " + ", ".join(f'"{name}"' for name in names)
@@ -300,7 +308,7 @@ class _Resolver:
         return f'sley-{record.partition(".")[0]} has "{record}"' if record else None
 
     def _load_plugin(self, name: str, path: KeyPath, prefix: str = "") -> Plugin | None:
-        """Returns the plugin `name`, which is loaded at most once; None, with a problem recorded, if that fails."""
+        """Returns the plugin `name`, or None if it cannot be loaded. Tries to load it only once; records the problem."""
         if name not in self.plugins and name not in self._broken_plugins:
             try:
                 self.plugins[name] = self.loader.load(name)
@@ -321,7 +329,7 @@ class _Resolver:
             return None
 
     def _apply_source_folder(self) -> None:
-        """Replaces the folder in which relative paths start by the plan's `source_folder`, if it has one."""
+        """If the plan has a `source_folder`, makes it the folder in which relative paths start."""
         value, path = self.tables.get("source_folder"), ("source_folder",)
         if value is None:
             return
@@ -351,7 +359,7 @@ def _select_shared(shared: Mapping[str, Any] | None, model: type[Table]) -> dict
 
 
 RANGE_ERRORS = ("greater_than", "less_than", "multiple_of", "finite_number", "too_", "string_too_")
-"""The beginnings of the types of pydantic's errors about a range or a length."""
+"""The prefixes of pydantic's error types for a range or a length."""
 
 VALUE_ERRORS = {"literal_error", "enum", "string_pattern_mismatch"}
 CUSTOM_ERRORS = {"value_error", "assertion_error"}
@@ -363,8 +371,8 @@ def validation_diagnostics(
 ) -> list[Diagnostic]:
     """Returns a diagnostic for each invalid key of `table`, which is at `path` and has the type `model`.
 
-    pydantic reports an error for each member of a union, with the member's name in the location. This removes the names and
-    merges the errors of one key. owner: the table's name in messages, such as "[batch]".
+    pydantic reports an error for each member of a union, with the member's name in the location. This function removes these
+    names and merges the errors of each key. owner: the table's name in messages, such as "[batch]".
     """
     errors_by_key: dict[KeyPath, list[Any]] = {}
     for fault in error.errors(include_url=False, include_input=False):
@@ -382,7 +390,7 @@ def validation_diagnostics(
 def unknown_key_diagnostic(
     key: str, keys: Iterable[str], path: KeyPath, document: Document, owner: str, hint: str | None = None
 ) -> Diagnostic:
-    """Returns the diagnostic of the unknown key `key` of `owner`. hint: by default suggests the closest of `keys`."""
+    """Returns the diagnostic for a key that `owner` does not have. hint: by default, suggests the most similar of `keys`."""
     choices = sorted(keys)
     key_list = f"its keys are {', '.join(f'`{name}`' for name in choices)}" if choices else "it has no keys"
     message = f"`{key}` is not a key of {owner}"
@@ -431,7 +439,7 @@ def _diagnostic(
 
 
 def _sibling_fields(model: type[Table], path: KeyPath) -> dict[str, FieldInfo]:
-    """Returns the fields of the table types in which the last part of `path` can be a key."""
+    """Returns the fields of the table types that can contain the last part of `path`, starting at `model`."""
     models = [model]
     for part in path[:-1]:
         fields = [outer.model_fields[str(part)] for outer in models if part in outer.model_fields]
@@ -448,7 +456,7 @@ def _table_types(annotation: Any) -> Iterator[type[Table]]:
 
 
 def _key_path(location: tuple[str | int, ...], error_type: str, table: Any) -> KeyPath:
-    """Returns pydantic's `location` without the names of union members."""
+    """Returns pydantic's error location `location`, within `table`, without the names of union members."""
     path: KeyPath = ()
     value: Any = table
     for position, part in enumerate(location):

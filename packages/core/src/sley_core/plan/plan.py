@@ -1,5 +1,5 @@
-"""The resolved plan: all values of a run, their origins, the records that build the run's parts, its TOML, and its comparison
-with another plan.
+"""The resolved plan: all values of a run, their origins, and the records that build the run's parts. Also writes a plan as
+TOML, and compares two plans.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from sley_core.topology import Topology
 class Component:
     """A resolved table that names a record or factory, from which `build` builds a part of the run.
 
-    name: the record's full name (`core.adamw`), or the path of the factory. record: None for a factory. config: the table, an
-    instance of the record's `config`, or of a `FactoryTable` with the factory's path and options.
+    name: the record's full name (`core.adamw`), or `"module:attribute"` of the factory. record: None for a factory. config: the
+    table: an instance of the record's `config`, or of the table's factory model. path: the path of the table in the plan.
+    plugin: the record's plugin; None for a factory.
     """
 
     table: ComponentTable
@@ -66,9 +67,10 @@ class Component:
             raise
 
     def build(self, *args: Any) -> Any:
-        """Builds the live object: calls `record.build(config, *args)`, or the factory with its options.
+        """Builds and returns the part: calls the record's builder with the config and `args`, or the factory with its options.
 
-        Raises PlanError if the user's code fails and PluginError if a plugin cannot be imported, with the place in the plan.
+        Raises PlanError if the user's code fails, and PluginError if the plugin's builder cannot be imported; both have the
+        place in the plan. Other errors of a plugin's builder are not converted.
         """
         try:
             if self.record or self.table.build:
@@ -83,7 +85,7 @@ class Component:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A table `[evaluation.sets.NAME]`. keys: the keys that do not belong to the data."""
+    """A table `[evaluation.sets.NAME]`. data: the dataset. keys: the keys that do not belong to the dataset."""
 
     data: Component
     keys: SetTable
@@ -91,9 +93,10 @@ class EvaluationSet:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A valid plan with all defaults. Equal plans give equal runs; the places of values are not compared.
+    """A valid plan with all defaults. Plans are equal if their values are equal; the places of values do not matter.
 
-    plugins: the plugins that the plan names, core first, then in order of appearance.
+    Optional tables that the plan lacks are None. plugins: the plugins that the plan names, first core, then in the order of
+    their first use.
     """
 
     run: RunTable
@@ -135,17 +138,17 @@ class Plan:
         return f"Plan({self.run.name!r}: {self.model.name} on {self.data.name}, {steps}, {sizes})"
 
     def origin(self, path: KeyPath) -> str:
-        """Returns the origin of the value at `path`: file, line and column, a `--set`, or "default"."""
+        """Returns the origin of the value at `path` as text: file, line and column; the number of a `--set`; or "default"."""
         return str(self.document.origin(path) or "default")
 
     @property
     def folder(self) -> Path | None:
-        """The folder in which relative paths start and factories are searched; None for a plan without a file."""
+        """The folder in which relative paths start and factories are searched; None for a plan without a folder."""
         return self.document.folder
 
     @cached_property
     def tables(self) -> dict[str, Any]:
-        """The full plan as TOML types, without keys whose value is None. Relative paths stay relative."""
+        """The whole plan as TOML types, without keys whose value is None. Relative paths stay relative."""
         tables: dict[str, Any] = {"plan": FORMAT}
 
         def dump(table: Table) -> Any:
@@ -172,36 +175,40 @@ class Plan:
         return tables
 
     def to_toml(self) -> str:
-        """Returns the full plan as TOML, from which `plan_from_text` loads an equal plan."""
+        """Returns the whole plan as TOML text, from which `plan_from_text` loads an equal plan."""
         return "\n".join(plan_sections(self.tables))
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the plan that is the same in every process and on every machine."""
+        """A hash of the plan's values, which is the same in every process and on every machine."""
         return sha256("\n".join(plan_sections(portable_tables(self))).encode()).hexdigest()
 
     def call(self, hook: str, **arguments: Any) -> Iterator[tuple[Plugin, Any]]:
-        """Calls `hook` of each plugin, in the plan's order, and yields the plugin and its result unless that is None.
+        """Calls `hook` of each plugin in the plan's order. Yields the plugin and its result, unless the result is None.
 
-        A hook runs when the iterator reaches it. Raises PluginError "plugin-failed" if the hook raises.
+        Each hook runs only when the iterator reaches it. Raises PluginError "plugin-failed" if the hook raises.
         """
         for plugin in self.plugins.values():
             for result in plugin.call(hook, **arguments):
                 yield plugin, result
 
     def world_size(self, num_available: int | None = None) -> int:
-        """Returns the number of ranks: the fixed number if `dp` is set, else `num_available`, else the smallest possible."""
+        """Returns the number of ranks of the run: the number that the plan determines if it sets `dp`, else `num_available`, or
+        else the smallest possible number.
+        """
         sizes = self.parallel
         if sizes.dp != "auto":
             return sizes.pp * sizes.dp * sizes.sp
         return num_available or sizes.pp * lcm(sizes.sp, sizes.wp)
 
     def num_micros(self, topology: Topology) -> int:
-        """Returns the number of microbatches per rank and step. `check_plan` rejects a batch that does not divide."""
+        """Returns the number of microbatches per rank and step, rounded down if the batch does not divide; `check_plan` rejects
+        such plans.
+        """
         return self.batch.global_size // (topology.dp * self.batch.micro_size)
 
     def topology(self, world: int) -> Topology:
-        """Returns the layout of `world` ranks. Raises PlanError "layout" if the sizes do not divide."""
+        """Returns the layout of `world` ranks. Raises PlanError "layout" if the sizes of [parallel] do not fit."""
         sizes = self.parallel
         try:
             return Topology.from_sizes(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
@@ -213,16 +220,18 @@ class Plan:
             ) from None
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
-        """Returns a diagnostic with the place of the value at `path`, or of the closest enclosing table."""
+        """Returns a diagnostic with the place of the value at `path`, or else of the closest enclosing table."""
         return self.document.diagnostic(code, message, path, hint)
 
     def add_places(self, error: SleyError) -> SleyError:
-        """Adds the places to diagnostics that have only a path; returns the same error: `raise plan.add_places(error)`."""
+        """Adds places to the diagnostics of `error` that have only a path. Returns the same error: `raise
+        plan.add_places(error)`.
+        """
         return add_places(error, self.document)
 
 
 def _suggest_size(sizes: ParallelTable, world: int, message: str) -> str:
-    """Returns a hint with the closest world sizes that fit the layout, or with a `dp` that fits."""
+    """Returns a hint that names the closest world sizes that fit the layout, or a `dp` that fits."""
     if sizes.dp != "auto" and "x wp" in message:
         unit = sizes.wp // gcd(sizes.wp, sizes.sp)
         return f"use `dp = {-(-sizes.dp // unit) * unit}`; `wp` shards weights over the dp x sp ranks of a stage"
@@ -236,17 +245,19 @@ def _suggest_size(sizes: ParallelTable, world: int, message: str) -> str:
 
 
 def portable_tables(plan: Plan) -> dict[str, Any]:
-    """Returns all tables of a plan except its source folder, which depends on the machine."""
+    """Returns `plan.tables` without the source folder, which depends on the machine."""
     return {key: value for key, value in plan.tables.items() if key != "source_folder"}
 
 
 def digest_values(plan: Plan) -> dict[str, str]:
-    """Returns the text of each value of `portable_tables` by its key."""
+    """Returns the text of each value in `portable_tables`, by its path as text."""
     return {format_path(path): repr(value) for path, value in iterate_values(portable_tables(plan))}
 
 
 def iterate_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields the path and value of every key. An empty table and an array without tables count as one value."""
+    """Yields the path and value of every key at any depth. An empty table, and an array that does not consist of tables, is one
+    value.
+    """
     if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
             yield from iterate_values(inner, (*path, key))
@@ -294,7 +305,7 @@ def _format_key(key: str) -> str:
 
 
 FIXED_KEYS = (("model",), ("adapters",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
-"""Keys that must not change in a resumed run. The layout and the learning rates may change."""
+"""Tables and keys that a resumed run must not change. It may change others, such as the layout and the learning rates."""
 
 UNREPORTED_KEYS = (
     *(("source_folder",), ("run", "name"), ("run", "folder")),
@@ -310,7 +321,7 @@ _SAMPLES = ("data", "samples_per_epoch")
 
 
 class PlanChange(NamedTuple):
-    """A changed value of the plan. old, new: the values as TOML; "nothing" if the plan does not have the key."""
+    """A value that differs between two plans. old, new: the values as TOML; "nothing" if a plan does not have the key."""
 
     path: KeyPath
     old: str
@@ -326,7 +337,9 @@ class PlanChange(NamedTuple):
 
 
 def compare_plans(old: str, new: str) -> list[PlanChange]:
-    """Returns the differences between two resolved plans in TOML, in the order of the keys."""
+    """Returns the differences between two resolved plans, given as TOML, in the order of their keys. Leaves out
+    `UNREPORTED_KEYS`.
+    """
     old_values, new_values = (
         {path: format_value(value) for path, value in iterate_values(tomli.loads(text))} for text in (old, new)
     )
@@ -339,7 +352,9 @@ def compare_plans(old: str, new: str) -> list[PlanChange]:
 
 
 def check_changes(changes: list[PlanChange]) -> None:
-    """Raises PlanError "resume-differs" with every change that a resumed run must not have."""
+    """Raises a PlanError with a diagnostic, "resume-differs" or "data-changed", for every change that a resumed run must not
+    have.
+    """
     refused = [change for change in changes if change.is_refused]
     # If the record of a table changed, its other keys differ as well, so only the record is reported.
     changed_records = {change.path[0] for change in refused if change.path[1:] in _DECIDING_KEYS}
