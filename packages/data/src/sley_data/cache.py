@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
 
 PART_BYTES = 1 << 25
-"""The size in bytes at which a part ends."""
+"""A part ends once its text has at least this size in bytes."""
 
 MIN_CACHED_BYTES = 1 << 23
-"""With a tokenizer, the minimum size in bytes of text that is cached. Each run tokenizes less text again, in about a second."""
+"""With a tokenizer, the minimum size of cached text in bytes. Each run tokenizes smaller text again, in about a second."""
 
 MAX_BYTES_IN_MEMORY = 1 << 27
-"""Without a tokenizer, the minimum size in bytes of text that is cached and mapped. Each rank holds less text in its memory."""
+"""Without a tokenizer, the minimum size of cached text in bytes. Each rank holds smaller text in memory."""
 
 _REPORT_S = 5.0
 """The minimum time in seconds between two progress lines."""

@@ -142,7 +142,7 @@ class ChatDataset(RowsDataset):
 
     Loading renders and tokenizes all conversations, or maps the cached tokens. It raises PlanError "data-short" or "held-out"
     if the split has no conversation, "data-too-long" for a conversation that `too_long` refuses, and "chat-mask" if no token
-    has a label, or unexpectedly every token.
+    has a label, or every token although `train_on` is not "all".
     """
 
     config: ChatConfig

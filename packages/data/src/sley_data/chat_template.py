@@ -41,7 +41,7 @@ _BATCH_SIZE = 64
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CURRENT_DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _DATE = date(2024, 7, 26)
-"""The date that replaces the current date: the default in the template of Llama 3.1."""
+"""The date that replaces the current date in templates: the default date of Llama 3.1's template."""
 
 _PROMPT_DIFFERS = "the template does not begin the turn with its generation prompt"
 _NO_PROMPT = "the conversation begins with the assistant, and has no prompt for its first turn"
@@ -315,7 +315,7 @@ def _load_tokenizer(path: Path) -> Any:
         raise PlanError("tokenizer-missing", f"the folder `{path}` does not exist", path=("data", "tokenizer"), hint=hint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers raises many
+    except Exception as error:  # transformers raises many types
         reason = (str(error).splitlines() or [repr(error)])[0]
         message = f"transformers cannot load the tokenizer `{path}`: {reason}"
         raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
@@ -327,7 +327,7 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def load_text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` of the table, or of `tokenizer` unless it is None. The end-of-turn token ends a text.
+    """Returns the `TextIds` of `tokenizer`, or of the table's tokenizer if it is None. The end-of-turn token ends a text.
 
     Implements `DatasetRecord.text_ids`.
     """

@@ -189,7 +189,7 @@ class TokenDataset(RowsDataset):
         """The tokenizer, or None for bytes and for token files."""
         if isinstance(self.config, TokensConfig) or self.config.tokenizer is None:
             return None
-        from sley_data.tokenizer import Tokenizer  # bytes need none
+        from sley_data.tokenizer import Tokenizer  # bytes need no tokenizer
 
         return Tokenizer(self.config.tokenizer, self.config.end_of_document)
 
@@ -236,7 +236,7 @@ class TokenDataset(RowsDataset):
 
     @property
     def data_digest(self) -> str:
-        """A digest of all tokens and document lengths, or of blocks of them for token files."""
+        """A digest of all tokens and document lengths; for token files, of only some blocks of each file."""
         return self.rows.stream.digest
 
     @property
@@ -310,9 +310,9 @@ def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int
 
 
 def check_vocabulary(vocab_size: int | None, count: int) -> Iterator[Problem]:
-    """Yields a problem if the model has fewer token ids than the data. vocab_size: that of the model, or None if unknown.
+    """Yields a problem if the model has fewer token ids than the data.
 
-    count: the vocabulary size of the data.
+    vocab_size: the vocabulary size of the model, or None if it is unknown. count: the vocabulary size of the data.
     """
     if vocab_size is not None and vocab_size < count:
         message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"

@@ -140,7 +140,7 @@ def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> 
     """Returns a sentence about the held-out documents of the table `evaluation` on which the table `training` trains.
 
     Returns "" if there are none. Compares the contents of the documents, and may read all data of the run. If it cannot compare
-    them, for example because the data has more than 1 GiB, the sentence says so.
+    them, for example because the training files have more than 1 GiB, the sentence says so.
     """
     noun = "documents" if isinstance(training, TextConfig) else "conversations"
     if isinstance(training, TextConfig) and any(

@@ -70,7 +70,7 @@ class DataFile:
 
 
 def print_note(text: str) -> None:
-    """Prints a line to stderr, on any rank."""
+    """Prints the line `data: TEXT` to stderr, on every rank that calls it."""
     print(f"data: {text}", file=sys.stderr, flush=True)
 
 

@@ -212,7 +212,10 @@ class Mixture:
         return self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of later reads. Raises RunError "data-exhausted" for a second epoch with `exhausted = "refuse"`."""
+        """Sets the epoch of later reads.
+
+        Raises RunError "data-exhausted" for a second epoch of training with `exhausted = "refuse"`.
+        """
         if epoch and self._context.split == "train" and self._config.exhausted == "refuse":
             raise RunError("data-exhausted", f"a source of the mixture is exhausted after {len(self)} samples", path=("data",))
         self._epoch = epoch

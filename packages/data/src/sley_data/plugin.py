@@ -235,8 +235,8 @@ class MixtureConfig(DataConfig):
     """
 
     sources: Annotated[Array[SourceTable], Limits(min_length=1)]
-    """The sources, `[[data.sources]]`. Their samples must have the same fields, and they must share one tokenizer. No source
-    trains on a document that another source of its type holds out, and the largest `held_out` of a type applies to all of them.
+    """The sources, `[[data.sources]]`. Their samples must have the same fields and the same vocabulary. No source trains on a
+    document that another source of its type holds out. The largest `held_out` of a type applies to all its sources.
     """
 
     @model_validator(mode="after")

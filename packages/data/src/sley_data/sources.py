@@ -24,13 +24,13 @@ _PROBE_TEXT = "Two sources of one mixture, 3 x 14 = 42: déjà vu!\n"
 
 
 def list_sources(config: MixtureConfig, split: Split) -> list[tuple[int, SourceTable]]:
-    """Returns the index and the table of each source that has samples in a split; of all sources if none holds samples out."""
+    """Returns the index and the table of each source that may have samples in `split`, or of all sources if none may."""
     sources = list(enumerate(config.sources))
     return sources if split == "train" else [pair for pair in sources if _may_hold_out(pair[1])] or sources
 
 
 def _may_hold_out(source: SourceTable) -> bool:
-    """Returns whether the source may hold samples out. A table that has no keys for held-out data may."""
+    """Returns whether the source may hold out samples. If its table has no keys for held-out data, it may."""
     config = source.component.config
     values = [getattr(config, key) for key in ("held_out", "held_out_files") if hasattr(config, key)]
     return any(values) or not values

@@ -87,7 +87,7 @@ class Tokenizer:
         return ids, lengths
 
     def encode_prompt(self, text: str) -> tuple[list[int], int]:
-        """Returns the ids of the beginning of a document, `text`, and the number of special tokens before the text."""
+        """Returns the ids of `text` at the start of a document, and the number of special tokens before it."""
         ids = self._implementation.encode(text, add_special_tokens=False).ids
         return [*self._begin, *ids], len(self._begin)
 
@@ -192,7 +192,7 @@ class TokenizerIds(TextIds):
         self.num_before = 0
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of the beginning of a document, `text`. Sets `num_before`, the number of special tokens before it."""
+        """Returns the ids of `text` at the start of a document. Sets `num_before`, the number of special tokens before it."""
         ids, self.num_before = self._tokenizer.encode_prompt(text)
         return ids
 
@@ -215,10 +215,10 @@ class TokenizerIds(TextIds):
 
 
 def load_text_ids(config: Table, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` of a `data.text` table, or of `tokenizer`, for any table, unless it is None.
+    """Returns the `TextIds` of `tokenizer`, or of a `data.text` table if `tokenizer` is None.
 
-    With `tokenizer`, a document ends with the table's `end_of_document`, or else with the `eos_token` in the
-    `tokenizer_config.json` next to `tokenizer`. Implements `DatasetRecord.text_ids`.
+    With `tokenizer`, `config` may be any table. A document then ends with the table's `end_of_document`, or else with the
+    `eos_token` in the `tokenizer_config.json` next to `tokenizer`. Implements `DatasetRecord.text_ids`.
     """
     end = getattr(config, "end_of_document", None)
     if tokenizer is None:

@@ -1,8 +1,8 @@
 """The attention that `hf.decoder` registers with transformers: Sley's own, which supports packed documents and sequence slices.
 
 transformers calls `attend` in the forward of each attention module. `attend` calls the `SleyAttention` that `add_attention` has
-added to the module. The part of `[sequence]` finds the `SleyAttention`, and lets it attend across slices. No class of
-transformers is changed.
+added to the module. The part that `[sequence]` names finds each `SleyAttention`, and makes it work on sequence slices. No class
+of transformers is changed.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Embed(nn.Module):
         self.base, self._recorders = copy_with_recorders(causal, structure, 1)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing, since compiling does not make a lookup faster, and an exception ends the forward."""
+        """Does nothing, since a lookup does not become faster, and the recorders end the forward with an exception."""
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns the hidden states [b, s, hidden] of token ids [b, s]. positions: [b, s], or None to count from 0."""

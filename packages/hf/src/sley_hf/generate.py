@@ -73,8 +73,10 @@ class Generator:
     ) -> Iterator[list[int | None]]:
         """Yields the next id of each prompt, until all texts have ended or have `tokens` new ids.
 
-        Yields None for a text from the id that ends it. prompts: lists of token ids. temperature: 0 selects the most likely id.
-        top_k: the number of most likely ids to sample from, or None for all. Closing the iterator stops the generation.
+        For a text that has ended, yields None, also in place of the id that ends it. Closing the iterator stops the generation.
+
+        prompts: lists of token ids. temperature: 0 selects the most likely id. top_k: the number of most likely ids to sample
+        from, or None for all. seed: the seed of torch's global generators.
         """
         length = max(map(len, prompts))
         ids = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts])

@@ -52,14 +52,14 @@ class DecoderConfig(ModelConfig):
     """The kernel of a mixture of experts, by its name in transformers. "grouped_mm" does not support fp64."""
 
     router_loss: NonNegativeFloat | None = None
-    """The factor of the load-balancing loss of a mixture of experts, which is added to the training loss. With 0, it is only
-    reported in the metrics. Default: the model's `router_aux_loss_coef` if its `config.json` sets `output_router_logits`;
-    otherwise the load-balancing loss is not computed.
+    """The factor with which the load-balancing loss of a mixture of experts is added to the training loss. With 0, the
+    load-balancing loss is only reported in the metrics. Default: the model's `router_aux_loss_coef` if its `config.json` sets
+    `output_router_logits`; otherwise the load-balancing loss is not computed.
     """
 
     @model_validator(mode="after")
     def _check_source(self) -> DecoderConfig:
-        """Raises ValueError unless exactly one of `weights` and `config` names a readable `config.json`."""
+        """Raises ValueError unless exactly one of `weights` and `config` is set, and its `config.json` is readable."""
         if (self.weights is None) == (self.config is None):
             raise ValueError("set either `weights`, for trained weights, or `config`, for random ones")
         read_config(self)
@@ -111,7 +111,7 @@ def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Pro
 
     For the types "dynamic" and "longrope", transformers recomputes the frequencies if a position exceeds the original context.
     Packed documents and slices of sequences would then give other results than whole documents. sequence: the number of
-    positions per sample, or None if it is unknown, which is no problem.
+    positions per sample; for None, there is no problem.
     """
     content = read_config(config)
     scaling = content.get("rope_parameters") or content.get("rope_scaling") or {}
@@ -133,7 +133,7 @@ class LoraConfig(Table):
     """The rank r of the product B A that is added to a weight."""
 
     alpha: PositiveFloat = 8.0
-    """The numerator of the factor alpha / rank, by which the product is multiplied."""
+    """The product B A is multiplied by alpha / rank."""
 
     dropout: Annotated[float, Field(ge=0, lt=1), ValueDescription("a number of at least 0 and below 1")] = 0.0
     """The probability with which each input element of an adapter is set to zero."""
@@ -145,7 +145,7 @@ class LoraConfig(Table):
     """
 
     rslora: bool = False
-    """Whether the factor is alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
+    """Whether to multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
 
     dora: bool = False
     """Whether to train the magnitude of each output's weight vector too (DoRA, Liu et al. 2024)."""

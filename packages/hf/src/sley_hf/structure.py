@@ -86,7 +86,7 @@ def find_structure(causal: Any) -> ModuleNames:
     planned = list(getattr(base, "_pp_plan", None) or ()) if not stack else []
     if blocks in planned:
         norms = planned[planned.index(blocks) + 1 :]
-    else:  # a module with parameters after the layers, or one that is called a norm
+    else:  # modules with parameters after the layers, or else modules with "norm" in their names
         after = names[names.index(blocks) + 1 :]
         norms = [name for name in after if any(True for _ in base.get_submodule(stack).get_submodule(name).parameters())]
         norms = norms or [name for name in names if "norm" in name and "embed" not in name]

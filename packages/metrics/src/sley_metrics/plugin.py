@@ -28,8 +28,8 @@ class WandbConfig(Table):
     """The user or team that owns the project. Default: the default entity of the API key."""
 
     mode: Literal["online", "offline"] = "online"
-    """The destination of rows: "online" is the W&B server, and "offline" the folder `wandb` in the run's folder, which
-    `wandb sync` can send later.
+    """The destination of rows: "online" is the W&B server, and "offline" the folder `wandb` in the run's folder, from which
+    `wandb sync` can send them later.
     """
 
     tags: tuple[str, ...] = ()

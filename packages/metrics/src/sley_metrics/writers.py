@@ -17,7 +17,7 @@ FLUSH_S = 10
 
 
 class TensorboardWriter(MetricsWriter):
-    """The writer `metrics.tensorboard`. Adds each number of a row to the curve of the number's name, at the row's step."""
+    """The writer `metrics.tensorboard`. Adds each number of a row to the curve with the same name, at the row's step."""
 
     def __init__(self, config: TensorboardConfig, folder: Path) -> None:
         self._folder = str(folder / "tensorboard")
@@ -30,7 +30,7 @@ class TensorboardWriter(MetricsWriter):
                 self._writer.add_scalar(name, value, row["step"])
 
     def rewind(self, step: int) -> None:
-        """Starts a new file, which makes TensorBoard hide the points of earlier files after `step`."""
+        """Starts a new file, which makes TensorBoard hide the earlier points of steps after `step`."""
         self._writer.close()
         self._writer = self._open_file(step + 1)
 
@@ -45,7 +45,7 @@ class TensorboardWriter(MetricsWriter):
 
 
 class WandbWriter(MetricsWriter):
-    """The writer `metrics.wandb`. Adds each number of a row to the curve of the number's name, at the row's step.
+    """The writer `metrics.wandb`. Adds each number of a row to the curve with the same name, at the row's step.
 
     The first row starts a W&B run, whose config is the resolved plan. Weights & Biases cannot delete rows, so the first row
     after `rewind` starts another W&B run in the same group.

@@ -1,8 +1,8 @@
 """Reads the weights of `models.llama` from safetensors files, and exports a run as a Llama, Qwen2 or Qwen3 of transformers.
 
-Rotary pairs, heads and matrices have the same layout in both models, so only the names of parameters are converted. As in the
-files that `save_pretrained` writes, a tied head has no separate tensor. A rank reads only the tensors of its own layers, one at
-a time.
+Rotary pairs, heads and matrices have the same layout as in transformers, so only the names of parameters are converted. As in
+the files that `save_pretrained` writes, a tied head has no separate tensor. A rank reads only the tensors of its own layers,
+one at a time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def hf_name(name: str) -> str:
 WEIGHTS_KEY_PATH: KeyPath = ("model", "weights")
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
-"""The suffix of a buffer in old files. It is ignored, as by transformers."""
+"""The suffix of a buffer in old files, which transformers and this module ignore."""
 
 
 class FileInitializer:

@@ -1,1 +1,1 @@
-"""The optimizer `optim.muon` for Sley, and the averages of weights over steps `optim.ema` and `optim.mean`."""
+"""The optimizer `optim.muon`, and the averages of weights `optim.ema` and `optim.mean`, for Sley."""

@@ -50,8 +50,8 @@ def assign_roles(config: MuonConfig, params: Sequence[Param]) -> Mapping[str, Pa
 
 
 def _is_hidden_matrix(param: Param) -> bool:
-    """Returns whether `param` is a matrix, but not of a norm, not an embedding table, and not another table in the first layer,
-    such as learned positions. The matrices of linears in the first layer count.
+    """Returns whether `param` is a matrix of a hidden layer. Excludes parameters of norms, embedding tables, and other tables
+    in the first layer, such as learned positions, but not the weights of linears in the first layer.
     """
     modules = [holder.module for holder in param.holders]
     is_linear = any(isinstance(module, nn.Linear) for module in modules)
@@ -92,9 +92,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # runs pass no closure
-        """Runs a step of both algorithms. closure: is not called.
+        """Runs a step of both algorithms. closure: ignored.
 
-        The step creates temporary optimizers of torch, which use the groups and states of this optimizer.
+        Each step creates temporary optimizers of torch, which use the groups and states of this optimizer.
         """
         if groups := self._select_groups("adamw"):
             for group in groups:

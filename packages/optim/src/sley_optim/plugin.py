@@ -19,7 +19,7 @@ class AveragingConfig(Table):
     """The common keys of `optim.ema` and `optim.mean`."""
 
     every: PositiveInt = 1
-    """The number of updates after which the weights enter the average again; 1 for every update."""
+    """The interval in updates at which the weights enter the average; 1 for every update."""
 
 
 class EMAConfig(AveragingConfig):
@@ -29,7 +29,7 @@ class EMAConfig(AveragingConfig):
     """The factor of the old average. The average covers about the last `1 / (1 - decay)` weights that entered it."""
 
     warmup: bool = False
-    """Whether the decay is at most `(1 + n) / (10 + n)` for the n-th weights, so that the first weights lose their share."""
+    """Whether the decay is at most `(1 + n) / (10 + n)` for the n-th weights, so that the average soon forgets the first."""
 
 
 class MeanConfig(AveragingConfig):
