@@ -5,8 +5,8 @@
 Here n is the number of ranks, b the batch size, s the length of the full sequence, h the number of heads, and d the size of a
 head. The attention receives full sequences of some heads. Its other arguments, such as `cu_seqlens` or a mask, must describe
 the full sequence, so that packed documents stay separate. Position-dependent operations on q and k, such as rotary embeddings,
-must be applied before it. Heads must be independent of one another and of their indices, since each rank counts its heads from
-0. No check proves this, but `train-cli verify` compares the model with a run of one process.
+must be applied before the attention. Heads must be independent of one another and of their indices, since each rank counts its
+heads from 0. No check proves this, but `train-cli verify` compares the model with a run of one process.
 
 Each exchange is one all-to-all of one buffer (Ulysses: Jacobs et al. 2023, arXiv 2309.14509, section 3.1). The backward of each
 of the two exchanges is the other one. w is the number of elements that one rank receives for a position:

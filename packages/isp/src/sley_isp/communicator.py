@@ -94,7 +94,11 @@ class Communicator(WeightCommunicator):
         self._undo = ExitStack()
 
     def prepare(self, layers: Sequence[Layer]) -> None:
-        """Checks the options `head`, `embedding`, `launch` and `groups`. Raises PlanError if the model does not fit them."""
+        """Checks that the model fits the options `head`, `embedding`, `launch` and `groups`.
+
+        Raises PlanError "launch-point" if no module matches `launch`, "group-unmatched" if a group gets no parameter, and the
+        errors of `find_head` and `check_embeddings`.
+        """
         if self.config.head == "vocabulary":
             self.head = find_head(layers)
         if self.config.embedding == "hidden":

@@ -56,8 +56,9 @@ def find_head(layers: Sequence[Layer]) -> HeadChunks:
 
 
 class GatheredHead(LogitsHead):
-    """A head whose weight is gathered once per microbatch, as the module `sharded`. All ranks of `wp` must compute losses in
-    the same order.
+    """A head whose weight is gathered once per microbatch. All ranks of `wp` must compute losses in the same order.
+
+    sharded: the module that gathers the weight.
     """
 
     is_collective = True
@@ -81,7 +82,7 @@ class GatheredHead(LogitsHead):
 
     @contextmanager
     def weights(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yields the full weight [classes, h] and bias [classes], or None if the head has no bias."""
+        """Yields the full weight [classes, h] and the full bias [classes], which is None if the head has none."""
         sharded = self.sharded
         with sharded.communicator.unshard(sharded.group) as unsharded:
             unsharded.wait()
@@ -125,7 +126,7 @@ class VocabularyHead(GatheredHead):
         return logits.apply(output.transpose(0, 1).flatten(1)[: len(x), : self.classes.total].view(logits.shape))
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
-        """Adds the gradients of this rank's shards to the store. They already include the tokens of all ranks of `wp`."""
+        """Adds a chunk's part of the gradients of this rank's shards to the store. It includes the tokens of all ranks of `wp`."""
         for param in self.sharded.trainable_params:
             if param is self.sharded.bias:
                 self.store.add(param, gradient.sum(0, dtype=self.store.dtype))

@@ -76,8 +76,8 @@ def merge_small(storages: Sequence[StorageEntry], max_bytes: int) -> list[Storag
 
 
 def _is_mergeable(storage: StorageEntry) -> bool:
-    """Returns whether a storage may be merged: whether it is resizable and at most 1 MiB, with one plain tensor and no other
-    view.
+    """Returns whether a storage may be merged. It must be resizable, have at most 1 MiB, and hold one plain tensor without
+    other views.
     """
     if len(storage.tensors) > 1 or not 0 < storage.memory.numel() <= MAX_SMALL_BYTES or not is_resizable(storage):
         return False

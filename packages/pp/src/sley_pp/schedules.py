@@ -87,8 +87,8 @@ def interleaved(stages: int, chunks: int, num_microbatches: int) -> list[list[Ac
     backwards: list[Symbol] = [(Kind.BACKWARD, chunk) for size in rounds for chunk in descending for _ in range(size)]
     lists = []
     for stage in range(stages):
-        # The forwards before the first backward: all other chunks of the first round, and two for each later stage, which the
-        # last chunk's forward and its backward pass on their way back to this stage.
+        # The forwards before the first backward: those of the first round's earlier chunks, and two for each later stage, since
+        # the last chunk's forward must pass that stage and its backward must return through it.
         warmup = min((chunks - 1) * rounds[0] + 2 * (stages - 1 - stage), len(forwards))
         steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
         lists.append(number_microbatches([*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]))
@@ -219,7 +219,7 @@ def build(config: GPipeConfig | OneFOneBConfig | InterleavedConfig | ZeroBubbleH
 
 
 def build_csv(config: CsvConfig) -> Schedule:
-    """Returns the schedule in the table's CSV file, which fits only one number of stages and of microbatches.
+    """Returns the schedule in the table's CSV file, which fits only one number of stages and one number of microbatches.
 
     Raises PlanError "schedule-file" if the file cannot be read or parsed. The schedule raises the same error for other numbers.
     """
