@@ -126,7 +126,7 @@ class VocabularyHead(GatheredHead):
         return logits.apply(output.transpose(0, 1).flatten(1)[: len(x), : self.classes.total].view(logits.shape))
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
-        """Adds a chunk's part of the gradients of this rank's shards to the store. It includes the tokens of all ranks of `wp`."""
+        """Adds a chunk's part of the gradients of this rank's shards, for the tokens of all ranks of `wp`, to the store."""
         for param in self.sharded.trainable_params:
             if param is self.sharded.bias:
                 self.store.add(param, gradient.sum(0, dtype=self.store.dtype))
