@@ -36,9 +36,9 @@ class UnsupportedModelError(ValueError):
 class ModuleNames:
     """The names of the parts of a transformers model.
 
-    base: the attribute of the causal model that is the base model. stack: the path, within the base model, of the module that
-    owns the decoder layers; "" if the base model itself owns them. blocks, norm: the attributes of that module that are the
-    list of decoder layers and the last norm.
+    base: the attribute of the causal model that holds the base model. stack: the path, within the base model, of the module
+    that owns the decoder layers; "" if the base model itself owns them. blocks, norm: the attributes of that module that hold
+    the list of decoder layers and the last norm.
     """
 
     base: str
@@ -140,9 +140,8 @@ def record_calls(
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Runs the base model up to its last recorder.
 
-    Returns, for the call of each recorder: the hidden states, the other positional arguments, and the keyword arguments.
-
-    Raises PlanError "hf-structure" if the forward does not run with recorders.
+    Returns the hidden states, the other positional arguments, and the keyword arguments of the call of each recorder. Raises
+    PlanError "hf-structure" if the forward does not run with recorders.
     """
     for recorder in recorders:
         recorder.calls.clear()  # an earlier forward that failed may have left calls
