@@ -21,7 +21,7 @@ DivergenceType = Literal["size", "left out", "too many", "other", "not started"]
 
 _MESSAGE_OPERATIONS = frozenset({"send", "receive"})
 _MESSAGE_PATTERN = re.compile(r"(announcement of )?what stage .* for microbatch (\d+) \((forward|backward)")
-"""Matches the description of a pipeline message. The groups are the word "announcement" if it is one, its microbatch, and its
+"""Matches the description of a pipeline message. The groups are "announcement of " if it is one, its microbatch, and its
 flow.
 """
 
@@ -59,7 +59,7 @@ def _has_same_description(first: ExchangeRecord, second: ExchangeRecord) -> bool
     """Returns whether two exchanges have the same description, or are the two ends of one message."""
     if not {first.operation, second.operation} <= _MESSAGE_OPERATIONS:
         return (first.operation, first.label) == (second.operation, second.label)
-    # The description of some messages has no flow and microbatch at one end, such as that of the first message of a run.
+    # The description of some messages has no flow and microbatch at one end.
     matches = [re.search(_MESSAGE_PATTERN, description) for description in (first.label, second.label)]
     message_ids = {match.groups() for match in matches if match}
     return len(message_ids) <= 1

@@ -142,7 +142,7 @@ def _find_causes(blocks: Sequence[Block]) -> list[Cause]:
 
 
 def _find_slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
-    """Returns a cause for each rank that works longer than its peers while other ranks wait."""
+    """Returns a cause for each rank that works longer than its peers, while other ranks wait, in most of `blocks`."""
     causes = []
     for rank in blocks[0].ranks:
         slow_blocks = []
@@ -191,7 +191,7 @@ def find_excesses(block: Block, rank: int) -> list[Excess]:
     * other locations: ranks of the same stage, which do the same work on other samples or shards
     * a chunk, the update or messages in a stage of one rank: ranks of other stages, by a larger ratio
 
-    The time of an update is first scaled to the number of elements that `rank` updates, if that is larger.
+    The wait for the device is not compared. The update time of another rank is scaled up if `rank` updates more elements.
     """
     own = block.ranks[rank]
     others = [work for number, work in block.ranks.items() if number != rank]

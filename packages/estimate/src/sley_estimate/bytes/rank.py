@@ -164,7 +164,7 @@ def fake_run(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> It
     saves no checkpoints. draft: as in `run_rank`. Raises PlanError for each failed check of the plan.
     """
     evaluation = None if plan.evaluation is None else plan.evaluation.model_copy(update={"keep_best": None})
-    plan = replace(plan, checkpoint=None, evaluation=evaluation)  # steps without values save nothing
+    plan = replace(plan, checkpoint=None, evaluation=evaluation)  # a run without values must save nothing
     ledger = Ledger()
     is_cuda = plan.run.device == "cuda"
     tensors = FakeTensors(ledger, has_scratch=not is_cuda)
@@ -275,7 +275,7 @@ def run_stages(
     ranks_per_stage = plan.topology(size).ranks_per_stage
 
     def estimate_stage(stage: int) -> tuple[RankBytes, RankRecord]:
-        stage_draft = build_rank0_draft(plan, size)  # a run consumes its draft; the slower lowered lists are shared
+        stage_draft = build_rank0_draft(plan, size)  # a run consumes its draft, but the action lists are shared
         stage_draft = replace(stage_draft, stage=replace(stage_draft.stage, action_lists=draft.stage.action_lists))
         return run_rank(plan, stage * ranks_per_stage, size, stage_draft)
 

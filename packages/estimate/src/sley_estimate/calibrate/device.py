@@ -73,7 +73,7 @@ def fit_saturation(times: Sequence[tuple[float, float]]) -> dict[str, float]:
     seconds), with the least squares of relative errors.
     """
     flops, seconds = np.array(times).T
-    per_flop, constant = flops / seconds, flops.mean() / seconds  # 1 = per_flop / rate + constant x (half / rate / mean)
+    per_flop, constant = flops / seconds, flops.mean() / seconds  # solves 1 = per_flop / rate + constant x half / (rate x mean)
     slope, offset = np.linalg.lstsq(np.stack([per_flop, constant], axis=1), np.ones(len(times)))[0]
     if offset < 0 or slope <= 0:
         slope, offset = per_flop.sum() / (per_flop**2).sum(), 0.0
@@ -108,7 +108,7 @@ class Lead:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        if device.torch_device.type == "cpu":  # not torch's memory, which a run reuses
+        if device.torch_device.type == "cpu":  # memory that torch does not reuse for a run's tensors
             self._memory = HostMemory(WRITTEN_BYTES["cpu"], lock=False).data
         else:
             self._memory = torch.empty(WRITTEN_BYTES["cuda"], dtype=torch.uint8, device=device.torch_device)

@@ -263,8 +263,8 @@ class LayerPrices:
 
     @cached_property
     def _measured_variants(self) -> list[MeasuredVariant | None]:
-        """Returns the measured variant of each layer, or None; equal layers share one. Leaves out policies that copy tensors to
-        the host, whose measured times include the copies.
+        """Returns the measured variant of each layer, or None; equal layers share one. Ignores policies that copy tensors to
+        the host.
         """
         measured: list[MeasuredVariant | None] = [None] * len(self.model.layers)
         sizes = {self.plan.batch.micro_size, *(table.micro_size for table in self.machine.layers if table.micro_size)}
@@ -290,20 +290,20 @@ class LayerPrices:
 
     @memoize
     def _keys(self, policy: Choice, micro_size: int) -> list[str]:
-        """Returns each layer's key with whole sequences."""
+        """Returns the key of each layer under `policy`, with `micro_size` samples and whole sequences."""
         plan = self._plan(policy, micro_size)
         return layer_keys(plan, self.model, self.policy(policy), meta_micro_batch(plan, self.dataset))
 
     @memoize
     def _whole_works(self, policy: Choice, micro_size: int) -> list[LayerWork]:
-        """Returns the work of each layer on whole samples."""
+        """Returns the work of each layer under `policy` on `micro_size` whole samples."""
         plan = self._plan(policy, micro_size)
         # Each trace needs new tensors, since layers cache results by tensor, such as tables of positions.
         fields = meta_micro_batch(plan, self.dataset)
         return trace_layers(plan, self.model, fields, self._keys(policy, micro_size), self._traced)
 
 
-ATTENTION = "attention"  # the operator name of a recorded attention
+ATTENTION = "attention"  # the name of the operator that stands for an attention
 TENSORS, COPY = 4, 3  # the tensors of an attention: q, k, v, output; the bytes that `describe_operator` counts per copied byte
 
 
@@ -380,7 +380,7 @@ def price_layers(plan: Plan, model: Model, dataset: AnyDataset, machine: Machine
     priced: Sequence[tuple[LayerSeconds, Source] | None] = [None] * len(model.layers)
     if machine.layers:
         policies = list_choices(plan).policies
-        with suppress(SleyError):  # some layer cannot be counted
+        with suppress(SleyError):  # a layer cannot be counted, so no layer is priced here
             variant = Variant(policies[0], plan.batch.micro_size, plan.parallel.sp)
             priced = LayerPrices(plan, model, dataset, machine, policies).price(variant)
     return [

@@ -101,7 +101,7 @@ def trace_layer(
         **{phase: recorder.operators(phase) for phase in PHASES},
         output_bytes=output_bytes,
         saved_bytes=recorder.saved_bytes
-        + (output_bytes if loss is not None else 0),  # the loss saves its input or as many bytes
+        + (output_bytes if loss is not None else 0),  # the loss saves its input, or a tensor of the same size
     )
     return work, following
 
@@ -271,7 +271,7 @@ def module_signature(module: nn.Module, location: str) -> Any:
     ]
     hooks = [(name, location) for name in MODULE_ATTRIBUTES if name.endswith("hooks") and vars(module)[name]]
     inner = [(name, child and module_signature(child, f"{location}.{name}")) for name, child in module._modules.items()]
-    # A class defined in a function depends on the function's arguments.
+    # A class that is defined in a function may depend on the function's arguments.
     local = location if "<" in type(module).__qualname__ else ""
     return type(module).__module__, type(module).__qualname__, local, attributes, tensors, hooks, inner
 
@@ -293,7 +293,9 @@ def plain_value(value: Any, location: str) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return type(value).__qualname__, plain_value(asdict(value), location)
     name = getattr(value, "__qualname__", "<")
-    if callable(value) and "<" not in name and not hasattr(value, "__self__"):  # a function or class of a module
+    if (
+        callable(value) and "<" not in name and not hasattr(value, "__self__")
+    ):  # a function or class at the top level of a module
         return getattr(value, "__module__", ""), name
     return location
 

@@ -83,7 +83,7 @@ def plugin_hints(plugin: Plugin) -> Mapping[str, Hint]:
 
 
 def component_hint(component: Component) -> Hint:
-    """Returns the hint for the record of a component, or `NO_HINT`. Raises the errors of `plugin_hints`."""
+    """Returns the hint for the record of `component`, or `NO_HINT` if there is none. Raises the errors of `plugin_hints`."""
     return NO_HINT if component.plugin is None else plugin_hints(component.plugin).get(component.name, NO_HINT)
 
 
@@ -179,7 +179,7 @@ def _plan_choice(component: Component) -> Choice:
     """Returns the plan's own choice of a component, with the options in the plan."""
     table: Any = component.document.tables
     for key in component.path:
-        if isinstance(table, dict) and key not in table:  # a default that is not in the plan
+        if isinstance(table, dict) and key not in table:  # the component is a default, which has no table in the plan
             table = {}
             break
         table = table[key]
@@ -214,7 +214,7 @@ class Layout(NamedTuple):
         """
         schedule, tables = self.schedule, dict(plan.document.tables)
         sizes = {"dp": world_size // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}
-        # The reducer, the schedule's tie handler, and the plan's remaining handlers.
+        # The gradient handlers are the reducer, the schedule's handler of tied weights, and the plan's other handlers.
         handlers = [self.reducer.table] if self.reducer else []
         record = schedule.record if schedule else None
         handlers += [{"use": record.ties}] if isinstance(record, records.ScheduleRecord) and record.ties else []

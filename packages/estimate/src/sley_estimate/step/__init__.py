@@ -1,1 +1,1 @@
-"""The recorded step of a plan, and its seconds on a machine."""
+"""Records a step of a plan, and estimates its seconds on a machine."""

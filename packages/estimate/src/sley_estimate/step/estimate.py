@@ -77,7 +77,7 @@ class _StepPricer:
     measured: Measured
     num_micro_batches: int
     host_waits: bool
-    _prices: dict[int, _OperatorSeconds] = field(default_factory=dict)  # by `id` of operators, which the records hold
+    _prices: dict[int, _OperatorSeconds] = field(default_factory=dict)  # by `id` of operators, which the records keep alive
 
     def program(self, stage: int, entries: Lowered) -> Iterator[Instruction]:
         """Yields a stage's program: exchanges of earlier steps, the opening, the messages and actions of `entries`, the

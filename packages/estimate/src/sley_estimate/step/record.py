@@ -181,8 +181,8 @@ class Recording:
         return ExchangeReference(queue, len(self._queues[queue]) - self._queues[queue].index(number))
 
     def record_kernel(self, operator: Operator) -> None:
-        """Records `operator` unless it ran before `begin`. Called directly for a kernel that torch does not see as one
-        operator.
+        """Records `operator` if it runs between `begin` and `end`. Other modules call this for kernels that torch does not see
+        as one operator.
         """
         if self._is_recording:
             self._operators.append(operator)

@@ -28,7 +28,7 @@ from sley_core.errors import PlanError
 
 
 class Compute(NamedTuple):
-    """A computation on the device of a rank. action: the action that it is part of; None outside the action list. host_s: the
+    """A computation of the rank. action: the action that it is part of; None outside the action list. host_s: the
     seconds that the host needs to launch it.
     """
 
@@ -115,7 +115,7 @@ class ProgramSimulator:
         self._running: dict[Hashable, _Running] = {}
         self._completed: dict[Hashable, Exchange] = {}
         self._queues: dict[tuple[str, int], deque[Hashable]] = defaultdict(deque)
-        # A dict keeps the insertion order. The order of a set differs between processes.
+        # The dicts serve as ordered sets, since the order of a set differs between processes.
         self._active_on_link: dict[Hashable, dict[Hashable, None]] = defaultdict(dict)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
