@@ -32,7 +32,7 @@ class Each(GradientHandler):
         self._sums: Sums | None = None
 
     def attach(self, parts: Parts) -> None:
-        """Lays the store out with one buffer per reduced parameter if sums have a fixed order."""
+        """Gives each reduced parameter its own buffer if sums have a fixed order."""
         self._store = parts.store
         self._groups = parts.groups
         self._sums = parts.store.reduction.sums(parts.store, self._sent)
@@ -40,7 +40,7 @@ class Each(GradientHandler):
             parts.store.lay_out(self._plan_layout)
 
     def begin_step(self, step: StepState) -> None:
-        """Waits for reductions of a failed step, which could still write into the gradients."""
+        """Waits for the reductions of a failed step, if any, since these could still write into the gradients."""
         if self._sums is not None:
             self._sums.discard()
         self._wait()
@@ -89,7 +89,7 @@ class GradientNorms(GradientHandler):
         self.config = config
 
     def attach(self, parts: Parts) -> None:
-        """Adds one number per trained parameter to the row: the square root of the sum of all ranks' `_squared_norm_share`."""
+        """Adds one number per trained parameter to the rows: the root of the sum of all ranks' `_squared_norm_share`."""
         self._store = parts.store
         for param in parts.registry.trainable:
             share = partial(self._squared_norm_share, param, parts.numbers.fraction(param))
@@ -99,6 +99,6 @@ class GradientNorms(GradientHandler):
         """Returns this rank's share of the squared norm; the ranks' shares add up to it. fraction: 1 / the number of copies."""
         if param not in self._store:
             return 0.0
-        # `fraction` assumes that each rank of the reduce group has all elements. If they share one copy, each element is on
-        # one rank in `num_shards`, so the share is multiplied by that.
+        # `fraction` assumes that each rank of the reduce group has all elements. If `num_shards` ranks share one copy, fewer
+        # ranks have each element by this factor.
         return self._store.part(param).double().square().sum() * fraction * self._store.num_shards(param)

@@ -4,9 +4,9 @@ An `Accumulator` adds up the gradient of one parameter, and refuses contribution
 which belongs to the store. The classes here are "fast": they add terms in their order of arrival. Their subclasses in
 `engine.canonical` add in one order for all layouts. No other code depends on which of the two a run has.
 
-On a CPU torch adds the squares of a tensor one after the other in the tensor's own dtype: over ten million fp32 elements the
+On a CPU, torch adds the squares of a tensor one after the other in the tensor's own dtype. Over ten million fp32 elements the
 norm is off by 4e-4 (measured), and the error depends on how gradients lie in buffers, i.e. on the layout. Along the rows of a
-matrix it adds in vectors, so a long tensor is viewed as rows, whose norms are combined in float64.
+matrix, torch adds in vectors, so a long tensor is viewed as rows, whose norms are combined in float64.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param, Stages
 
 PRODUCT_BYTES = 1 << 25
-"""The bytes of a product that is added to a gradient of another dtype. Larger products are computed a few rows at a time."""
+"""The maximum bytes (32 MiB) of a product that is added to a gradient of another dtype. Larger products are computed in slices
+of rows.
+"""
 
 
 class State(Enum):
@@ -45,7 +47,7 @@ class State(Enum):
 
 
 class Accumulator:
-    """Adds up the gradient of `param` in `view`, a part of a buffer, in the order in which contributions come.
+    """Adds up the gradient of `param` in `view`, a part of a buffer, in the order in which contributions arrive.
 
              reset ──> OPEN ── expected passes ──> COMPLETE ── report, in the store's order ──> REPORTED ──> reset, next step
                         ^                             │                                            │
@@ -53,12 +55,12 @@ class Accumulator:
                           a backward within the backward came once more
 
     contributions: the number of contributions in this step. passes: the number of passes in the action that completes the
-    gradient. Autograd makes one pass per backward, however often it uses the parameter; the queue of a W makes one after the
-    parameter's last product; a communicator makes one with every contribution. expected_passes: the number of passes in earlier
-    steps; 0 before the first step, None if the number varies, so that only the end of the chunk completes the gradient.
+    gradient. Autograd makes one pass per backward, however often it uses the parameter; the queue of a W action makes one after
+    the parameter's last product; a communicator makes one with every contribution. expected_passes: the number of passes in
+    earlier steps; 0 before the first step; None if the number varies, so that only the end of the chunk completes the gradient.
     is_lent: whether `parameter.grad` is the view in this step, so that autograd adds into the view. has_hook: whether a hook
-    accumulates each gradient of autograd. Otherwise autograd adds them up in `parameter.grad` until the end of the chunk, which
-    only a `UnbufferedAccumulator` supports.
+    accumulates each gradient of autograd; if not, autograd adds them up in `parameter.grad` until the end of the chunk, which
+    only an `UnbufferedAccumulator` supports. rows: with canonical sums, the sums for the reducer.
     """
 
     rows: list[Tensor]
@@ -86,7 +88,7 @@ class Accumulator:
         self.parameter.grad = None
 
     def check_open(self, state: StepState) -> None:
-        """Checks that a contribution may come now, and opens a COMPLETE gradient that was not yet reported again. Raises
+        """Checks that a contribution may come now, and reopens a gradient that is COMPLETE but not yet reported. Raises
         RunError `gradient-complete` for a user's backward between two steps, and `gradient-late` if the gradient was already
         reported, since its reduction would sum only a part of it.
         """
@@ -114,12 +116,12 @@ class Accumulator:
         )
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Prepares for a contribution from `layer` in the global microbatch `micro`, by default the running microbatch. Both
-        matter only for a fixed order of sums.
+        """Prepares for a contribution from `layer` in the global microbatch `micro`, which is the running one by default. Both
+        matter only if sums have a fixed order; here this does nothing.
         """
 
     def end_contributions(self) -> None:
-        """Marks the end of the running action's contributions."""
+        """Marks the end of the running action's contributions. Does nothing unless sums have a fixed order."""
 
     def accumulate(self, gradient: Tensor) -> None:
         """Adds `gradient`, of any floating dtype, to the view. The first gradient of a step is copied."""
@@ -129,8 +131,8 @@ class Accumulator:
             self.view.copy_(gradient)
 
     def accumulate_grad(self) -> None:
-        """Accumulates `parameter.grad` after a backward; it is the complete sum if autograd has added into the view. Raises
-        RunError `sparse-gradient`.
+        """Accumulates `parameter.grad` after a backward. If it is the view, autograd has already added to it. Raises RunError
+        `sparse-gradient` for a sparse gradient.
         """
         gradient = self.parameter.grad
         assert gradient is not None, self.param
@@ -149,7 +151,9 @@ class Accumulator:
         return self.has_hook and gradient is not None and gradient is not self.view
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right. Needs no temporary tensor if all dtypes are equal, and otherwise that of a few rows."""
+        """Adds left^T right. Allocates no temporary tensor if all dtypes are equal, and otherwise at most `PRODUCT_BYTES` or
+        one row at a time.
+        """
         if left.dtype != self.dtype:
             num_rows = max(1, PRODUCT_BYTES // max(1, right.shape[1] * right.element_size()))
             for start in uniform_items(range(0, len(self.view), num_rows)):
@@ -162,24 +166,24 @@ class Accumulator:
             torch.mm(left.t(), right, out=self.view)
 
     def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
-        """Adds each of `rows` at its index along dim 0. The first call of a step zeroes the view first."""
+        """Adds each of `rows` at its index along dim 0. Zeroes the view before the step's first contribution."""
         if not self.contributions:
             self.view.zero_()
         add_at(self.view, indices, rows.to(self.dtype))
 
     def finalize(self) -> None:
-        """Completes the sum, which is zero without contributions. Called once per step, before the parameter is reported."""
+        """Completes the sum; it is zero without contributions. Called once per step, before the parameter is reported."""
         if not self.contributions:
             self.view.zero_()
 
     def count_pass(self, *, is_first_step: bool) -> None:
-        """Counts a pass in the action that completes the gradient, and completes it after the expected ones."""
+        """Counts a pass in the action that completes the gradient. The last expected pass makes the gradient COMPLETE."""
         self.passes += 1
         if self.is_open and not is_first_step and self.expected_passes and self.passes >= self.expected_passes:
             self.state = State.COMPLETE
 
     def record_passes(self) -> None:
-        """Records the number of passes of this step, or that the number varies between steps."""
+        """Records this step's number of passes as the expected number, or that the number varies between steps."""
         if self.expected_passes is not None and self.passes:
             self.expected_passes = self.passes if self.expected_passes in (0, self.passes) else None
 
@@ -189,7 +193,7 @@ class Accumulator:
 
 
 class UnbufferedAccumulator(Accumulator):
-    """Accumulates a gradient that no handler reduces, in autograd's own tensor or in a new one for each step."""
+    """Accumulates a gradient that no handler reduces, in autograd's tensor or in one that is allocated in each step."""
 
     def __init__(self, param: Param, empty: Tensor) -> None:
         """empty: a tensor of the store's dtype without elements."""
@@ -201,7 +205,7 @@ class UnbufferedAccumulator(Accumulator):
         self.view = self._empty
 
     def accumulate(self, gradient: Tensor) -> None:
-        # Contiguous, as the parameter is: a fused optimizer ignores strides, and would use elements in the wrong order.
+        # Contiguous, like the parameter: a fused optimizer ignores strides, and would use elements in the wrong order.
         self._accumulate_owned(gradient if self.contributions else gradient.clone(memory_format=torch.contiguous_format))
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
@@ -223,7 +227,7 @@ class UnbufferedAccumulator(Accumulator):
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
 
     def check_no_late_gradient(self) -> None:
-        """Asserts that no contribution followed `finalize` if no hook would notice one."""
+        """Asserts that no contribution came after `finalize`, if there is no hook to detect one."""
         is_late = not self.has_hook and self.parameter.grad is not None and self.parameter.grad is not self.view
         assert not is_late, f"{self.param.name}: a contribution after its gradient was reported ready"
 
@@ -231,11 +235,13 @@ class UnbufferedAccumulator(Accumulator):
         if self.contributions:
             self.view.add_(gradient)
         else:
-            self.view = gradient.to(self.dtype).contiguous()  # the strides of another tensor may be anything
+            self.view = gradient.to(self.dtype).contiguous()  # autograd's tensor may have any strides
 
 
 def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
-    """Marks gradients that a nested backward accumulated. tasks: the action and autograd's graph task of each gradient."""
+    """Marks the number of passes as varying for gradients that a nested backward accumulated. tasks: for each gradient, the
+    action and autograd's graph task that accumulated it.
+    """
     outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
     for action, task in tasks.values():
         outermost[action] = min(task, outermost.get(action, task))
@@ -270,7 +276,7 @@ class Sums(Protocol):
     """
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`, this rank's complete share, over `group`; it must not be used until `finish`."""
+        """Starts to sum `buffer`, this rank's complete share, over `group`. The buffer must not be used until `finish`."""
 
     def finish(self) -> None:
         """Blocks until every started buffer holds its sum."""
@@ -280,8 +286,9 @@ class Sums(Protocol):
 
 
 class Totals:
-    """Computes the loss and the gradient norm of a step. The constructor may run a collective over all ranks. gradients, loss:
-    this rank's gradients, and its loss, float64 of any shape. norm_type: the p of the p-norm; math.inf for the largest element.
+    """Computes the loss and the gradient norm of a step. The constructor may run a collective over all ranks. gradients: this
+    rank's gradients. loss: this rank's loss, a float64 scalar. norm_type: the p of the p-norm; math.inf for the largest
+    absolute value.
     """
 
     def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> None:
@@ -292,7 +299,7 @@ class Totals:
             norm = combined_norm(group.tensors, norm_type)
             if math.isinf(norm_type):
                 self._norm = torch.maximum(self._norm, norm)
-            else:  # each rank adds its share, so that the sum over all ranks counts every gradient once
+            else:  # copies share the term, so that the sum over all ranks counts every gradient once
                 copies = groups[group.reduce_group].size // group.num_shards * len(group.stages)
                 self._norm += norm**norm_type / copies
         if math.isinf(norm_type):
@@ -306,7 +313,7 @@ class Totals:
         return torch.stack([self._loss, self._norm])
 
     def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sum of all losses and the norm, as float64 scalars. summed: the sum of all ranks' `terms`."""
+        """Returns the sum of all ranks' losses, and the norm, as float64 scalars. summed: the sum of all ranks' `terms`."""
         loss, norm = summed.unbind()
         return loss, self._norm if math.isinf(self._norm_type) else norm.pow(1 / self._norm_type)
 
@@ -314,8 +321,9 @@ class Totals:
 class Reduction:
     """Adds terms in their order of arrival.
 
-    fixed_order: whether the order is the same in every layout. Then losses and loss weights are stored by microbatch, and code
-    that adds gradients passes the layer and the microbatch. micro_axes: the axes whose ranks run equally many microbatches.
+    fixed_order: whether the order is the same in every layout. If it is, losses and loss weights are kept per microbatch, and
+    code that adds gradients passes the layer and the microbatch. micro_axes: the axes along which all ranks run equally many
+    microbatches.
     """
 
     fixed_order = False
@@ -327,40 +335,48 @@ class Reduction:
 
     @staticmethod
     def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
-        """Raises PlanError for a model whose gradients cannot be added in the order of this reduction.
+        """Raises PlanError if the model's gradients cannot be added in the order of this reduction.
 
-        stages: the full model, on meta. per_rank_buffers: patterns of the buffers that each rank keeps for itself.
+        stages: the full model, on meta. per_rank_buffers: name patterns of the buffers that differ between ranks.
         """
 
     def num_sums(self, param: Param) -> int:
-        """Returns the number of sums of each gradient that a rank passes to the reducer, besides those of microbatches."""
+        """Returns the number of separate sums of the gradient of `param`: one per use if their order is fixed, else 1."""
         return 1
 
     def new_accumulator(self, param: Param, view: Tensor, *, is_loose: bool) -> Accumulator:
-        """Returns a new accumulator for `param`. view: the parameter's part of a buffer; an empty tensor if it is in none."""
+        """Returns a new accumulator for `param`. view: the parameter's part of a buffer; an empty tensor if it is in none.
+        is_loose: whether it is in no buffer.
+        """
         return UnbufferedAccumulator(param, view) if is_loose else Accumulator(param, view)
 
     def partial_sums(self) -> Sequence[Tensor]:
-        """Returns this step's tensors other than the gradients."""
+        """Returns the tensors that hold partial sums in this step, other than the gradients."""
         return ()
 
     def clear(self) -> None:
         """Frees the memory of `partial_sums`."""
 
     def concurrent_microbatches(self, group: Group) -> range | None:
-        """Returns the microbatches that the ranks of `group` run now, or None if gradients need not be added one by one."""
+        """Returns the global numbers of the microbatches that the ranks of `group` run now, in the group's order, or None if
+        gradients of microbatches need not be kept apart.
+        """
         return None
 
     def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums | None:
-        """Returns the sums that a reducer must use, or None if any order is right. channel: the channel of the groups."""
+        """Returns the `Sums` that a reducer must use, or None if it may sum in any order. sent: counts the sent bytes. channel:
+        the groups' channel to use.
+        """
         return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> Totals:
-        """Returns the totals of a step. The arguments are those of `Totals`."""
+        """Returns the totals of a step. The arguments are as in `Totals`, but `loss` has an element per microbatch if sums have
+        a fixed order.
+        """
         return Totals(self.groups, gradients, loss, norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        """Returns the terms of the loss weights of this rank's microbatches, which are added over ranks."""
+        """Returns the terms of the loss weights of this rank's microbatches. `weight_of` takes their sums over ranks."""
         return [sum(weights)]
 
     def weight_of(self, terms: Sequence[float]) -> float:
@@ -368,7 +384,7 @@ class Reduction:
         return terms[0]
 
     def loss_terms(self, losses: Sequence[Tensor]) -> Tensor:
-        """Returns the terms, float64 [n], of the losses of several batches. `loss_of` adds up their sums over ranks."""
+        """Returns the terms, float64 [n], of this rank's losses of several batches. `loss_of` takes their sums over ranks."""
         return reduce(torch.add, losses).reshape(1)
 
     def loss_of(self, summed: Tensor, num_batches: int) -> float:
@@ -387,13 +403,15 @@ def reduction_class(name: str) -> type[Reduction]:
 
 ROW_NUMEL = 1024
 MIN_ROWS_NUMEL = 4 * ROW_NUMEL
-"""The least number of elements of a tensor that is viewed as rows. For 16,384 elements, few of them large as in an embedding's
-gradient, the error without rows was 1.2e-6 (measured).
+"""The minimum number of elements of a tensor that is viewed as rows. For 16,384 elements of which few are large, as in an
+embedding's gradient, the relative error without rows is 1.2e-6 (measured).
 """
 
 
 def combined_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Returns the p-norm over `tensors`, of one device and dtype, as a float64 scalar. norm_type: p, which may be inf."""
+    """Returns the p-norm of all elements of `tensors`, which have one device and dtype, as a float64 scalar. norm_type: p,
+    which may be inf.
+    """
     wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
     min_rows_numel: float = MIN_ROWS_NUMEL if norm_type == 2 else ROW_NUMEL  # other powers lose more
     if tensors and tensors[0].device.type != "cpu":
@@ -402,14 +420,14 @@ def combined_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     for tensor in tensors:
         if (numel := tensor.numel()) < min_rows_numel:
             short.append(tensor)
-        elif num_remaining := numel % ROW_NUMEL:  # 0 for most weights: a call of torch costs as much as the norm of a small one
+        elif num_remaining := numel % ROW_NUMEL:  # 0 for most weights, which need one call instead of two
             flat = tensor.reshape(-1)
             norms.append(torch.linalg.vector_norm(flat[:-num_remaining].view(-1, ROW_NUMEL), norm_type, dim=1, dtype=wide))
             norms.append(torch.linalg.vector_norm(flat[-num_remaining:], norm_type, dtype=wide).reshape(1))
         else:
             norms.append(torch.linalg.vector_norm(tensor.reshape(-1, ROW_NUMEL), norm_type, dim=1, dtype=wide))
     if short:
-        # As torch.nn.utils.get_total_norm, without its sorting by device and dtype: here all have the same.
+        # Like torch.nn.utils.get_total_norm, but without sorting by device and dtype, which are equal here.
         norms.append(torch.stack(torch._foreach_norm(short, norm_type, dtype=wide)))
     joined: Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type, dtype=torch.float64)
     return joined

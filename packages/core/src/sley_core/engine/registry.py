@@ -1,7 +1,7 @@
 """The parameter registry: lists every parameter once, with its name, its shape, its modules and its reduce group.
 
-Norm, clip, counts, checkpoints, offload and reports iterate over the registry, never over `module.parameters()`: so a tied
-weight counts once, names do not depend on the layout, and tensors carry no extra attributes.
+Norms, clipping, counts, checkpoints, offloads and reports iterate over the registry and never over `module.parameters()`. So a
+tied weight counts once, names do not depend on the layout, and tensors have no extra attributes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Component
 
 Stages: TypeAlias = "Sequence[tuple[int, Sequence[Layer]]]"
-"""Parts of the model in its own order, each with the stage that holds it; a stage may hold several."""
+"""The parts of the model in model order, each with the number of the stage that holds it. A stage may hold several parts."""
 
 NORM_CLASSES = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
-"""Torch's classes of norms, whose parameters have no weight decay."""
+"""Torch's normalization layers, whose parameters have no weight decay."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A module attribute that holds a parameter. chunk: the model chunk of the module."""
+    """A module attribute that holds a parameter. chunk: the model chunk that contains the module."""
 
     module: nn.Module
     attribute: str
@@ -42,13 +42,13 @@ class Param:
     """Describes one logical parameter.
 
     name: the name in the model's first layer that holds it, e.g. `blocks.0.attention.q.weight`, even if that layer belongs to
-    another stage. shape: the shape of the full parameter, in every layout. aliases: its other names on this rank (ties).
-    stages: the stages that hold it; several for a tie across stages. decays: whether weight decay applies (to matrices, not to
-    norms, biases and other vectors). reduce_group: the axis over which its accumulated gradient is still a partial sum. shard:
-    this rank's shard; None if the parameter is not sharded. layers: this rank's layers that hold it, in model order. num_sums:
-    the number of partial sums of its gradient until it is reduced: one for each of `layers` if their order is fixed. index: its
-    index in the registry.
-    has_products: whether code adds to its gradient by `GradientStore.add_product` or the like, besides autograd.
+    another stage. shape: the shape of the full parameter, in every layout. holders: this rank's module attributes that hold it.
+    aliases: its other names on this rank (ties). decays: whether weight decay applies, as to matrices, but not to norms, biases
+    and other vectors. reduce_group: the axis over which its accumulated gradient is still to be summed. shard: this rank's
+    shard; None if the parameter is not sharded. stages: the stages that hold it; several for a tie across stages. index: its
+    index in the registry. layers: this rank's layers that hold it, in model order. num_sums: the number of partial sums of its
+    gradient until it is reduced: one for each of `layers` if the order of sums is fixed, else 1. has_products: whether code
+    other than autograd adds to its gradient, by `GradientStore.add_product` or the like.
     """
 
     name: str
@@ -66,12 +66,13 @@ class Param:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Returns the live parameter, or its shard if it is sharded. Looks it up at each access, since materialising and moving
-        replace the object. Raises RunError "weight-replaced" if its module no longer has it as a parameter.
+        """Returns the live parameter; of a sharded one, this rank's shard. Looks it up at each access, since the object is
+        replaced when it is materialised or moved. Raises RunError "weight-replaced" if its module no longer has it as a
+        parameter.
         """
         holder = self.holders[0]
         parameter = holder.module._parameters.get(holder.attribute)
-        if type(parameter) is nn.Parameter:  # fast path: read many times in a step, and `Module.__getattr__` is slow
+        if type(parameter) is nn.Parameter:  # the fast path: a step reads this often, and `Module.__getattr__` is slow
             return parameter
         parameter = getattr(holder.module, holder.attribute, None)
         shard: nn.Parameter | None = getattr(parameter, "shard", None)  # of a stand-in, or of the full tensor during a call
@@ -90,7 +91,7 @@ class Param:
 
     @property
     def family(self) -> tuple[str, tuple[int, ...], int]:
-        """Returns the key of the parameters that may share a buffer: reduce group, stages of a tie, and number of sums."""
+        """Returns the key that parameters must share to be in one buffer: reduce group, stages of a tie, and number of sums."""
         return self.reduce_group, self.stages if len(self.stages) > 1 else (), self.num_sums
 
     @property
@@ -100,7 +101,7 @@ class Param:
 
     @property
     def row_shard(self) -> Shard:
-        """Returns this rank's shard of a parameter that is sharded along dim 0."""
+        """Returns this rank's shard. The parameter must be sharded along dim 0."""
         assert self.shard is not None, f"{self.name} is not sharded"
         assert self.shard.dim == 0, f"{self.name} is sharded along dim {self.shard.dim}"
         return self.shard
@@ -117,7 +118,7 @@ class Param:
 
     @property
     def trainable(self) -> bool:
-        """Returns whether `requires_grad` is set now; programs may freeze parameters between steps."""
+        """Returns the current `requires_grad`. Programs may freeze parameters between steps."""
         return self.parameter.requires_grad
 
     def __repr__(self) -> str:
@@ -127,8 +128,8 @@ class Param:
 class ParameterRegistry:
     """Lists the parameters of this rank's layers in model order.
 
-    chunks: this rank's layers per model chunk. stages: all layers of the model; the layers of other ranks are on meta. Without
-    it, this rank has all layers. shards: this rank's shards of sharded parameters.
+    chunks: this rank's layers per model chunk. stages: all layers of the model, those of other ranks on meta; None if this rank
+    has all layers. shards: this rank's shards of sharded parameters.
     """
 
     def __init__(self, chunks: Sequence[Sequence[Layer]], stages: Stages | None = None, shards: Shards | None = None) -> None:
@@ -183,28 +184,30 @@ class ParameterRegistry:
 
     @property
     def num_parameters(self) -> int:
-        """Returns the number of elements on this rank without padding; a tied weight counts once."""
+        """Returns the number of elements on this rank, without padding. A tied weight counts once."""
         return sum(param.numel - (param.shard.padding if param.shard else 0) for param in self.params)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Returns whether `module` is a norm, by torch's classes or by its class name (`LlamaRMSNorm`, `MyLayerNorm`)."""
+    """Returns whether `module` is a normalization layer: of one of torch's classes, or of a class whose name ends with "norm"
+    in any case (`LlamaRMSNorm`).
+    """
     return isinstance(module, NORM_CLASSES) or type(module).__name__.lower().endswith("norm")
 
 
 def tie_axis(stages: Sequence[int]) -> str:
-    """Returns the axis name of the group of the stages that share a tied parameter, e.g. `tie[0,3]`."""
+    """Returns the axis name of the group of stages that share a tied parameter, e.g. `tie[0,3]`."""
     return f"tie[{','.join(str(stage) for stage in stages)}]"
 
 
 def ties(stages: Stages) -> list[tuple[int, ...]]:
-    """Returns the sets of stages that share a parameter, each once, in ascending order."""
+    """Returns each set of stages that share a parameter, in ascending order."""
     return sorted({param.stages for param in _index_parameters(stages).values() if len(param.stages) > 1})
 
 
 def _index_parameters(stages: Stages) -> dict[int, Param]:
-    """Returns all parameters of the model by id, without holders, each with its first name, its stages and all its layers.
-    They are computed from the full model and equal on every stage, so that copies of a tie stay equal.
+    """Returns all parameters of the model by id, without holders, each with its first name, its stages and all its layers. The
+    result depends only on the full model, so it is equal on every stage, and copies of a tied parameter stay equal.
     """
     params: dict[int, Param] = {}
     for stage, layers in stages:
@@ -226,7 +229,7 @@ def _named_holders(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder, nn.P
 
 
 def parameter_roles(optimizer: Component, layers: Sequence[Layer]) -> Mapping[str, ParameterRole] | None:
-    """Returns the role of each parameter of a model with these `layers` by name, or None if the optimizer has no roles."""
+    """Returns the optimizer's role for each parameter of `layers` by name, or None if the optimizer defines no roles."""
     record = optimizer.record
     if not isinstance(record, OptimizerRecord) or record.roles is None:
         return None
@@ -237,7 +240,7 @@ def parameter_roles(optimizer: Component, layers: Sequence[Layer]) -> Mapping[st
 
 
 def check_no_parameters(loss: Any) -> None:
-    """Raises PlanError "loss-parameters" for tensors reachable from `loss` that require a gradient."""
+    """Raises PlanError "loss-parameters" if tensors that are reachable from `loss` require gradients."""
     visited, names = set[int](), list[str]()
     members = {**loss._parameters, **loss._modules} if isinstance(loss, nn.Module) else {}
     for key, value in {**members, **getattr(loss, "__dict__", {"": loss})}.items():
