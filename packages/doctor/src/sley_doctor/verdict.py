@@ -248,7 +248,7 @@ def _build_fallback_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict:
 
 
 def _build_peer_verdict(rank: int, cause: str, kind: str, remedy: str, by_rank: Mapping[int, FaultReport]) -> Verdict:
-    """Returns the verdict `kind` on `rank`, with the exchanges in which other ranks waited for it."""
+    """Returns a verdict of type `kind` on `rank`, with the exchanges in which other ranks waited for it."""
     waiting = [report for report in by_rank.values() if report.wait is not None and rank in report.wait.exchange.ranks]
     # Exchanges with few members come first, since they say more than one with all ranks, such as the last of a step.
     waiting.sort(key=lambda report: (len(report.wait.exchange.ranks) if report.wait else 0, report.time))

@@ -128,7 +128,7 @@ class WorkRecord:
 
 
 def format_line(entry: Start | Window) -> str:
-    """Returns a start or window as one line of the file."""
+    """Returns a start or a window as one line of JSON, with its line break."""
     head = {"format": FORMAT, "start": True} if isinstance(entry, Start) else {}
     return to_json({**head, **asdict(entry)}) + "\n"
 

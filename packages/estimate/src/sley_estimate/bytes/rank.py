@@ -195,7 +195,7 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
 
 def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
     """Sets the owner of each allocation that exists between two steps, and excludes the memory of the parts `on_host`. It is a
-    function of its own so that no variable keeps a tensor alive.
+    function of its own so that no variable of the caller keeps a tensor alive.
     """
     for part in PARTS:
         for _, tensor in run.memory.inventory.all_tensors(part):

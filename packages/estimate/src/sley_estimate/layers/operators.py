@@ -282,7 +282,7 @@ class FusedKernels(TorchFunctionMode):
         return context
 
     def norm(self, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: Any = None) -> Tensor:
-        """Returns the normalized input. Like CUDA, uses several operators if the weight has another dtype than the input."""
+        """Returns the normalized input. As on CUDA, uses several operators if the dtypes of weight and input differ."""
         if weight is not None and weight.dtype != input.dtype:
             return F.rms_norm(input, list(normalized_shape), weight, eps)
         normed: Tensor = _RMSNorm.apply(self.record, input, weight)  # type: ignore[no-untyped-call]

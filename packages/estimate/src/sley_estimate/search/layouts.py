@@ -90,7 +90,7 @@ def component_hint(component: Component) -> Hint:
 @dataclass(frozen=True)
 class Choice:
     """One way to fill a table. name: the full name of the record. options: the keys of the table except `use`. record, config:
-    the record and its config with these options. copies: whether it is a policy that copies saved tensors to the host.
+    the record and its config with these options. offloads_activations: as in `sley_estimate_hints`.
     """
 
     name: str
