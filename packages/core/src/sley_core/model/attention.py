@@ -1,7 +1,7 @@
-"""Causal attention within packed documents; the only place where the tokens of a sequence interact.
+"""Causal attention within packed documents. The tokens of a sequence interact only here.
 
-A sequence-parallel attention replaces this module and wraps it: it exchanges sequence shards for head shards, calls it with the
-full sequence of a few heads, and exchanges the context back.
+A sequence-parallel attention wraps this module: it exchanges slices of the sequence for slices of the heads, calls this module
+with the full sequence of a few heads, and exchanges the context back.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def once_per_field(field: Tensor, label: Hashable, compute: Callable[[], T]) -> 
     """Returns `compute()`, or its cached result; `compute` must depend only on `field` and the key `label`.
 
     Use it for values that many layers compute from one field, such as a mask from `cu_seqlens`. An entry lives as long as the
-    tensor object, i.e. its microbatch, and a write to the field invalidates it. `compute` runs without gradients. A compiled
-    layer computes inside its graph instead. In inference mode, whose tensors have no version and may not enter a graph later,
-    every call computes.
+    tensor object of the field, which is one microbatch; a write to the field invalidates it. `compute` runs without gradients.
+    A compiled layer computes inside its graph instead. In inference mode, whose tensors have no version and may not enter a
+    graph later, every call computes.
     """
     if torch.compiler.is_compiling() or field.is_inference() or torch.is_inference_mode_enabled():
         return compute()
@@ -54,7 +54,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Attention(nn.Module):
-    """Computes softmax(scale q k^T) v causally within each document."""
+    """Computes softmax(scale * q k^T) v with a causal mask within each document."""
 
     def forward(
         self,
@@ -70,8 +70,8 @@ class Attention(nn.Module):
 
         q: [b, s, h, d]. k, v: [b, s, h_kv, d], where h is a multiple of h_kv. cu_seqlens: [b, n + 1] integers: the starts of
         each row's documents, 0 first, then padded with s; None: one document per row. scale: the factor of the scores; 1 /
-        sqrt(d) if None. window: the number of positions that a position attends to, itself included; all earlier ones if None.
-        dropout: the probability with which attention weights are dropped.
+        sqrt(d) if None. window: the number of positions, including itself, to which a position attends; if None, it attends to
+        all earlier ones. dropout: the probability with which attention weights are dropped.
         """
         is_cuda = device_kind(q) == "cuda"
         if cu_seqlens is not None and is_cuda and not dropout and _has_varlen(q.dtype):
@@ -99,9 +99,9 @@ class Attention(nn.Module):
 def attention_mask(cu_seqlens: Tensor | None, window: int | None, x: Tensor) -> Tensor:
     """Returns the additive attention mask of the s positions of x [b, s, ...], [b, 1, s, s] or [1, 1, s, s], in its dtype.
 
-    It is 0 for the last `window` positions of the same document up to the query's own, and minus infinity otherwise. It is
-    built once per microbatch (`once_per_field`). From a boolean mask torch would build it in every layer, and save each for
-    the backward.
+    For each query, the mask is 0 at the last `window` positions of its document up to its own, and minus infinity elsewhere. It
+    is built once per microbatch (`once_per_field`). With a boolean mask, torch would build an additive mask in every layer, and
+    save each for the backward.
     """
     if cu_seqlens is None:
         return _causal_mask(x.shape[1], window, x.dtype, x.device)
@@ -139,15 +139,15 @@ BACKENDS = {
 
 
 def attention_kernel(name: str) -> AbstractContextManager[Any]:
-    """Returns a context in which every attention uses the kernel `name` of `BACKENDS`; any other name leaves torch's choice."""
+    """Returns a context in which every attention uses the kernel `name` of `BACKENDS`. For any other name, torch chooses."""
     return sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext()
 
 
 def kernel_of_attention(name: str, head_dim: int, device: torch.device, dtype: torch.dtype, *, is_packed: bool) -> str:
     """Returns the name of the kernel that computes causal attention with `[model] attention = name`, such as "flash".
 
-    is_packed: whether `cu_seqlens` bounds documents. Raises PlanError "attention-kernel" if the kernel `name` cannot compute
-    heads of `head_dim` in `dtype` on `device`.
+    is_packed: whether `cu_seqlens` is passed. Raises PlanError "attention-kernel" if the kernel `name` cannot compute heads of
+    `head_dim` in `dtype` on `device`.
     """
     with attention_kernel(name):
         if is_packed and device.type == "cuda" and _has_varlen(dtype):
@@ -178,7 +178,7 @@ _varlen_cache: list[Any] = []
 def varlen() -> Any:
     """Returns torch's `varlen_attn`, or None if it is missing or lacks windows or grouped queries, as in torch 2.10.
 
-    Imports it late, since that loads torch's compiler.
+    Imports it only when called, since the import loads torch's compiler.
     """
     if not _varlen_cache:  # not `functools.cache`: torch's compiler warns about it
         kernel: Any = None
@@ -190,7 +190,7 @@ def varlen() -> Any:
 
 
 def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, window: int | None) -> Tensor:
-    """Computes the attention with torch's varlen kernel, which skips pairs of positions in different documents."""
+    """Computes attention with torch's varlen kernel, which skips pairs of positions in different documents."""
     batch, num_positions = q.shape[:2]
     bounds = flat_bounds(cu_seqlens, num_positions)
     context: Tensor = varlen()(
@@ -211,7 +211,7 @@ def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sca
 def flat_bounds(cu_seqlens: Tensor, num_positions: int) -> Tensor:
     """Returns the document bounds of the concatenated rows, [b n + 1] int32; padding becomes empty documents.
 
-    cu_seqlens: [b, n + 1], as in `Attention`. It is computed once per microbatch.
+    cu_seqlens: [b, n + 1], as in `Attention`. The result is computed once per microbatch.
     """
 
     def compute() -> Tensor:

@@ -1,9 +1,9 @@
-"""Builds the model of a plan on meta: names, shapes and ties of parameters, without memory for them.
+"""Builds the model of a plan on meta, with the names, shapes and ties of its parameters but without memory for them.
 
-A factory runs twice; this is the first run. torch's public hook moves each parameter to the meta device when a module registers
-it. Ties keep their identity, and buffers and everything else are computed as usual. (Within `torch.device("meta")`
+A factory runs twice; this is the first run. A hook of torch moves each parameter to the meta device when a module registers it.
+Tied parameters stay one object. Buffers and everything else are computed as usual. (Within `torch.device("meta")`
 common code such as `torch.linspace(0, rate, depth).tolist()` would fail.) `HostModel` (`values.py`) runs the factory again, for
-values. A factory that needs values of parameters runs on the host both times.
+values. If the factory needs the values of parameters, both runs are on the host.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Calls the model factory of a plan again.
+    """Everything that is needed to call the model factory of a plan again.
 
-    seed: the seed of the factory's generators. adapters: of the plan. needs_host: the reason why the factory does not run on
-    meta; "" if it does.
+    seed: the seed of the factory's generators. adapters: the adapters of the plan, or None. needs_host: the error of the
+    factory on meta; "" if it runs there.
     """
 
     component: Component
@@ -50,7 +50,7 @@ class Recipe:
     needs_host: str = ""
 
     def call(self) -> Model:
-        """Returns the factory's model without calling builders.
+        """Calls the factory and returns its model, without calling builders.
 
         Raises PlanError, or PluginError "plugin-failed" for a plugin's factory.
         """
@@ -85,7 +85,7 @@ def build_on_meta(component: Component, data: DataInfo, seed: int, adapters: Com
 
 
 def _run_factory(recipe: Recipe, to_meta: MetaParameters, *, on_meta: bool) -> Model:
-    """Runs the factory and its builders. on_meta: whether parameters move to meta at registration, or afterwards."""
+    """Runs the factory and its builders. on_meta: whether parameters move to meta when registered, or only afterwards."""
     context = parameters_on_meta(to_meta) if on_meta else nullcontext()
     with use_program_seed(recipe.seed), _preserve_defaults(), context:
         model = recipe.call()
@@ -128,7 +128,7 @@ def _preserve_defaults() -> Iterator[None]:
 
 
 def _check_builders(model: Model) -> None:
-    """Raises PlanError for a builder whose values would depend on the builders that a rank has called.
+    """Raises PlanError for a builder whose result would depend on which other builders a rank has called.
 
     "model-factory": a parameter is shared with another layer. "model-random": a generator was made outside the builder.
     """
@@ -148,7 +148,7 @@ def _check_builders(model: Model) -> None:
 
 
 _builds = WeakIdKeyDictionary()
-"""The `MetaParameters` of each parameter on meta: a model must not use parameters of an earlier build."""
+"""The `MetaParameters` that made each parameter on meta. A model must not use parameters of an earlier build."""
 
 
 class MetaParameters:
@@ -173,7 +173,9 @@ class MetaParameters:
 
 
 class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skips `normal_` and the like on meta, where torch runs them slowly in Python and imports its compiler."""
+    """Skips random in-place operations such as `normal_` on meta tensors, which torch runs slowly in Python after importing its
+    compiler.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -189,9 +191,9 @@ class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def parameters_on_meta(to_meta: MetaParameters) -> Iterator[None]:
-    """Returns a context in which parameters move to meta when this thread registers them; ties are preserved.
+    """Within the block, moves parameters to meta when this thread registers them; preserves ties.
 
-    to_meta: maps a real parameter to its meta parameter. torch's hook is global, so other threads are filtered out.
+    to_meta: maps each real parameter to its parameter on meta. torch's hook is global, so it ignores other threads.
     """
     builder = threading.get_ident()
 
@@ -240,18 +242,20 @@ def check_parameters(name: str, module: nn.Module, build: MetaParameters | None 
 
 
 MAX_NAMES = 3
-"""The largest number of names in a message."""
+"""The largest number of names that a message lists."""
 
 
 def is_per_rank(name: str, patterns: Sequence[str]) -> bool:
-    """Returns whether the buffer `name` may be written, i.e. matches one of `patterns` (`Model.per_rank_buffers`)."""
+    """Returns whether training may write the buffer `name`, i.e. whether it matches one of `patterns`
+    (`Model.per_rank_buffers`).
+    """
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_written_buffers(buffers: Sequence[tuple[str, nn.Module]]) -> None:
     """Raises PlanError "model-buffer-written" if `buffers`, the name and module of each written buffer, is not empty.
 
-    A running mean, for example, is the mean of this rank's samples, and is not reduced.
+    A running mean, for example, is the mean of only this rank's samples, since it is not reduced.
     """
     if not buffers:
         return
@@ -272,9 +276,9 @@ def check_written_buffers(buffers: Sequence[tuple[str, nn.Module]]) -> None:
 def set_train_mode(model: Model) -> None:
     """Puts the layers of `model` into training mode, except modules that must stay in evaluation mode.
 
-    `from_pretrained` returns a model in evaluation mode, without dropout. This calls torch's `train()`, which a module may
-    override. A program may call `eval()` on modules of a run afterwards. Two kinds of modules stay in evaluation mode if the
-    factory left them so:
+    Calls torch's `train()`, which a module may override, because `from_pretrained` returns a model in evaluation mode, without
+    dropout. Afterwards, a program may call `eval()` on modules of a run. Two kinds of modules stay in evaluation mode if the
+    factory left them in it:
 
     * a frozen module within one in training mode: the factory has called `eval()` on it;
     * a BatchNorm whose statistics may not be written, since ranks do not share them.
@@ -298,7 +302,7 @@ def evaluation_notes(layers: Sequence[Layer]) -> list[str]:
 
 
 def _modules_in_evaluation(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bool) -> Iterator[nn.Module]:
-    """Yields the modules that stay in evaluation mode. is_training: the parent's mode.
+    """Yields the modules that stay in evaluation mode. is_training: whether the parent is in training mode.
 
     per_rank: patterns, as in `is_per_rank`.
     """

@@ -1,4 +1,5 @@
-"""A model is an ordered list of named layers. This module defines factory results and the batch fields of layers.
+"""A model is an ordered list of named layers. This module defines what a factory may return, and which batch fields a layer
+receives.
 
 A layer is a module. It is called with the previous layer's output (any object: a tensor, a tuple, a dict) and with
 those batch fields that its `forward` names:
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
 
 InitWeights: TypeAlias = Callable[[nn.Module, str], None]
-"""`init_weights(module, name)` sets the first values of `module`, and of nothing outside it."""
+"""`init_weights(module, name)` sets the initial values of `module`, and of nothing outside it."""
 
 Adapt: TypeAlias = Callable[[nn.Module, str], None]
-"""`adapt(module, name)` adds adapters to the module of the layer `name`, in place (`[adapters]`)."""
+"""`adapt(module, name)` adds the adapters of `[adapters]` to the module of the layer `name`, in place."""
 
 Builder: TypeAlias = Callable[[], nn.Module]
 
@@ -50,10 +51,11 @@ MODEL: KeyPath = ("model",)
 
 @dataclass(eq=False)
 class Layer:
-    """Holds one named layer of the model. A communicator or `torch.compile` may replace `module`; `name` never changes.
+    """A named layer of the model. A communicator or `torch.compile` may replace `module`; `name` never changes.
 
-    module: an empty module until the builder, if any, is called. fields: the batch fields with which the module is called, from
-    `set_fields`. unreadable: tensors that a forward must not read, by the attribute of the layer that refers to them.
+    module: an empty module until the builder, if any, is called. fields: the names of the batch fields with which the module is
+    called, which `set_fields` sets. unreadable: the tensors that a forward must not read, by the attribute of the layer that
+    leads to them.
     """
 
     name: str
@@ -64,15 +66,15 @@ class Layer:
 
 
 class Model:
-    """Holds the layers of a model in order, with the initialiser and the buffer rules that a factory may add.
+    """A model: its layers in order, and the optional initialiser, per-rank buffers and ties.
 
-    layers: modules, (name, module) pairs, an `nn.Sequential` or a mapping; an unnamed layer is named by its index. A builder
-    may replace a named module: (name, builder), or (name, builder, count) for `name.0`, `name.1`, ... . init_weights: called
-    with every module, children before their parent, after the layers were made; its values win. Layers that it initialises
-    completely may be made on meta. per_rank_buffers: patterns (`"*.running_mean"`) of buffers that training may write, which
-    then differ between ranks; all other buffers are constant. ties: pairs of parameter names, `("embed.table.weight",
-    "head.output.weight")`, the first in an earlier layer; the second becomes the first. Layers with builders can be tied only
-    in this way. Raises PlanError "model-factory".
+    layers: modules, (name, module) pairs, an `nn.Sequential` or a mapping; an unnamed layer is named by its index. Instead of a
+    module, a pair may have a builder: (name, builder), or (name, builder, count) for the layers `name.0`, `name.1`, and so on.
+    init_weights: called with every module, children before their parent, after the layers are made; its values replace earlier
+    ones. Layers that it initialises completely may be made on meta. per_rank_buffers: patterns (`"*.running_mean"`) of buffers
+    that training may write, which then differ between ranks; all other buffers are constant. ties: pairs of parameter names,
+    `("embed.table.weight", "head.output.weight")`, of which the first must be in an earlier layer; the second is replaced by
+    the first. Layers with builders can be tied only in this way. Raises PlanError "model-factory" for invalid layers.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Model:
         return iter(self.layers)
 
     def num_parameters(self) -> tuple[int, int]:
-        """Returns the numbers of all and of trained parameter elements; a tied parameter counts once."""
+        """Returns the numbers of all and of trained parameter elements; a tied parameter counts only once."""
         parameters = {parameter for layer in self.layers for parameter in layer.module.parameters()}
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
@@ -103,7 +105,7 @@ class Model:
         return len(self.layers)
 
     def __getitem__(self, name: str) -> Layer:
-        """Returns the layer called `name`; raises StopIteration if there is none."""
+        """Returns the layer `name`. Raises StopIteration if there is none."""
         return next(layer for layer in self.layers if layer.name == name)
 
     def build(self, seed: int = 0) -> Model:
@@ -115,7 +117,7 @@ class Model:
         return self
 
     def initialise(self) -> None:
-        """Calls `init_weights` once for each module without a builder. Raises PlanError "model-init" if it fails."""
+        """Calls `init_weights` once for each module of layers without builders. Raises PlanError "model-init" if it fails."""
         initialised_ids: set[int] = set()
         memory: dict[nn.Parameter, nn.Parameter] = {}
         for layer in self.layers:
@@ -126,8 +128,8 @@ class Model:
     def build_layer(self, layer: Layer, seed: int, *, initialises: bool = True) -> None:
         """Calls the layer's builder, if any, with generators seeded by `derive_seed(seed, layer.name)`, then `init_weights`.
 
-        initialises: whether to call `init_weights`. Raises PlanError "model-factory" if the builder fails or returns no module,
-        "model-init" if `init_weights` fails.
+        initialises: whether to call `init_weights`. Raises PlanError "model-factory" if the builder fails or does not return a
+        module, and "model-init" if `init_weights` fails.
         """
         if layer.builder is None:
             return
@@ -202,7 +204,7 @@ class Model:
 def _allocate_parameters(module: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
     """Replaces the module's parameters on meta by uninitialised ones on the host.
 
-    replacements: new by old ones; is extended.
+    replacements: the new parameter for each old one; is extended.
     """
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
@@ -215,7 +217,7 @@ def _allocate_parameters(module: nn.Module, replacements: dict[nn.Parameter, nn.
 
 
 def as_model(returned: Any) -> Model:
-    """Converts the result of a factory to a `Model`. Raises PlanError "model-factory" if it is not a list of layers."""
+    """Returns the result of a factory as a `Model`. Raises PlanError "model-factory" for anything but layers."""
     return returned if isinstance(returned, Model) else Model(returned)
 
 
@@ -340,9 +342,9 @@ def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
 class ForwardPatch:
     """Makes `module(...)` call `forward`, from construction until `undo`.
 
-    The latest patch of a module is called; the forward below it is the module's previous one. Patches can be undone in any
-    order; after the last `undo` the module's `__dict__` is as before the first patch. A forward that a program assigns over a
-    patch stays. A copy or pickle of the module has its unpatched forward.
+    A call of the module calls its latest patch; `__wrapped__` is the module's previous forward. Patches can be undone in any
+    order; after the last `undo` the module's `__dict__` is as before the first patch. If a program assigns another forward over
+    a patch, that forward stays. A copy or pickle of the module has the unpatched forward.
     """
 
     __slots__ = ("_below", "_forward", "module")
@@ -359,14 +361,14 @@ class ForwardPatch:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Returns the forward below this patch, through which `inspect.signature` finds the module's own signature."""
+        """The forward below this patch. Through it, `inspect.signature` finds the signature of the module's own forward."""
         if self._below is not None:
             return self._below
         forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return forward
 
     def undo(self) -> None:
-        """Removes the patch. Below later patches, it only calls the forward below it until they are removed."""
+        """Removes the patch. While later patches are above it, it stays in place and only calls the forward below it."""
         self._forward = None
         attributes = vars(self.module)
         while isinstance(patch := attributes.get("forward"), ForwardPatch) and patch._forward is None:

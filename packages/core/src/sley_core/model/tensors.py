@@ -1,8 +1,8 @@
-"""A model's tensors: their dtypes in a run, hashes of their values, and the tensors to which a layer refers.
+"""The tensors of a model: their dtypes in a run, hashes of their values, and the tensors to which a layer refers.
 
 A run replaces registered parameters by parameters in new memory. A view of a parameter, or a list or function that refers to
-it, would silently keep the old values. So the attributes, lists, functions, classes and hooks of a layer are searched for
-tensors.
+it, would silently keep the old values. So this module searches the attributes, lists, functions, classes and hooks of a layer
+for tensors.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from sley_core.comm.device import storage_id
 from sley_core.errors import PlanError
 
 CHUNK_WORDS = 1 << 20
-"""The number of 8-byte words that are hashed at a time. The scratch memory is a few times as large."""
+"""The number of 8-byte words that `fingerprint` hashes at a time. Its scratch memory is a few times as large."""
 
 _FACTORS = (0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D)
 _LOW_BITS = 0xFFFFFFFF
 
 
 def version_of(tensor: Tensor) -> int:
-    """Returns the tensor's version counter, which counts writes; 0 for a tensor of inference mode, which has no counter."""
+    """Returns the tensor's version counter, which counts writes; 0 for an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor | None:
-    """Returns the `fingerprint` of a tensor, or None if it has no plain memory. It shows writes that bypass the version
-    counter.
+    """Returns the `fingerprint` of a tensor, or None if it is not a plain strided tensor with memory. Unlike the version
+    counter, it shows every write.
     """
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return None
@@ -51,15 +51,15 @@ def sum_of_bits(tensor: Tensor) -> Tensor | None:
 
 
 def flat_bytes(value: Tensor) -> Tensor:
-    """Returns the bytes of `value`, uint8 [bytes], which share its memory if it is contiguous."""
+    """Returns the bytes of `value`, uint8 [bytes]. They share its memory if it is contiguous."""
     flat = value.detach().contiguous().reshape(-1)
     # A tensor of one element is contiguous with any stride, but only one with stride 1 can be viewed as another dtype.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def fingerprint(value: Tensor) -> Tensor:
-    """Returns a hash of the bytes and their positions, int64 [] on the device. Different values have equal hashes with a
-    probability of about 2^-32.
+    """Returns a hash of the bytes of `value` and their positions, int64 [] on its device. Different values have equal hashes
+    with a probability of about 2^-32.
     """
     data = flat_bytes(value)
     num_word_bytes = data.numel() // 8 * 8
@@ -89,7 +89,7 @@ def checksum(value: Tensor) -> int:
 
 
 def keeps_fp32(name: str, keep: Sequence[str]) -> bool:
-    """Returns whether the parameter `name` stays in fp32. keep: the name patterns of `[precision] keep`."""
+    """Returns whether the parameter `name` stays in fp32. keep: the patterns in `[precision] keep`."""
     return any(fnmatchcase(name, pattern) for pattern in keep)
 
 
@@ -99,7 +99,9 @@ def select_parameter_dtype(name: str, dtype: torch.dtype, keep: Sequence[str]) -
 
 
 def select_buffer_dtype(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a buffer in a model with parameters of `dtype`: its own dtype, except fp64 for fp32 beside fp64."""
+    """Returns the dtype of a buffer in a model with parameters of `dtype`: its own dtype, except that fp32 becomes fp64 if
+    `dtype` is fp64.
+    """
     return dtype if dtype is torch.float64 and buffer.dtype is torch.float32 else buffer.dtype
 
 
@@ -116,7 +118,7 @@ def dtype_hint(error: BaseException) -> str:
 T = TypeVar("T")
 
 PLAIN: set[type] = {Tensor}
-"""The types of plain tensors. A memory estimate adds fake tensors, which represent plain tensors."""
+"""The types of plain tensors. A memory estimate adds the type of fake tensors, which stand for plain tensors."""
 
 _assumed_type: ContextVar[str | None] = ContextVar("_assumed_type", default=None)
 _byte_counters: list[Callable[[], int]] = []
@@ -128,14 +130,14 @@ def is_plain(tensor: object) -> bool:
 
 
 def device_kind(tensor: Tensor) -> str:
-    """Returns the assumed device type if `assume_device_type` is active, else the type of the tensor's device ("cpu")."""
+    """Returns the type of the tensor's device, such as "cpu"; within `assume_device_type`, the assumed type."""
     assumed = None if torch.compiler.is_compiling() else _assumed_type.get()  # a context variable would break the graph
     return assumed or tensor.device.type
 
 
 @contextmanager
 def assume_device_type(device_type: str) -> Iterator[None]:
-    """Treats all tensors of this thread as tensors of `device_type` within the block."""
+    """Makes `device_kind` return `device_type` for all tensors in this thread, within the block."""
     token = _assumed_type.set(device_type)
     try:
         yield
@@ -144,9 +146,10 @@ def assume_device_type(device_type: str) -> Iterator[None]:
 
 
 def uniform_items(items: Iterable[T]) -> Iterator[T]:
-    """Yields `items`, for each of which the caller runs the same operations on the same shapes; the last may be smaller.
+    """Yields `items`. For each item the caller must run the same operations on the same shapes; the last item may be smaller.
 
-    Within `estimate_bytes`, stops as soon as an item leaves as many bytes in use as the previous one.
+    Within `estimate_bytes`, stops once an item leaves as many bytes in use as the item before, since further items would not
+    use more.
     """
     last_bytes = None
     for item in items:
@@ -169,10 +172,12 @@ def estimate_bytes(count_bytes: Callable[[], int]) -> Iterator[None]:
 
 
 MAX_OBJECTS = 100_000
-"""The largest number of objects to search behind an attribute, such as a tokenizer or a dataset."""
+"""The largest number of objects that are searched from one attribute, which may be a tokenizer or a dataset."""
 
 _META_BITS = 64
-"""The number of bits by which imaginary addresses on meta are shifted, so that they do not overlap real addresses."""
+"""The number of bits by which the imaginary addresses of tensors on meta are shifted, so that they do not overlap real
+addresses.
+"""
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 _LEAF_TYPES: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
@@ -181,7 +186,9 @@ _CONTAINER_TYPES = (dict, OrderedDict)
 
 
 class ReferencedTensor(NamedTuple):
-    """A tensor to which a layer refers by `attribute`. in_module: whether it is a parameter of a module outside all layers."""
+    """A tensor to which the attribute `attribute` of a layer leads. in_module: whether it is a parameter of a module outside
+    all layers.
+    """
 
     attribute: str
     tensor: Tensor
@@ -191,7 +198,7 @@ class ReferencedTensor(NamedTuple):
 def referenced_tensors(name: str, layer: nn.Module, layer_modules: set[int]) -> Iterator[ReferencedTensor]:
     """Yields the tensors to which the layer `name` refers, each with the first attribute that leads to it.
 
-    layer_modules: the ids of all layers' modules, which are not searched.
+    layer_modules: the ids of the modules of all layers. A search from an attribute skips them.
     """
     visited: set[int] = set()
     for attribute, root in _search_roots(name, layer):
@@ -203,12 +210,12 @@ def referenced_tensors(name: str, layer: nn.Module, layer_modules: set[int]) -> 
 def check_references(
     modules: Mapping[str, nn.Module], replacement: Callable[[Tensor], Tensor | None] = lambda _: None
 ) -> dict[str, list[ReferencedTensor]]:
-    """Returns the tensors that a forward must not read, by layer: those with an autograd graph, and parameters of layers that a
-    module outside all layers also has.
+    """Returns the tensors that a forward must not read, by the name of the layer that refers to them: tensors with an autograd
+    graph, and parameters of layers that a module outside all layers also has.
 
-    modules: the layers by name. replacement: returns the parameter on meta that is registered instead of a real parameter.
-    Raises PlanError "model-init" if anything except a module refers to a parameter, or if a trained parameter shares memory
-    with another tensor.
+    modules: the layers' modules by name. replacement: a function that returns the parameter on meta that is registered instead
+    of a real parameter, or None. Raises PlanError "model-init" if anything except a module refers to a parameter, or if a
+    trained parameter shares memory with another tensor.
     """
     layer_modules = {id(submodule) for module in modules.values() for submodule in module.modules()}
     registered = {id(tensor): (name, tensor) for name, tensor in reversed(list(_registered_tensors(modules)))}
@@ -247,7 +254,7 @@ def _registered_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str,
 
 
 class _Span(NamedTuple):
-    """A tensor with the addresses of its first byte and of the byte after its last."""
+    """A tensor, the address of its first byte, and the address after its last byte."""
 
     start: int
     end: int
@@ -267,7 +274,7 @@ class _Span(NamedTuple):
 
 
 def _check_memory(spans: Iterable[_Span]) -> None:
-    """Raises PlanError "model-init" if a trained parameter lies in the same memory range as another tensor."""
+    """Raises PlanError "model-init" if the memory ranges of a trained parameter and another tensor overlap."""
     active: list[_Span] = []
     for span in sorted(spans, key=lambda span: span.start):
         active = [earlier for earlier in active if earlier.end > span.start]
@@ -281,8 +288,8 @@ def _check_memory(spans: Iterable[_Span]) -> None:
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Returns the addresses of the first byte and of the byte after the last, which are imaginary on meta; zeros if the tensor
-    is empty.
+    """Returns the address of the tensor's first byte and the address after its last byte; (0, 0) if it is empty. On meta, the
+    addresses are imaginary.
     """
     if not tensor.numel():
         return 0, 0

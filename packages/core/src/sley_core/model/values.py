@@ -1,9 +1,9 @@
-"""Initialises the layers of a rank with the values of plain PyTorch, which are the same in every layout.
+"""Initialises the layers of a rank with the values that plain PyTorch would give them, which are the same in every layout.
 
-The model's factory runs again on the host, with generators as after `torch.manual_seed(seed)`, followed by the model's
-`init_weights(module, name)` for every module. The resulting modules replace those on meta in this rank's layers, with
-parameters sharded, cast and moved. Layers with builders are built one at a time, to save memory. torch fills new memory with
-NaN, and a parameter that is NaN afterwards raises an error, because nothing has written it.
+The model's factory runs again on the host, with the generators in the state after `torch.manual_seed(seed)`. Then the model's
+`init_weights(module, name)` is called for every module. In this rank's layers, the resulting modules replace those on meta,
+after their parameters are sharded, cast and moved to the device. Layers with builders are built one at a time, to save memory.
+torch fills new memory with NaN. A parameter with NaN values afterwards raises an error, because nothing has written them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from sley_core.model.tensors import check_references, checksum, select_buffer_dt
 
 
 class HostModel:
-    """A model with values on the host. Layers without builders are initialised at once, layers with builders on request.
+    """A model with values on the host. Layers without builders are initialised by the constructor, layers with builders on
+    request.
 
     model: the result of `build_on_meta`. Raises PlanError "model-init" if a parameter shares memory without being tied,
     "model-differs" if the factory's model differs from the one on meta, or the factory's own errors.
@@ -56,7 +57,7 @@ class HostModel:
         return self._factory_model[layer.name].module
 
     def build_module(self, layer: Layer) -> nn.Module:
-        """Returns the module of `layer` with values on the host; calls the layer's builder, if any."""
+        """Returns the module of `layer` with values on the host. Calls the layer's builder, if it has one."""
         host_layer = self._factory_model[layer.name]
         if host_layer.builder is None:
             return host_layer.module
@@ -79,10 +80,10 @@ class HostModel:
     ) -> dict[int, nn.Parameter]:
         """Puts modules with values into the layers named in `owned`, and returns the new parameters by the id of those on meta.
 
-        dtype: the dtype of parameters, except those that match the patterns `keep`, which are fp32. shard: by the id of a
-        parameter on meta, a function that returns this rank's shard of the full value on the host. Training modes and
-        `requires_grad` do not change. Does not communicate. Raises PlanError "model-init" for a parameter and "model-buffer"
-        for a buffer without values.
+        dtype: the dtype of parameters, except those that match the patterns `keep`, which are fp32. shard: for each sharded
+        parameter, by the id of the parameter on meta, a function from the full value on the host to this rank's shard. Training
+        modes and `requires_grad` do not change. Does not communicate. Raises PlanError "model-init" for a parameter and
+        "model-buffer" for a buffer without values.
         """
         parameters: dict[int, nn.Parameter] = {}
         buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -111,7 +112,9 @@ class HostModel:
         return parameters
 
     def drop_unowned(self, parameters: Mapping[int, nn.Parameter], owned: Collection[str]) -> None:
-        """Drops the values of layers that are not in `owned`, except those of `parameters`. Must be called last."""
+        """Drops the values of all layers except `owned`; keeps `parameters`, a result of `load_values`. No values can be loaded
+        afterwards.
+        """
         for layer in self.model.layers:
             if layer.name not in owned:
                 metas = [meta for _, _, _, meta in _parameter_locations(layer.name, layer.module)]
@@ -157,7 +160,7 @@ def _parameter_locations(name: str, module: nn.Module) -> list[tuple[str, nn.Mod
 
 @contextmanager
 def _plain_pytorch(seed: int) -> Iterator[None]:
-    """Seeds the generators as `torch.manual_seed(seed)` does. New memory is filled with NaN within the block."""
+    """Seeds the generators for the block as `torch.manual_seed(seed)` does, and makes torch fill new memory with NaN."""
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     # torch.use_deterministic_algorithms would import the compiler.
