@@ -1,13 +1,13 @@
 """Checks that copies of a weight, buffer or batch field stay equal on all ranks, since replicas that diverge stay different.
 
-A value that a forward writes differs between replicas, which see other samples, and is written once per microbatch and
-recomputation. `WriteWatch` refuses such writes. It compares version counters in the first microbatch of every step. Writes that
-torch does not count (`.data`, numpy, running statistics) change the hashes before and after a layer, which are compared in its
-first call and every `COMPARE_EVERY` steps. In the first step all microbatches are checked.
+A value that a forward writes differs between replicas, which see different samples, and is written once per microbatch and
+recomputation. `WriteWatch` refuses such writes. It compares version counters before and after a layer, in all microbatches of
+the first step and in the first microbatch of later steps. torch does not count some writes (`.data`, numpy, running
+statistics), so hashes of the values are compared too, in a layer's first call and every `COMPARE_EVERY` steps.
 
 `CopyComparison` compares values before the first step and every `COMPARE_EVERY` steps, on every rank that holds a copy:
 parameters over their reduce group and, if several stages hold one, over its tie group; buffers over the stage. First values
-differ if a model draws from a generator that has another state on each rank; later ones, if a forward writes weights.
+differ if a model draws from a generator whose state differs between ranks; later values, if ranks write different values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class CopyComparison:
-    """Compares the copies of weights and buffers on several ranks, except buffers that match `per_rank_buffers`."""
+    """Compares the copies of weights and buffers on all ranks, except buffers that match a pattern of `per_rank_buffers`."""
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self.parts = parts
@@ -41,8 +41,8 @@ class CopyComparison:
         self._is_first = True
 
     def __call__(self) -> None:
-        """Waits for the last step, and compares fingerprints of its values by blocking collectives. All ranks call it. Raises
-        the same RunError `ranks-differ` on all ranks of the run, with the differing values and their ranks.
+        """Waits for the last step, and compares fingerprints of the values by blocking collectives. All ranks call this. Raises
+        the same RunError `ranks-differ`, with the differing values and two ranks, on all ranks of the run.
         """
         is_first, self._is_first = self._is_first, False
         parts = self.parts
@@ -55,12 +55,12 @@ class CopyComparison:
         for name, value, axis in _replicated_values(parts, self.per_rank_buffers):
             by_axis.setdefault(axis, []).append((name, value))
         faults = []
-        # The ranks of a stage, or of a tie, hold the same parameters. All ranks take the axes in one order: no deadlock.
+        # The ranks of a stage, or of a tie, hold the same parameters. All ranks take the axes in one order, so none deadlocks.
         for axis in sorted(by_axis):
             names = [name for name, _ in by_axis[axis]]
             prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
             faults.append(_compare_fingerprints(label, names, prints, parts.groups[axis]))
-        # All ranks must raise: those of other groups would wait for the ones that stop.
+        # All ranks must raise: ranks of other groups would otherwise wait for those that stop.
         everyone = parts.groups["control"].gather_objects(faults, label="initial values that differ")
         if fault := next((fault for faults in everyone for fault in faults if fault), ""):
             hint = (
@@ -73,7 +73,7 @@ class CopyComparison:
 
 
 def _replicated_values(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
-    """Yields the name, value and axis of each value that has copies on the ranks of the axis, in one order on all ranks."""
+    """Yields the name, value and axis of each value that has copies on the ranks of the axis, equally ordered on all ranks."""
     for param in sorted(parts.registry, key=lambda param: param.name):
         for axis in (param.reduce_group, param.tie_axis):
             if axis is not None and parts.groups[axis].size > 1 and param.numel:
@@ -85,7 +85,7 @@ def _replicated_values(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterato
 
 
 def _compare_fingerprints(label: str, names: list[str], prints: Tensor, group: Group) -> str:
-    """Compares fingerprints over `group`, whose ranks pass the same names. Blocks. Returns a text of the difference, or ""."""
+    """Compares fingerprints over `group`, whose ranks pass the same names. Blocks. Returns a text of the differences or ""."""
     extremes = torch.stack([prints, ~prints])  # the maximum of ~x is ~(the minimum of x)
     group.all_reduce(extremes, "max", label=f"the fingerprints of {label}").wait()
     is_odd = extremes[0] != ~extremes[1]
@@ -100,11 +100,11 @@ def _compare_fingerprints(label: str, names: list[str], prints: Tensor, group: G
 
 
 COMPARE_EVERY = 256
-"""The number of steps between two comparisons of the values of layers and replicas."""
+"""The number of steps between two comparisons of values before and after layers, and of values between replicas."""
 
 
 class _TensorSlot(NamedTuple):
-    """Names the location of a parameter or buffer `name`: the entry `key` of the module's dict `values`."""
+    """Names the location of the parameter or buffer `name`: the entry `key` of the module's dict `values`."""
 
     name: str
     module: nn.Module
@@ -114,7 +114,7 @@ class _TensorSlot(NamedTuple):
 
 
 class _LayerSnapshot(NamedTuple):
-    """The watched tensors of a layer. states: their versions, with hashes of their values if these are compared."""
+    """The watched tensors of a layer. states: their versions, each paired with a hash of the values if `compares_values`."""
 
     tensors: list[Tensor | None]
     states: list[tuple[int, int]] | list[int]
@@ -122,7 +122,9 @@ class _LayerSnapshot(NamedTuple):
 
 
 class WriteWatch:
-    """Refuses layers that write buffers, or that write weights to values that one process would not compute."""
+    """Refuses writes of layers to buffers, and to weights if a single process would compute other values. per_rank_buffers:
+    name patterns of the buffers that may be written.
+    """
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self._has_one_replica = parts.groups["stage"].size == 1
@@ -145,7 +147,9 @@ class WriteWatch:
         return self._snapshot(layer, compares_values=compares_values)
 
     def check(self, layer: Layer, before: _LayerSnapshot | None) -> None:
-        """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` made a write that is refused."""
+        """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` has made a refused write. before: the
+        result of `begin_call`.
+        """
         if before is None:
             return
         after = self._snapshot(layer, compares_values=before.compares_values)
@@ -165,14 +169,14 @@ class WriteWatch:
         return _LayerSnapshot(tensors, states, compares_values)
 
     def check_rerun(self, layer: Layer) -> None:
-        """Raises RunError "weight-written" if `layer` has written a weight and runs again in the backward."""
+        """Raises RunError "weight-written" if `layer`, which runs again in the backward, has written a weight."""
         if layer.name in self._writers:
             raise _weight_written_error(
                 layer, self._writers[layer.name], "it would be written again when the backward recomputes the forward"
             )
 
     def _check_weight_write(self, layer: Layer, slot: _TensorSlot) -> None:
-        """Raises RunError "weight-written" unless one process would write the same value equally often."""
+        """Raises RunError "weight-written" unless a single process would write the same values as often."""
         parameter = slot.values[slot.key]
         param: Param | None = self._params_by_id.get(id(parameter))
         reason = None
@@ -187,7 +191,7 @@ class WriteWatch:
         self._writers[layer.name] = slot.name
 
     def _list_slots(self, layer: Layer) -> Iterable[_TensorSlot]:
-        """Yields the slots of unsharded parameters, and of buffers that must not be written."""
+        """Yields the slots of the layer's unsharded parameters, and of its buffers that must not be written."""
         for name, module in layer.module.named_modules(prefix=layer.name):
             for values, is_buffer in ((module._parameters, False), (module._buffers, True)):
                 for key, tensor in values.items():
@@ -198,7 +202,9 @@ class WriteWatch:
 
 
 def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:
-    """Raises RunError "field-written" if `layers`, a part of the model, wrote a field. before: the former versions."""
+    """Raises RunError "field-written" if `layers` have written a batch field in place. before: the versions of `fields` before
+    the layers ran.
+    """
     for (name, field), version in zip(fields.items(), before, strict=True):
         if version_of(field) != version:
             reader_names = [layer.name for layer in layers if name in layer.fields]

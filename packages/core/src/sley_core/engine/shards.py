@@ -1,6 +1,6 @@
 """Shards weights over the ranks of `wp`, and refuses reads of tensors that this rank does not have.
 
-    5 rows over 2 ranks     | 0 1 2 | 3 4 . |      . a row of zeros, which no gradient ever changes
+    5 rows over 2 ranks     | 0 1 2 | 3 4 . |      . a row of zeros, whose gradient is always zero
 
 A shard is an equal range of rows (dim 0) or columns (dim 1), as the communicator decides; the last ones are padded with zeros,
 so buffers, buckets and messages have the same shape on every rank. Initial values are drawn for the full weight and then cut,
@@ -10,11 +10,12 @@ so they do not depend on the layout.
                          │      values: refused with the parameter's name, whenever code reads them
                          └────> shard   used by the registry, the optimizer and the communicator
 
-A stand-in costs nothing until code uses it, in whichever forward that is. Weights of other ranks' layers, and tensors that the
-model's factory computed, refuse reads likewise (`refuse_unregistered`).
+A stand-in costs no time until code uses it. Weights of other ranks' layers, and tensors that the model's factory computed,
+refuse reads likewise (`refuse_unregistered`).
 
-Autograd calls hooks on parameters (`parameter.register_hook`) once per microbatch, with the full gradient. If only parts of
-that gradient exist on any one rank, a hook that clips or masks by values would give other numbers (`check_hooks`).
+Autograd calls hooks on parameters (`parameter.register_hook`) once per microbatch, with the full gradient. If each rank has
+only a part of that gradient, a hook that clips or masks by values would compute other numbers, so it is refused
+(`check_hooks`).
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ SHARD_AXIS = "wp"
 """The axis over which weights are sharded."""
 
 REDUCE_GROUP = "wdp"
-"""The axis over which the gradient of a shard is still partial, once a communicator has reduced it over `wp`."""
+"""The axis over which the gradient of a shard is still to be summed after a communicator has reduced it over `wp`."""
 
 Place = tuple[nn.Module, str]
-"""A module, and its attribute that holds a parameter."""
+"""A module, and the name of its attribute that holds a parameter."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,17 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Returns the size of a shard along `dim`, padding included; the same on every rank."""
+        """Returns the size of a shard along `dim`, including padding. It is equal on all ranks."""
         return -(-self.shape[self.dim] // self.count)
 
     @property
     def own_size(self) -> int:
-        """Returns the size of this rank's shard along `dim` without padding; may be 0."""
+        """Returns the size of this rank's shard along `dim`, without padding. It may be 0."""
         return max(0, min(self.size, self.shape[self.dim] - self.index * self.size))
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Returns the shape of a shard, padding included; the same on every rank."""
+        """Returns the shape of a shard, including padding. It is equal on all ranks."""
         return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])
 
     @property
@@ -84,19 +85,19 @@ class Shard:
         return shard
 
     def join(self, parts: Tensor) -> Tensor:
-        """Returns the full tensor, a contiguous copy without padding, from all ranks' shards `parts` [count, *own_shape]."""
+        """Returns the full tensor, without padding, as a contiguous copy. parts: all ranks' shards, [count, *own_shape]."""
         padded = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         return padded.narrow(self.dim, 0, self.shape[self.dim]).clone(memory_format=torch.contiguous_format)
 
 
 Shards = dict[int, Shard]
-"""Shards by the id of their parameter on meta, which the model's layers keep alive."""
+"""Shards by the id of their full parameter on meta, which the model's layers keep alive."""
 
 
 def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
-    """Returns the shards of all parameters of the full model that can be sharded; none if `group` has one rank. Only their
-    index differs between ranks. shard_dim: returns the dim along which to shard a parameter that the modules at all of these
-    places hold; None leaves it unsharded.
+    """Returns this rank's shards of all parameters of the full model that can be sharded; {} if `group` has one rank. Only
+    their `index` differs between ranks. shard_dim: a function that takes all places that hold a parameter, and returns the dim
+    along which to shard it, or None to leave it unsharded.
     """
     places: dict[int, list[Place]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -128,8 +129,9 @@ def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
 
 
 def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]:
-    """Returns full copies of sharded tensors, and clones of unsharded tensors. parts: this rank's shard of each tensor. It runs
-    one all-gather over `wp` per sharded dtype, so all ranks must pass the same parameters in the same order.
+    """Returns full copies of sharded tensors, and clones of unsharded ones. parts: this rank's shard of each tensor, or the
+    full tensor. Runs one blocking all-gather over `wp` per dtype of shards, so all its ranks must pass the same parameters in
+    the same order.
     """
     full_tensors = {param: shard.detach().clone() for param, shard in parts.items() if param.shard is None}
     sharded = {param: shard.detach() for param, shard in parts.items() if param.shard is not None}
@@ -152,7 +154,7 @@ SHAPE_FUNCTIONS = {
     *(T.size, T.numel, T.nelement, T.dim, T.ndimension, T.__len__, T.stride, T.is_contiguous, T.element_size),
     torch.numel,
 }
-"""Functions of a tensor's shape and dtype, which are answered for the full weight."""
+"""Functions of a tensor's shape and dtype, whose results are those of the full weight."""
 
 SHARD_FUNCTIONS = {
     *(T.dtype.__get__, T.device.__get__, T.requires_grad.__get__, T.requires_grad.__set__, T.requires_grad_),
@@ -160,7 +162,7 @@ SHARD_FUNCTIONS = {
     *(T.is_floating_point, T.is_complex, T.is_signed, torch.is_floating_point, torch.is_complex, torch.is_signed),
     *(torch.get_device, T.is_inference, torch.is_inference, T.is_quantized.__get__, T._version.__get__),
 }
-"""Functions that are called on the shard: their result is the same for shard and full weight, or they set `requires_grad`."""
+"""Functions that are called on the shard: they have the same result for shard and full weight, or they set `requires_grad`."""
 
 LIKE_FUNCTIONS = {
     **dict.fromkeys((torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like), 0),
@@ -168,15 +170,16 @@ LIKE_FUNCTIONS = {
     **dict.fromkeys((T.new_empty, T.new_zeros, T.new_ones, T.new_full), 0),
     **dict.fromkeys((T.to, T.type_as, T.expand_as, T.view_as, T.reshape_as), 1),
 }
-"""Functions that use only the shape, dtype or device of one argument, and the index of that argument."""
+"""By function, the index of an argument of which the function uses only the shape, dtype or device."""
 
 GRADIENT_FUNCTIONS = {T.grad.__get__, T.grad.__set__}
 """The accessors of `grad`. A shard has no gradient of its own: gradients are in the store."""
 
 
 class StandIn(nn.Parameter):
-    """Replaces the sharded parameter `param` in its modules. It has the full shape, but no memory: this rank holds only
-    `shard`. Any operation that needs values raises RunError `sharded-weight-read` with the name, also after the run.
+    """Stands in for the sharded parameter `param` in its modules. It has the full shape, but no memory: this rank holds only
+    `shard`. Any operation that needs values raises RunError `sharded-weight-read` with the parameter's name, even after the
+    run.
     """
 
     param: Param
@@ -197,7 +200,9 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def replace(cls, params: Iterable[Param]) -> None:
-        """Replaces the sharded parameters of `params` in their modules; `Param.parameter` still finds the shard."""
+        """Replaces the sharded parameters among `params` by stand-ins in their modules. `Param.parameter` still returns the
+        shard.
+        """
         for param in params:
             if param.shard is not None:
                 placeholder = cls(param)
@@ -215,7 +220,9 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers functions of shape for the full weight, of dtype and device for the shard, and refuses others."""
+        """Calls functions of the shape for the full weight, and functions of dtype and device for the shard. Raises RunError
+        `sharded-weight-read` for others.
+        """
         kwargs = kwargs or {}
         if function in SHARD_FUNCTIONS:
             return function(*(arg.shard if isinstance(arg, StandIn) else arg for arg in args), **kwargs)
@@ -229,12 +236,12 @@ class StandIn(nn.Parameter):
         if index < len(args) and args[index] is first and len(list(_stand_ins((args, kwargs)))) == 1:
             like = first.shard.new_empty(()).expand(first.param.shape)  # backed by one element
             return function(*args[:index], like, *args[index + 1 :], **kwargs)
-        name = getattr(function, "__name__", str(function))  # of an attribute's getter: the attribute's
+        name = getattr(function, "__name__", str(function))  # for the getter of an attribute, the attribute's name
         raise first._read_error(getattr(function.__self__, "__name__", name) if name in ("__get__", "__set__") else name)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuses all operations that `__torch_function__` does not handle."""
+        """Raises RunError `sharded-weight-read` for operations that `__torch_function__` does not handle."""
         raise next(_stand_ins((args, kwargs or {})))._read_error(str(function))
 
     def _read_error(self, label: str) -> RunError:
@@ -251,7 +258,7 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
 
 
 def sharded_read_error(param: Param, label: str) -> RunError:
-    """Returns the error `sharded-weight-read`. label: the text of the read, such as "`norm` reads"."""
+    """Returns the error `sharded-weight-read`. label: what reads the parameter, such as "`norm` reads"."""
     assert param.shard is not None, f"{param.name} is not sharded"
     part = f"{param.shard.own_size} of {param.shape[param.shard.dim]} {'columns' if param.shard.dim else 'rows'}"
     return RunError(
@@ -267,7 +274,9 @@ _ANSWERED = SHAPE_FUNCTIONS | SHARD_FUNCTIONS | GRADIENT_FUNCTIONS | {Tensor.__r
 
 
 class _UnreadableTensor:
-    """A tensor whose values no torch function may read: RunError "weight-unregistered". refusal: its message and hint."""
+    """A tensor for which torch functions that read values raise RunError "weight-unregistered". refusal: the error's message
+    and hint.
+    """
 
     refusal: tuple[str, str]
 
@@ -293,8 +302,8 @@ class ComputedTensor(_UnreadableTensor, Tensor):
 
 
 def refuse_unregistered(model: Model, local_layers: Iterable[Layer]) -> None:
-    """Makes the parameters of layers of other ranks, and the `unreadable` tensors of `local_layers`, raise RunError
-    "weight-unregistered" when code reads them, since only the forward shows whether it reads an unregistered tensor.
+    """Makes the parameters of other ranks' layers, and the `unreadable` tensors of `local_layers`, raise RunError
+    "weight-unregistered" when code reads them: whether a forward reads an unregistered tensor is known only when it runs.
     """
     hint = "register it in the layer that uses it, as a tie: `self.weight = other.weight` or `self.part = part`"
 
@@ -325,7 +334,9 @@ def refuse_unregistered(model: Model, local_layers: Iterable[Layer]) -> None:
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
-    """Raises the same PlanError "model-hook" on all ranks for hooked parameters whose full gradient no rank has."""
+    """Raises PlanError "model-hook", the same on all ranks, if a parameter has a gradient hook but no rank has its full
+    gradient. num_slices: the number of slices of each sequence.
+    """
     names: dict[int, str] = {}
     parts: dict[int, set[int]] = {}
     for index, (_, layers) in enumerate(stages):

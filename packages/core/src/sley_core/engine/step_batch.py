@@ -7,9 +7,9 @@
     a batch of n microbatches <── one output, its tensors joined along the batch dim
     a list of n microbatches  <── a list of n outputs; with `join` of whole sequences, gathered over `sp`
 
-The loss weight of the global batch is known from the data alone, before the first backward. Dividing once by it makes gradients
-independent of microbatches, dp, sp and padding; a mean of means does not. The loss's `weight` is called once for a batch that
-came in one piece; if sums are canonical, for each microbatch.
+The loss weight of the global batch is known from the data alone, before the first backward. Dividing by it once makes gradients
+independent of microbatches, dp, sp and padding; a mean of means would depend on them. The loss's `weight` is called once for a
+batch in one piece; with canonical sums, once for each microbatch.
 
 A loss must be a sum over microbatches (`BatchSplitter`) and, if ranks have slices of sequences, over positions
 (`PositionAdditivity`):
@@ -22,8 +22,8 @@ For a loss with `sequence = "whole"`, `WholeSequences` gathers full sequences in
     rank 0   output of slice 0 ──┐ gathered   ┌── the loss of whole sequences ──> gradient of slice 0; counts
     rank 1   output of slice 1 ──┘  on both   └── the same loss               ──> gradient of slice 1
 
-Each rank computes the full loss, which needs its memory, and keeps the gradient of its own slice, so the backward does not
-communicate. The loss and its weight count only on the first rank.
+Each rank computes, and has memory for, the full loss, and keeps the gradient of its own slice, so the backward does not
+communicate. The loss and its weight count only on the first rank of `sp`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ if TYPE_CHECKING:
     from sley_core.protocols import Loss
 
 MAX_CHECKED_SHAPES = 16
-"""The number of batch shapes whose loss weights are checked."""
+"""The maximum number of batch shapes whose loss weights are checked."""
 
 
 class BatchWeight:
-    """The divisor of every gradient. total: returns all ranks' loss weight, once. scale: the fp16 loss scale."""
+    """The divisor of every gradient. total: a function that returns the loss weight of the global batch; it is called at most
+    once. scale: the fp16 loss scale.
+    """
 
     def __init__(self, total: Callable[[], float], scale: float = 1.0) -> None:
         self.scale = scale
@@ -60,7 +62,9 @@ class BatchWeight:
         self._inverse: Tensor | None = None
 
     def inverse(self, like: Tensor) -> Tensor:
-        """Returns scale / weight as a scalar of the dtype of `like`; 0 for a batch of weight 0. The first call may wait."""
+        """Returns scale / weight as a scalar; 0 for a batch of weight 0. The first call may wait for other ranks. like: a
+        tensor of the result's dtype and device; only that of the first call matters.
+        """
         if self._inverse is None:
             total = self._total()
             self._inverse = like.new_full((), self.scale / total if total > 0 else 0.0)
@@ -72,8 +76,9 @@ GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 
 class BatchCounts(NamedTuple):
-    """The counts of a batch. trained_tokens: the tokens with a label that is not ignored. positions: the positions that the
-    model computes. pairs: the pairs of positions within a sequence or document, i.e. the sum of the squared lengths.
+    """The counts of a batch. trained_tokens: the number of tokens whose label is not ignored. positions: the number of
+    positions that the model computes. pairs: the number of pairs of positions in the same sequence or document, i.e. the sum of
+    the squared lengths.
     """
 
     samples: float = 0.0
@@ -93,10 +98,11 @@ NO_COUNTS = BatchCounts()
 class StepBatch:
     """This rank's samples of one step or one evaluation, on the host.
 
-    micros: {field: tensor} of each microbatch, fields in the declared order, with this rank's slice of each sequence. whole:
-    the same samples with full sequences, in the passed pieces. weights: this rank's share of the loss weight of the global
-    batch, by piece, or by microbatch if sums are canonical; empty without the model's last chunk. counts: the counts of this
-    rank's samples. num_counted: the number of microbatches that count, None for all; the others only keep ranks in step.
+    micros: each microbatch as {field: tensor}, fields in the declared order, with this rank's slice of each sequence. whole:
+    the same samples with full sequences, in the passed pieces. weights: this rank's shares of the loss weight of the global
+    batch, by piece, or by microbatch with canonical sums; empty without the model's last chunk. counts: the counts of this
+    rank's samples. num_counted: the number of microbatches that count, or None for all; the others run only to keep ranks in
+    step.
     """
 
     micros: Sequence[Batch]
@@ -114,9 +120,10 @@ class StepBatch:
 class BatchSplitter:
     """Cuts samples into a `StepBatch`.
 
-    info: the declaration of full samples. slices: cuts this rank's part of each sequence. loss: the loss; None if only outputs
-    are computed. weighs: whether this rank has the model's last chunk, and calls the loss's `weight`. weighs_micros: whether
-    each microbatch is weighed. weighs_whole: whether full sequences are weighed instead of this rank's slice.
+    info: the declaration of full samples. micro_size: the number of samples of a microbatch. slices: cuts this rank's part of
+    each sequence. loss: the loss; None if only outputs are computed. weighs: whether this rank has the model's last chunk, and
+    so calls the loss's `weight`. weighs_micros: whether it is called for each microbatch instead of each piece. weighs_whole:
+    whether it is called with full sequences instead of this rank's slices.
     """
 
     info: DataInfo
@@ -134,8 +141,8 @@ class BatchSplitter:
 
     def split_input(self, batch: GivenBatch) -> StepBatch:
         """Checks and splits the samples that a program passes to a step. Raises RunError "batch-fields" unless they are a batch
-        or a list of batches with the declared fields, "batch-size" if they do not fill microbatches, "token-out-of-range", and
-        the errors of `split_feed`.
+        or a list of microbatches with the declared fields, "batch-size" if they do not fill microbatches, "token-out-of-range"
+        for a token id outside the vocabulary, and "loss-not-additive" as `split_feed` does.
         """
         whole = [batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)
         counts = [self._count(piece) for piece in whole]
@@ -149,9 +156,9 @@ class BatchSplitter:
         return self._split(whole, counts)
 
     def split_feed(self, batch: Batch, num_samples: int | None = None) -> StepBatch:
-        """Cuts the samples of a feed, which has checked their tokens. num_samples: the number of first samples that count; None
-        for all. Raises RunError "batch-fields" and "batch-size" as `split_input` does, and "loss-not-additive" for a loss whose
-        weight is not the sum of the weights of its slices or microbatches.
+        """Splits the samples of a feed, which has checked their tokens. num_samples: only the first `num_samples` samples
+        count; None counts all. Raises RunError "batch-fields" and "batch-size" as `split_input` does, and "loss-not-additive"
+        if the loss weights of the microbatches do not add up to that of the batch.
         """
         count, size = self._count(batch), self.micro_size
         if num_samples is None or num_samples >= count * size:
@@ -178,7 +185,7 @@ class BatchSplitter:
         return replace(self, info=replace(self.info, fields=fields), slices=slices)
 
     def split_prediction(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
-        """Checks and splits samples for a prediction. reads: the fields that layers read; other fields may be missing."""
+        """Checks and splits samples for a prediction. reads: the fields that layers read. Other fields may be missing."""
         names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)))
         return replace(self.select_fields(names | set(reads)), loss=None).split_input(batch)
 
@@ -186,7 +193,7 @@ class BatchSplitter:
         return count_microbatches(piece, self.info.fields, self.micro_size)
 
     def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
-        """Slices `whole`, checks weights, and cuts microbatches. counts: the numbers of microbatches of the pieces."""
+        """Slices `whole`, checks weights, and cuts microbatches. counts: the number of microbatches of each piece."""
         slices = [self.slices(piece) for piece in whole]
         weighed = whole if self.weighs_whole else slices
         if self.loss is not None:
@@ -201,8 +208,7 @@ class BatchSplitter:
 
     def _check_weights(self, loss: Loss, batch: Mapping[str, Tensor], num_micros: int) -> None:
         """Raises RunError "loss-not-additive" if the weights of the microbatches do not add up to that of the batch, as with a
-        mean. Checks the first `MAX_CHECKED_SHAPES` shapes, once each. All ranks of a replica call it, with or without the
-        model's last chunk.
+        mean. Checks each of the first `MAX_CHECKED_SHAPES` shapes once, also on ranks without the model's last chunk.
         """
         shape = (num_micros, *(tuple(value.shape) for value in batch.values()))
         if num_micros == 1 or len(self._checked_shapes) >= MAX_CHECKED_SHAPES or shape in self._checked_shapes:
@@ -239,17 +245,18 @@ DimSize = tuple[int, int]
 
 @dataclass
 class ModelOutputs:
-    """The model's outputs of a step or prediction. by_micro: the output of each of `micros`; empty without the last layer."""
+    """The model's outputs in a step or prediction. by_micro: the outputs by index in `micros`; empty without the last layer."""
 
     micros: Sequence[Batch] = ()
     by_micro: dict[int, Any] = field(default_factory=dict)
 
     def to_input_form(self, input_batch: GivenBatch | None, fields: Mapping[str, Field], sp: Group, *, join: bool) -> Any:
-        """Returns the outputs in the form of the step's input, or None without outputs.
+        """Returns the outputs in the form of the step's input, or None if there are none: one output for a batch, with the
+        tensors of its microbatches concatenated along the batch dim, or a list of outputs for a list of microbatches.
 
         input_batch: the step's input; None for a batch of the plan's data. fields: the declared fields. join: whether to gather
-        full sequences over `sp`; then all its ranks call this. Raises RunError "outputs-apart" for a tensor without the dim
-        along which it would be joined.
+        full sequences over `sp`; if so, all ranks of `sp` must call this. Raises RunError "outputs-apart" for a tensor without
+        the dim along which it would be joined.
         """
         if not self.by_micro:
             return None
@@ -273,7 +280,9 @@ class ModelOutputs:
 
 
 def gather_along_dim(tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
-    """Returns the tensors of all ranks of `group`, concatenated along `dim`. Blocks. The backward returns each rank's part."""
+    """Returns the tensors of all ranks of `group`, concatenated along `dim`. Blocks. The backward returns this rank's slice of
+    the gradient, and does not communicate.
+    """
     joined: Tensor = _GatherFunction.apply(tensor, dim, group, label)  # type: ignore[no-untyped-call]
     return joined
 
@@ -292,14 +301,16 @@ class _GatherFunction(torch.autograd.Function):
 
 
 def dim_and_size(micro: Mapping[str, Tensor], fields: Mapping[str, Field], dim_attribute: str) -> DimSize:
-    """Returns the "batch_dim" or "sequence_dim", and its size, of the first field that has one."""
+    """Returns the first such dim of a field in `micro`, and its size. dim_attribute: "batch_dim" or "sequence_dim"."""
     dims = ((name, getattr(field, dim_attribute)) for name, field in fields.items() if name in micro)
     name, dim = next((name, dim) for name, dim in dims if dim is not None)
     return dim, micro[name].shape[dim]
 
 
 def gather_output(output: Any, positions: DimSize, sp: Group) -> Any:
-    """Returns the output of full sequences. Runs one collective of `sp` per tensor, in the order of the output."""
+    """Returns the output for full sequences. Runs one blocking collective over `sp` per tensor, in the order of the output.
+    positions: the sequence dim and its size. Raises RunError "outputs-apart" for a tensor without it.
+    """
     tensors, structure = flatten(output)
     for tensor in tensors:
         if not _has_dim(tensor, positions):
@@ -319,14 +330,16 @@ def _has_dim(tensor: Tensor, dim_size: DimSize) -> bool:
 
 
 def needs_whole_sequences(plan: Plan) -> bool:
-    """Returns whether the plan's loss needs full sequences, as declared by its record or, for a factory, by its table."""
+    """Returns whether the plan's loss needs full sequences, as its record or, for a factory, its table declares."""
     loss = plan.loss
     sequence = loss.record.sequence if isinstance(loss.record, LossRecord) else loss.config.sequence
     return bool(sequence == "whole")
 
 
 class WholeSequences:
-    """Gathers the inputs of a loss over `sp`. fields: the declared fields of slices. counts: whether this loss counts."""
+    """Gathers the inputs of a loss over `sp`. fields: the declared fields of slices. counts: whether this rank's loss is
+    counted.
+    """
 
     def __init__(self, fields: Mapping[str, Field], sp: Group) -> None:
         self.fields = fields
@@ -334,7 +347,7 @@ class WholeSequences:
         self.counts = sp.coord == 0
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor], micro: Batch) -> tuple[Any, dict[str, Tensor]]:
-        """Returns the output and the fields of full sequences. Blocks. All ranks of `sp` call it in the same order.
+        """Returns the output and the fields of full sequences. Blocks. All ranks of `sp` call this in the same order.
 
         batch: the fields that the loss reads, on the device. micro: all fields of the microbatch. Raises RunError
         "outputs-apart" for an output without the position dim.
@@ -347,14 +360,14 @@ class WholeSequences:
 
 
 _NARROW_TOLERANCE = 2**-6
-"""The relative tolerance of the sum of halves if the loss computes in a type narrower than fp64: bf16 has 8 bits."""
+"""The relative tolerance of the sum of halves if the loss computes in a dtype narrower than fp64, such as bf16 with 8 bits."""
 
 WINDOW_LENGTH = 16
-"""The number of positions per check. The beginning, the middle and the end of a slice are checked."""
+"""The maximum number of positions per check. The beginning, the middle and the end of a slice are checked."""
 
 
 class PositionAdditivity:
-    """Checks that `loss` is a sum over positions, in each forward until a check succeeds. fields: the data's declaration."""
+    """Checks that `loss` is a sum over positions, in each forward until a check succeeds. fields: the declared fields."""
 
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
         self.loss = loss
@@ -363,9 +376,9 @@ class PositionAdditivity:
 
     @torch.no_grad()
     def check(self, output: object, batch: Mapping[str, Tensor]) -> None:
-        """Raises RunError "loss-not-additive" for a loss that relates positions. Losses that draw random numbers, or that
-        cannot be evaluated on a part of the positions, are not checked. output: the model's output for this rank's slice
-        `batch`.
+        """Raises RunError "loss-not-additive" for a loss that combines positions. Losses that draw random numbers, or that
+        cannot be computed for some of the positions, are not checked. output: the model's output for `batch`, this rank's
+        slice.
         """
         if self._is_checked or type(output) is not Tensor:
             return
@@ -379,7 +392,7 @@ class PositionAdditivity:
         self._is_checked = any(results)
 
     def _check_window(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
-        """Compares the loss of a window with the sum over its halves. Returns whether no further check is needed."""
+        """Compares the loss of a window with the sum over its halves. Returns whether no other window must be checked."""
         half = size // 2
         spans = (start, size), (start, half), (start + half, half), (start, size)
 
@@ -392,7 +405,7 @@ class PositionAdditivity:
             window = output.narrow(dim, start, size)
             try:
                 return loss.loss(window.double(), part)
-            except RuntimeError:  # it has tensors of the model's type
+            except RuntimeError:  # the loss has tensors of the model's dtype
                 return loss.loss(window, part)
 
         try:
@@ -400,7 +413,7 @@ class PositionAdditivity:
                 # Called on a copy: a loss may have state, such as a count of its calls.
                 loss = deepcopy(self.loss) if isinstance(self.loss, nn.Module) else copy(self.loss)
                 losses = [window_loss(*span) for span in spans]
-        except Exception:  # a loss need not take a part of an output, nor another type, nor be copied
+        except Exception:  # the loss may not support a part of an output, another dtype, or a copy
             return True  # it cannot be checked, and is not tried again in every forward
         window_total, left, right, window_total_again = map(float, losses)
         scale = max(abs(window_total), abs(left), abs(right))

@@ -5,14 +5,14 @@
                                                                └───────────────────────────────────────────────┘
 
 Weights are in buffers only if a part of the run requests it, since `torch.save` of such a parameter saves its whole buffer
-unless it is cloned. Only this module sets a parameter's `.data`; tied modules keep one object.
+unless it is cloned. Only this module sets a parameter's `.data`; tied modules keep one parameter object.
 
-A bf16 weight of 1.0 cannot represent an update of 0.001, but its master can. The working weight changes after enough updates.
-If a reducer leaves only a part of a gradient to this rank, only that part is updated, and only that part has a master.
+A bf16 weight of 1.0 cannot represent an update of 0.001, but its fp32 master can. The working weight changes after enough
+updates. If this rank gets only a part of a gradient, it updates only that part, and has a master of only that part.
 
 Between two steps a program may write to working weights (`load_state_dict` on a layer, `p.copy_` under no_grad, `p.data = `).
-The masters copy those values before the next step. The master of an unwritten weight keeps its digits. Writes through
-`p.data` itself (`p.data.copy_`) do not increment the version counter and cannot be detected: use `p.copy_` or
+These values are copied to the masters before the next step, and the masters of unwritten weights keep their full precision.
+Writes through `p.data` itself (`p.data.copy_`) do not increment the version counter and cannot be detected: use `p.copy_` or
 `Run.load_weights`. The optimizer may write its parameters in any way, including `p.data = `.
 """
 
@@ -41,8 +41,8 @@ class WeightBuffer(FlatBuffer):
     """Holds the working weights of `params` side by side, in `num_parts` equal parts. Each parameter has the same offset as its
     gradient in a gradient buffer of `num_parts` shards.
 
-    The buffer has no memory until `build`, so that only one buffer at a time exists beside the initial values. A read or write
-    before that ends the process (`comm.device.free`).
+    The buffer has no memory until `build`, so that only one buffer at a time exists beside the initial values. On a CPU, a read
+    or write before that crashes the process (`comm.device.free`).
     """
 
     def __init__(self, params: Sequence[Param], dtype: torch.dtype, num_parts: int) -> None:
@@ -60,22 +60,22 @@ class WeightBuffer(FlatBuffer):
 
 
 class Completion(Protocol):
-    """Fetches the parts of weights that other ranks update: start ──> wait (for one layer, or for all) ──> finish."""
+    """Fetches the parts of weights that other ranks update: start ──> wait ──> finish."""
 
     def start(self) -> None:
-        """Starts the exchange, once this rank has updated its own parts. All ranks call it."""
+        """Starts the exchange, once this rank has updated its own parts. All ranks call this."""
 
     def wait(self) -> None:
-        """Blocks until all weights are those of the last step. Needs no call of another rank after its `start`."""
+        """Blocks until all weights are those of the last step. Other ranks need not call anything after their `start`."""
 
     def finish(self) -> None:
         """Calls `wait`, and blocks until no other rank reads this rank's weights, so that they may be written."""
 
 
 class WeightStore:
-    """Holds the buffers of working weights, in `dtype`. Weights whose names match a pattern of `keep` are in fp32.
+    """Holds the buffers of working weights, in `dtype`. Weights whose names match a pattern of `keep` stay in fp32.
 
-    is_eager: whether `start_completions` also waits. Otherwise weights arrive during the next step, each before its layer runs.
+    is_eager: whether `start_completions` also waits; if not, weights arrive during the next step, each before its layer runs.
     """
 
     def __init__(self, dtype: torch.dtype, keep: Sequence[str] = ()) -> None:
@@ -89,7 +89,9 @@ class WeightStore:
         self._is_laid_out = False
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
-        """Returns a buffer without memory for each list of parameters and number of parts, before masters are made."""
+        """Returns a buffer without memory for each pair in `lists`: parameters, and the number of parts. Must be called before
+        masters are made.
+        """
         assert not self._is_laid_out, "weights are laid out before masters are made"
         buffers = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
         for buffer in buffers:
@@ -108,8 +110,8 @@ class WeightStore:
         return select_parameter_dtype(param.name, self.dtype, self.keep)
 
     def adopt(self, param: Param) -> None:
-        """Rounds the parameter's value to its dtype, and moves it to its place in a buffer, if it has one. Afterwards the value
-        is contiguous, since fused optimizers read weight, gradient and states in the order of memory, whatever their strides.
+        """Rounds the parameter's value to its working dtype, and moves it to its place in a buffer, if it has one. Afterwards
+        it is contiguous: fused optimizers read weight, gradient and states in the order of memory, whatever their strides.
         """
         self._is_laid_out = True
         parameter = param.parameter
@@ -127,22 +129,22 @@ class WeightStore:
 
     @torch.no_grad()
     def restore_places(self) -> None:
-        """Copies the values of parameters whose `.data` a program replaced back to their places in the buffers."""
+        """For each parameter whose `.data` a program has replaced, copies the values back to its place in a buffer."""
         for parameter, place in self.moved_parameters():
             value = parameter.detach()
             parameter.data = place
             parameter.copy_(value)  # increments its version counter, by which masters notice the write
 
     def moved_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields each parameter whose `.data` was replaced since `restore_places`, and its place. Offloads do not matter."""
-        # Addresses change when memory moves, and `is_set_to` does not accept fake tensors.
+        """Yields each parameter whose `.data` a program has replaced, though not by an offload, and its place in a buffer."""
+        # Does not compare addresses, which change when memory moves, nor use `is_set_to`, which refuses fake tensors.
         for parameter, place in self._buffered_params:
             same_storage = storage_id(parameter) == storage_id(place)
             if not same_storage or parameter.storage_offset() != place.storage_offset():
                 yield parameter, place
 
     def add_completion(self, completion: Completion) -> None:
-        """Registers a completion, which fetches the parts that other ranks update. Must be called before masters are made."""
+        """Registers `completion`. Must be called before masters are made."""
         self._completions.append(completion)
 
     @property
@@ -151,8 +153,8 @@ class WeightStore:
         return bool(self._completions) and not self.is_eager
 
     def start_completions(self) -> None:
-        """Starts the gathers that complete the updated weights, and waits for them if `is_eager`. All ranks call it after the
-        update.
+        """Starts the exchanges that complete the updated weights, and waits for them if `is_eager`. All ranks call this after
+        the update.
         """
         for completion in self._completions:
             completion.start()
@@ -160,13 +162,13 @@ class WeightStore:
             self.settle()
 
     def settle(self) -> None:
-        """Blocks until this rank's weights are those of the last step, and may be written. All ranks call it."""
+        """Blocks until this rank's weights are those of the last step, and may be written. All ranks call this."""
         for completion in self._completions:
             completion.finish()
 
     @contextmanager
     def settle_on_error(self) -> Iterator[None]:
-        """Returns a context manager that waits for complete weights if its block raises, as long as the other ranks answer."""
+        """If the block raises, waits for complete weights and re-raises. Ignores a RunError of that wait."""
         try:
             yield
         except BaseException:
@@ -181,10 +183,10 @@ class Stepped:
     """The tensor that the optimizer updates for one parameter. Its gradient is the store's `part`.
 
     parameter: the updated tensor. original: the working weight in the modules, which may be the same object. elements: the
-    range that this rank updates, if other ranks update the rest; `parameter` has the shape of the range then. is_owned: whether
-    `parameter` is the full tensor of a split matrix that this rank owns. master: the memory of a master weight; None if
-    `parameter` is the working weight or a view of it. working: the elements of the working weight that the master updates.
-    synced: the `state` when both were equal.
+    range that this rank updates, in whose shape `parameter` is; None if it updates all. is_owned: whether `parameter` is the
+    full tensor of a split matrix that this rank owns. master: the memory of a master weight; None if `parameter` is the working
+    weight or a view of it. working: with a master, the elements of the working weight that it determines. synced: the `state`
+    at which both were last equal.
     """
 
     param: Param
@@ -199,7 +201,7 @@ class Stepped:
             self.sync()
 
     def sync(self) -> None:
-        """Records that the master equals the working weight, which may have moved."""
+        """Records that the master equals the working weight, whose memory may have moved."""
         self.working = _view_elements(self.original.detach(), self.elements)
         self.synced = self.state
 
@@ -221,14 +223,14 @@ class Stepped:
 class Masters:
     """Holds the tensors that the optimizer updates, in the order of `add` calls.
 
-    weights: the store of the working weights, with their dtype. store: the gradient store, with this rank's elements. dtype:
-    the dtype of the updated tensors. If the weights have this dtype, the parameters or views of them are updated. Otherwise
-    parameters are narrowed, and their former values become master weights: in one flat buffer for each call of `add`, and one
-    for this rank's part of each sharded buffer. device: the device of the masters; None for the device of the parameters. With
-    a `device` there are always masters, and the code that updates them copies gradients there and weights back. owners:
-    exchange the matrices that the optimizer needs whole; None if it can update parts. stepped: this rank's parts of the
-    weights. optimizer_params: the tensors in the optimizer's groups, i.e. `stepped`, but the full tensors of the split matrices
-    that this rank owns.
+    weights: the store of the working weights. store: the gradient store, which knows this rank's elements. dtype: the dtype of
+    the updated tensors. If the weights have this dtype, the parameters or views of them are updated. Otherwise parameters are
+    rounded to the working dtype, and their former values become master weights, in one flat buffer for each call of `add` and
+    one for this rank's part of each sharded buffer. device: the device of the masters; None for the device of the parameters.
+    With a `device` there are always masters, and the code that updates them copies gradients there and weights back. owners:
+    exchange the matrices that the optimizer needs in full; None if it can update parts. stepped: this rank's parts of the
+    weights. optimizer_params: the tensors in the optimizer's groups: those of `stepped`, but for split matrices the full
+    tensors that this rank owns.
     """
 
     weights: WeightStore
@@ -243,10 +245,10 @@ class Masters:
         self._originals: list[tuple[Param, nn.Parameter, torch.dtype]] = []
         self._flats: list[FlatBuffer] = []
         self._masters: dict[Param, Stepped] = {}
-        self._copies: list[Stepped] = []  # what is stepped in place of weights: masters, and views of weights
+        self._copies: list[Stepped] = []  # those whose `parameter` is a master or a view of a weight
 
     def add(self, params: Sequence[Param]) -> list[Stepped]:
-        """Adds `params`, and narrows them to the working dtype if needed. Returns the tensors that the optimizer updates."""
+        """Adds `params`, and rounds them to the working dtype if needed. Returns the tensors that the optimizer updates."""
         narrow = [param for param in params if self.weights.dtype_of(param) != self.dtype or self.device is not None]
         masters = self._copy_to_masters(narrow)
         added = []
@@ -279,13 +281,13 @@ class Masters:
         return sum(flat.num_bytes for flat in self._flats)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and value of each master weight."""
+        """Yields the name and the value of each master weight."""
         for stepped in self._masters.values():
             yield stepped.name, stepped.parameter
 
     def set_gradients(self) -> None:
-        """Calls `copy_outside_writes`, and without a `device` sets `grad` of the optimizer's tensors from the store; None if
-        frozen. Owners get values and gradients of their matrices from the other ranks.
+        """Calls `copy_outside_writes`. Without a `device`, also sets `grad` of the optimizer's tensors from the store, to None
+        if frozen, and gathers the values and gradients of split matrices on their owners.
         """
         self.copy_outside_writes()
         if self.device is not None:
@@ -300,12 +302,12 @@ class Masters:
             self.owners.gather_gradients()
 
     def gather_owned_params(self) -> None:
-        """Copies the values of split matrices to their owners. All ranks of a stage call it."""
+        """Copies the values of split matrices to their owners. All ranks of a stage call this."""
         if self.owners is not None:
             self.owners.gather_values({stepped.param: stepped.parameter.detach() for stepped in self.stepped})
 
     def scatter_owned_params(self) -> None:
-        """Copies the owners' values of split matrices into this rank's parts. All ranks of a stage call it."""
+        """Copies the owners' values of split matrices into this rank's parts. All ranks of a stage call this."""
         if self.owners is not None:
             values = self.owners.scatter_values()
             for stepped in self.stepped:
@@ -313,9 +315,9 @@ class Masters:
                     stepped.parameter.detach().copy_(values[stepped.param].view(stepped.parameter.shape))
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
-        """Rounds the masters into the working weights, and drops references to gradients. Parts of other ranks may be
-        incomplete until `weights.settle`. are_sent: whether the working weights already have the values; by default, if there
-        is a `device`.
+        """Rounds the masters into the working weights, drops references to gradients, and starts to fetch the parts of other
+        ranks, which may be incomplete until `weights.settle`. are_sent: whether the working weights already have the values; by
+        default, whether there is a `device`.
         """
         self._copy_back()
         if masters := list(self._masters.values()):
@@ -330,7 +332,7 @@ class Masters:
 
     @torch.no_grad()
     def _copy_back(self) -> None:
-        """Copies the values of parameters whose `.data` the optimizer replaced back into masters and weights."""
+        """If the optimizer has replaced the `.data` of its tensors, copies the values back into masters and weights."""
         for stepped in self._copies:
             memory = stepped.master
             if memory is None:
@@ -344,7 +346,7 @@ class Masters:
         """Sets the parameter's weight and its master to `value`, of the parameter's shape, at the master's full precision."""
         self.weights.restore_places()
         parameter = param.parameter
-        value = value.to(self.dtype)  # first to `dtype` on every rank, with a master or not: the same bits everywhere
+        value = value.to(self.dtype)  # on every rank, even without a master, so that all round alike
         parameter.copy_(value)
         stepped = self._masters.get(param)
         if stepped is not None and stepped.master is not None:
@@ -353,13 +355,14 @@ class Masters:
 
     @property
     def has_outside_writes(self) -> bool:
-        """Returns whether a program has written weights since the last `copy_outside_writes`, also for offloaded memory."""
+        """Returns whether a program has written weights since the last `copy_outside_writes`. Works during an offload too."""
         is_moved = next(self.weights.moved_parameters(), None) is not None
         return is_moved or any(stepped.synced != stepped.state for stepped in self._masters.values())
 
     def copy_outside_writes(self) -> None:
         """Copies the values that a program wrote to working weights into their masters. Writes are detected by version and
-        storage, without a device sync. Weights and masters must be on the device. Raises RunError `weight-replaced`.
+        storage, without a device sync. Weights and masters must not be offloaded. Raises RunError `weight-replaced` if a
+        program has replaced a parameter or changed its dtype.
         """
         for param, original, dtype in self._originals:
             parameter = param.parameter
@@ -376,11 +379,11 @@ class Masters:
             if master is not None and stepped.synced != stepped.state:
                 stepped.sync()
                 working = stepped.working.to(master.device)
-                # only elements whose rounded value differs: the others keep the digits that the working weight cannot hold
+                # only elements whose rounded values differ: the others keep the precision that the working weight cannot hold
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
     def _copy_to_masters(self, params: Sequence[Param]) -> dict[Param, Tensor]:
-        """Returns copies of `params` in `dtype` for the optimizer, in one new flat buffer and one more per sharded buffer."""
+        """Returns copies of `params` in `dtype` for the optimizer: in one new flat buffer, and one per sharded buffer."""
         if not params:
             return {}
         device = self.device or params[0].parameter.device
