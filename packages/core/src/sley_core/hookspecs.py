@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PROJECT = "sley"
 
 NOTIFICATIONS = ("sley_run_started", "sley_step_finished", "sley_run_finished")
+"""The hooks that notify plugins of the progress of a run."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

@@ -43,6 +43,7 @@ as PowerSGD's errors. pools: the buffers of the device pool, most of which are f
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
+"""All parts, in the order of the type. A storage that several parts use belongs to the first of them."""
 
 COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
 """The parts that an offload copies to the host; the other parts are freed without a copy."""
@@ -126,6 +127,7 @@ class OffloadManager(Protocol):
 
 
 NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
+"""A function that yields (name, tensor) pairs."""
 
 
 class StorageEntry(NamedTuple):

@@ -20,7 +20,10 @@ from sley_core.errors import KeyPath, PlanError, SleyError, format_cause, sugges
 from sley_core.table import Table
 
 Role = Literal["reducer", "tie", "transform", "observer"]
+"""What a gradient handler does (see `GradientHandlerRecord`)."""
+
 Scope = Literal["elementwise", "per_matrix", "global"]
+"""The gradients on which the update of an element depends (see `OptimizerRecord`)."""
 
 
 def import_object(name: str) -> Any:

@@ -35,6 +35,7 @@ in the order of this table.
 """
 
 AXES = tuple(SHARED_COORDINATES)
+"""The axes of core's process groups, in the order in which ranks create the groups."""
 
 
 GATHER, REDUCE = "gather", "reduce"

@@ -158,6 +158,8 @@ def _token_error(name: str, value: Tensor, field: Field, vocab_size: int, sample
 
 
 POSITIONS = "positions"
+"""The name of the field with the positions in the full sequence."""
+
 _ROUNDING = 1e-5
 """The relative tolerance of sums of loss weights, which may be class weights summed in fp32."""
 

@@ -25,6 +25,7 @@ Split = Literal["train", "held_out"]
 Sample: TypeAlias = "dict[str, Tensor]"
 Batch: TypeAlias = "dict[str, Tensor]"
 Collate: TypeAlias = Callable[[Sequence[Sample]], Batch]
+"""A function that makes a batch of samples."""
 
 IGNORE_INDEX = -100
 """The label of a position that has no weight in the loss (PyTorch's default `ignore_index`)."""

@@ -51,6 +51,7 @@ def cached_values(field: Tensor) -> list[Any]:
 
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+"""The dtypes that flash kernels support."""
 
 
 class Attention(nn.Module):

@@ -40,6 +40,7 @@ Adapt: TypeAlias = Callable[[nn.Module, str], None]
 """`adapt(module, name)` adds the adapters of `[adapters]` to the module of the layer `name`, in place."""
 
 Builder: TypeAlias = Callable[[], nn.Module]
+"""A function that makes the module of a layer."""
 
 Layers: TypeAlias = (
     "nn.Sequential | Mapping[str, nn.Module | Builder]"
@@ -47,6 +48,7 @@ Layers: TypeAlias = (
 )
 
 MODEL: KeyPath = ("model",)
+"""The path of the model's table, for errors."""
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, SleyError, f
 from sley_core.table import Table, describe_value
 
 OVERRIDE = "--set #"
+"""The prefix of the file name in the place of an override; the number of the `--set` follows."""
 
 
 class Override(NamedTuple):

@@ -83,6 +83,7 @@ SLEY_RECORDS: dict[type[Record], str] = {DatasetRecord: "data.text", ModelRecord
 DATA_TABLE = next(table for table in COMPONENTS if table.key == "data")
 
 TOP_LEVEL_KEYS = ("plan", "source_folder", *TABLES, *OPTIONAL_TABLES, *(table.key for table in COMPONENTS))
+"""The keys that a plan may have at its top level."""
 
 AnyTable = TypeVar("AnyTable", bound=Table)
 
