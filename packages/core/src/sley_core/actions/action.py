@@ -168,6 +168,7 @@ class StageChunk(NamedTuple):
 
 
 MAX_SHOWN_STAGES = 4
+"""The maximum number of stages that the error of an invalid placement lists."""
 
 
 @dataclass(frozen=True)

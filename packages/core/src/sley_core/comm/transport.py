@@ -35,6 +35,7 @@ from sley_core.comm.progress import Members, Turn, run_guarded
 from sley_core.errors import RunError
 
 HEADER_BYTES = 192
+"""The size of a header: two int64 (a mark's checksum and size), and a text."""
 _HEADER_FORMAT = struct.Struct(f"<qq{HEADER_BYTES - 16}s")
 _MARK_MASK = 0x7FFFFFFF
 MISMATCH_HINT = (

@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param
 
 ActionKey = tuple[int, int]
+"""The chunk and the microbatch of an I action and its W action."""
 
 Work = Callable[[], None]
+"""A function that computes a deferred product and adds it to the gradient."""
 
 
 class WeightQueue:

@@ -402,6 +402,7 @@ def reduction_class(name: str) -> type[Reduction]:
 
 
 ROW_NUMEL = 1024
+"""The number of elements of a row, if a tensor is viewed as rows."""
 MIN_ROWS_NUMEL = 4 * ROW_NUMEL
 """The minimum number of elements of a tensor that is viewed as rows. For 16,384 elements of which few are large, as in an
 embedding's gradient, the relative error without rows is 1.2e-6 (measured).

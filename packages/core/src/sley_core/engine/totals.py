@@ -212,6 +212,7 @@ class Skips:
 
 
 MAX_SHOWN = 16
+"""The maximum number of samples that an error names."""
 
 
 class RankReport(NamedTuple):
