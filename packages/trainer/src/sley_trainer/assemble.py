@@ -1,4 +1,4 @@
-"""Builds a run from a plan, in one order on every rank.
+"""Builds a run from a plan, in the same order on every rank.
 
 draft: dataset, layers on meta, stages ──> groups, over which ranks compare plan, versions and model ──> shards ──> initial
 values ──> parameter registry ──> `Parts` ──> plugins, optimizer, executor ──> feed ──> run
@@ -69,7 +69,8 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
     world of this size; by default a new one is built. In a fake world nothing is allocated and no data is read. On meta the run
     can be inspected but not stepped.
 
-    Raises PlanError with all problems of the plan, and RunError if ranks disagree. The model then has no patches.
+    Raises PlanError with all problems of the plan, and RunError if ranks disagree. On an error, all patches of the model are
+    undone.
     """
     undo = ExitStack()  # detaches all parts from the model when the run closes
     with ExitStack() as on_error:
@@ -125,7 +126,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             memory = build_run_memory(parts, stepper, managers, undo)
         if has_values:
             check_extra_states(stage.layers)
-            refuse_unregistered(model, stage.layers)  # last, since the code above still uses other ranks' layers
+            refuse_unregistered(model, stage.layers)  # comes last, since the code above still uses other ranks' layers
         writers = [component.build(folder) for component in plan.metrics] if folder and world.rank == 0 else []
         profiler = StepProfiler(plan.profile.steps, folder, world.rank, world.device) if folder and plan.profile else None
         state = RunState(
@@ -147,7 +148,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
 
 
 def _initialize_weights(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
-    """Initialises this rank's layers, and returns `shards` by the ids of the new parameters. Raises the same errors as
+    """Initialises this rank's layers, and returns `shards` keyed by the ids of the new parameters. Raises the same errors as
     `HostModel`.
     """
     with world.all_or_none(plan.limits.collective_timeout_s), world.device.in_use():
@@ -170,7 +171,7 @@ def make_parts(
     announced: Callable[[int, int], Description] | None = None,
     head: HeadChunks | None = None,
 ) -> Parts:
-    """Builds the parts to which plugins are attached. The store has no buffers if no other rank has the same weights."""
+    """Builds the parts to which plugins are attached. The gradient store has no buffers if no other rank has the same weights."""
     planner = plan_without_buffers if groups["stage"].size == 1 else group_by_reduce_group
     reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
     gradients = DTYPES[plan.precision.gradients]
@@ -211,7 +212,7 @@ def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stag
         num_samples = samples_per_epoch(dataset, plan.data.config)
     except SleyError as error:
         raise plan.add_places(error) from error.__cause__
-    tensors = sha256()  # a factory may build a different model on each rank
+    tensors = sha256()  # a factory may build different models on different ranks
     for layer in model.layers:
         for named_tensors in (layer.module.named_parameters, layer.module.named_buffers):
             for name, value in named_tensors(layer.name, remove_duplicate=False):
@@ -270,8 +271,8 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64, 
 
 @dataclass(frozen=True)
 class Draft:
-    """Holds the dataset and the meta model of one run, before any memory is allocated. notes: messages for the user.
-    plan_values: the plan values that only a run can determine, by path.
+    """Holds the dataset, the meta model and the stage of one run, before any memory is allocated. notes: messages for the user.
+    plan_values: the plan values that only a run can determine, keyed by their path in the plan.
     """
 
     dataset: AnyDataset
@@ -282,7 +283,7 @@ class Draft:
 
 
 def build_draft(plan: Plan, world: World) -> Draft:
-    """Builds the draft of a run. A collective of all ranks if the partition times layers. Raises PlanError."""
+    """Builds the draft of a run. Raises PlanError. All ranks must call it together if the partition times layers."""
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or a module of a factory
         num_samples = plan.run.steps * plan.batch.global_size
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train", num_samples))
@@ -301,10 +302,10 @@ def build_draft(plan: Plan, world: World) -> Draft:
 def build_meta_model(plan: Plan, info: DataInfo) -> Model:
     """Builds the model on meta, in training mode, and freezes the parameters that the plan freezes.
 
-    Raises the same errors as `sliced_info`, `build_on_meta` and `frozen_names`, and PlanError "sequence-positions" for a model
-    that would count the positions of every slice from 0.
+    Raises the same errors as `sliced_info`, `build_on_meta`, `frozen_names` and `find_head`, and PlanError
+    "sequence-positions" for a model that would count the positions of every slice from 0.
     """
-    plan.model.load()  # imported before the build, so that it does not include parameters made by an import
+    plan.model.load()  # imported first, so that parameters created by the import do not count as parts of the build
     if plan.adapters is not None:
         plan.adapters.load()
     model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed, plan.adapters)
@@ -324,8 +325,8 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
 
 
 def find_head(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
-    """Returns the head's chunks if the plan has `[loss] chunk_tokens`. layers: all layers of the model. Raises the errors of
-    `HeadChunks.find`. The first forward checks that the layer returns the head's output.
+    """Returns the head's chunks if the plan has `[loss] chunk_tokens`, else None. layers: all layers of the model. Raises the
+    errors of `HeadChunks.find`. The first forward checks that the head's layer returns its output.
     """
     config = plan.loss.config
     if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
@@ -336,7 +337,7 @@ def find_head(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
 
 
 def weight_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtype of the working weights, and that of the weights that the optimizer updates: at least fp32."""
+    """Returns the dtype of the working weights, and that of the weights that the optimizer updates (at least fp32)."""
     working = DTYPES[plan.precision.compute]
     return working, torch.promote_types(working, torch.float32)
 
@@ -376,10 +377,12 @@ def describe_dtypes(plan: Plan, model: Model) -> list[str]:
 
 
 def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[str]:
-    """Returns a note that names the kernel of the model's attention; [] if `[model] attention` does not name one of torch's and
-    a CPU has no other, or no module has a `head_dim`.
+    """Returns a note that names torch's kernel for the model's attention.
 
-    Raises PlanError "attention-kernel" if the kernel in `[model] attention` cannot compute it.
+    Returns [] if `[model] attention` names no kernel of torch, except for "auto" on a device other than a CPU if a module has
+    a `head_dim`.
+
+    Raises PlanError "attention-kernel" if the kernel in `[model] attention` cannot compute the attention.
     """
     name = plan.model.config.attention
     modules = [module for layer in model.layers for module in layer.module.modules()]
@@ -400,15 +403,15 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's malloc.h."""
 
 _MAX_MMAP_THRESHOLD = 32 << 20
-"""The largest threshold that glibc accepts on 64-bit systems. It maps larger blocks in any case."""
+"""The largest threshold that glibc accepts on 64-bit systems. glibc always maps larger blocks."""
 
 _TUNING_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 """The environment variables that tune glibc's malloc."""
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep the freed memory of this process; returns whether this succeeded. Does nothing if the environment tunes
-    malloc, or with another C library.
+    """Makes glibc keep the freed memory of this process, and returns whether this succeeded. Does nothing and returns False if
+    environment variables tune malloc, or if the C library has no `mallopt`.
 
     By default glibc maps the large blocks of each step again, or returns the top of its heap to the system. This causes
     thousands of page faults, up to 4 % of a step's time (docs/measurements.md).

@@ -1,4 +1,4 @@
-"""Attaches all plugins to a run's parts, in one order on every rank, and builds the stepper, masters and optimizer."""
+"""Attaches all plugins to a run's parts, in the same order on every rank; builds the stepper, masters and optimizer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def build_stepper(
 ) -> Stepper:
     """Attaches all plugins' objects to `parts`, and returns this rank's stepper. `undo` detaches the objects.
 
-    sequence: the attention over split sequences. checks: whether to check the model's code by the values of tensors.
+    communicator: the weight communicator, or None. sequence: the attention over split sequences; None if
+    sequences are not split. checks: whether to check the model's code at run time, which needs the values of tensors.
     """
     topology = parts.topology
     hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
@@ -154,7 +155,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
         if not param.trainable:
             parts.weights.adopt(param)
     optimizer_device = master_device or device.torch_device
-    # With a fixed order of sums, CPU kernels must round all elements equally, because a shard and its tensor end differently.
+    # With a fixed order of sums, CPU kernels must round every element alike: the tail of a shard is not the tail of its tensor.
     is_uniform = parts.store.reduction.fixed_order and plan.optimizer.record is not None and optimizer_device.type == "cpu"
     groups_of = partial(parameter_groups, config=config, more=UNIFORM_ROUNDING if is_uniform else None, roles=roles)
     factor = learning_rate_factor(plan)
@@ -172,7 +173,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
 
 
 def components_with_objects(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
-    """Returns the plan's components, each with its object in this run."""
+    """Returns pairs of a component of the plan and its object in this run."""
     pairs = [
         (plan.weights, stepper.executor.weights),
         (plan.link, stepper.executor.crossing.link),
@@ -207,7 +208,7 @@ class Samples:
 
 
 class StepProfiler:
-    """Records the first to the last of `steps` (counted from 1, both included) into `folder/trace-rank{rank}.json`."""
+    """Records the steps from `steps[0]` to `steps[1]` (counted from 1, both included) in `folder/trace-rank{rank}.json`."""
 
     def __init__(self, steps: Sequence[int], folder: Path, rank: int, device: Device) -> None:
         self.first, self.last = steps
@@ -219,7 +220,7 @@ class StepProfiler:
         """Starts the recording if `number` is the first step to record."""
         if number == self.first:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-            # There is only one cycle; without `acc_events` torch 2.11 warns that events of former cycles are dropped.
+            # There is only one cycle, but without `acc_events` torch 2.11 warns that it drops events of earlier cycles.
             self._profile = profile(activities=activities, acc_events=True)
             self._profile.start()
 
@@ -228,7 +229,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Stops the recording and writes the file; a run that ends within the range writes its part."""
+        """Stops the recording, if it has started, and writes the file. A run that ends early writes the steps up to its end."""
         if self._profile is not None:
             recorded, self._profile = self._profile, None
             recorded.stop()
@@ -311,7 +312,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
                 yield from list_tensors()
 
     def trim() -> int:
-        """Frees the memory of the pool that nothing uses, after the link has returned unused messages to the pool."""
+        """Frees unused memory of the link and then of the pool, and returns the number of freed bytes."""
         trim_link: Callable[[], int] = getattr(crossing.link, "trim", lambda: 0)
         return trim_link() + parts.pool.trim()
 
@@ -333,5 +334,5 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
 
 
 def _prefix_names(name: str, tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:
-    """Returns the tensors with the prefix `name.` in their names."""
+    """Prefixes the name of each tensor with `name.`; an empty name becomes `name`."""
     return ((f"{name}.{inner}" if inner else name, tensor) for inner, tensor in tensors)

@@ -1,4 +1,4 @@
-"""Evaluations: their feeds, the metrics besides the loss, and the best evaluation for `[evaluation] keep_best` and `patience`.
+"""Provides the feeds of evaluations, metrics besides the loss, and the best result (`keep_best` and `patience`).
 
 output, batch ──metrics──> {name: (sum, count)} of a microbatch ──> of this rank ──one exchange──> sum / count
 """
@@ -35,15 +35,16 @@ if TYPE_CHECKING:
 
 Metric: TypeAlias = "Callable[[Any, Mapping[str, Tensor]], Mapping[str, tuple[Tensor | float, Tensor | float]]]"
 
-"""Returns (sum, count) of each metric by name, for the model's output and the batch fields of a microbatch."""
+"""A function `(output, fields)` for one microbatch that returns {name: (sum, count)}."""
 
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Selects the metrics of an evaluation. labels: the cross-entropy of token ids, for the accuracy of next tokens; None
-    for other losses. custom: the user's function, or None. whole: gathers full sequences for it.
+    """Selects the metrics of an evaluation. labels: the config of the cross-entropy of token ids, for the accuracy of next
+    tokens; None for other losses. custom: the user's function, or None. whole: gathers full sequences for `custom`; None if
+    it takes this rank's slices.
     """
 
     labels: CrossEntropyConfig | None = None
@@ -56,19 +57,22 @@ class Metrics:
 
     @property
     def names(self) -> list[str]:
-        """Returns the names that are known before the user's function is called."""
+        """The names that are known before the user's function is called."""
         return ["accuracy"] if self.labels is not None else []
 
     def accuracy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the number of labels [...] with the highest of `logits` [..., classes], and the number of counted labels."""
+        """Returns the number of labels [...] whose class has the highest of `logits` [..., classes], and the number of labels
+        that count.
+        """
         assert self.labels is not None
         counts = (labels >= 0) & (labels != self.labels.ignore_index)
         return ((logits.argmax(-1) == labels) & counts).sum(), counts.sum()
 
 
 class Tally:
-    """Adds up the sums and counts of `metrics` over the microbatches of one evaluation on this rank. names: the sorted names of
-    the user's metrics; None before the first result.
+    """Adds up the sums and counts of `metrics` over the microbatches of one evaluation on this rank.
+
+    names: the sorted names of the user's metrics; None before the first result.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -77,18 +81,19 @@ class Tally:
         self._batches: list[tuple[Tensor, dict[tuple[str, int], Tensor]]] = []
 
     def begin(self, like: Tensor) -> None:
-        """Begins a batch. like: the batch's loss, float64, a scalar or one per microbatch."""
+        """Begins a batch. like: a float64 tensor in the form of the batch's loss: a scalar, or one element per microbatch."""
         self._batches.append((torch.zeros_like(like), {}))
 
     def reads(self, field: str) -> bool:
-        """Returns whether the metrics may read a batch field; the user's function may read all of them."""
+        """Returns whether the metrics may read a batch field; the user's function may read every field."""
         return self.metrics.custom is not None or (self.metrics.labels is not None and field == self.metrics.labels.labels)
 
     def add(self, micro: int, output: Any, fields: Mapping[str, Tensor], batch: Batch, *, counts: bool) -> None:
-        """Counts a microbatch. Raises RunError "metric-result" if the user's function writes in place or returns no numbers.
+        """Adds the results of a microbatch. Raises RunError "metric-result" if the user's function writes in place to its
+        arguments, or does not return pairs of numbers.
 
         output: the model's output, with full logits. fields: this rank's slices, on the device. batch: the same fields on the
-        host. counts: whether the samples count; otherwise only the exchanges are made.
+        host. counts: whether the results are added; if not, this rank only joins the collectives.
         """
         metrics, results = self.metrics, dict[str, Any]()
         versions = [(tensor, version_of(tensor)) for tensor in tensors_in((output, fields))]
@@ -110,12 +115,12 @@ class Tally:
                 place += value.reshape(()) if isinstance(value, Tensor) else value
 
     def sums_by_batch(self, name: str, index: int) -> list[Tensor]:
-        """Returns the sum (index 0) or the count (1) of a metric for each batch; zeros where this rank has none."""
+        """Returns the sum (index 0) or the count (1) of a metric for each batch; zeros for batches without results here."""
         return [sums.get((name, index), zeros) for zeros, sums in self._batches]
 
     def agree_names(self, control: Group) -> list[str]:
-        """Returns the names of all metrics. With a function of the user's it is a collective over all ranks, some of which may
-        have counted no sample. Raises RunError "metric-result", the same on all ranks, if the ranks' results have other names.
+        """Returns the names of all metrics. With a user's function all ranks must call it; some may have counted no sample.
+        Raises RunError "metric-result" on all ranks if names differ between ranks, or if no rank has counted a sample.
         """
         if self.metrics.custom is None:
             return self.metrics.names
@@ -132,7 +137,7 @@ class Tally:
 
     def _check_results(self, results: Any) -> dict[str, Any]:
         """Returns a copy of the user's results for one microbatch. Raises RunError "metric-result" unless they are pairs of
-        numbers with the names of the earlier microbatches.
+        numbers and have the same names as those of earlier microbatches.
         """
         if not isinstance(results, Mapping) or not results:
             raise _metric_error(f"returns {f'a {type(results).__name__}' if not isinstance(results, Mapping) else 'nothing'}")
@@ -164,9 +169,9 @@ def _is_number(value: Any) -> bool:
 class EvaluationFeed:
     """Yields the samples of one evaluation set, the same in each evaluation.
 
-    feed: yields this rank's rows, from `first` on, of batches of `batch_size`. num_samples: the number of samples that count,
-    over all ranks; the last batch may have more, since the feed restarts at the end of the data. fields: the names of the batch
-    fields.
+    feed: yields this rank's rows of each global batch of `batch_size` samples. first: the index of the first of these rows.
+    num_samples: the number of samples to count over all ranks. The last batch may have more, since the feed restarts at the end
+    of the data. fields: the names of the batch fields.
     """
 
     feed: Feed
@@ -176,7 +181,7 @@ class EvaluationFeed:
     fields: Collection[str]
 
     def batches(self, splitter: BatchSplitter) -> Iterator[StepBatch]:
-        """Yields this rank's samples, batch by batch, from the first sample of the set on."""
+        """Yields this rank's part of each batch, starting with the first sample of the set."""
         self.feed.restore({"samples": 0})
         splitter = splitter.select_fields(self.fields)
         for done in range(0, self.num_samples, self.batch_size):
@@ -196,10 +201,11 @@ def local_rows(global_size: int, parts: Parts) -> range:
 def build_evaluation_feeds(
     plan: Plan, parts: Parts, info: DataInfo, build_feed: Callable[..., Feed]
 ) -> dict[str, EvaluationFeed]:
-    """Returns the feed of each evaluation set by name; the name of the held-out split is "". A collective if there are sets.
+    """Returns the feed of each evaluation set by name; the name of the held-out split is "". If there are other sets, all ranks
+    must call it together.
 
     info: the declaration of the training data. build_feed: `build_feed(dataset, batch_size, shuffle=...)` returns the feed of
-    this rank's rows. Raises PlanError "evaluation-set" if the data of a set do not match it.
+    this rank's rows. Raises PlanError "evaluation-set" if a set is empty, has other fields, or is a stream without `steps`.
     """
     size, feeds = plan.batch.global_size, dict[str, EvaluationFeed]()
     if plan.evaluation is not None and plan.evaluation.held_out:
@@ -228,7 +234,7 @@ def build_evaluation_feeds(
 
 
 def _open_set(name: str, evaluation_set: EvaluationSet, plan: Plan, parts: Parts, info: DataInfo) -> tuple[AnyDataset, int]:
-    """Opens the data of a set; returns the dataset and the number of samples to evaluate."""
+    """Opens the data of a set, and returns the dataset and the number of samples to evaluate. Raises PlanError."""
     component, keys = evaluation_set.data, evaluation_set.keys
     dataset = open_dataset(component, DataContext(plan.run.seed, "held_out" if keys.split == "held_out" else "train"))
     path = component.path
@@ -259,7 +265,7 @@ def _open_set(name: str, evaluation_set: EvaluationSet, plan: Plan, parts: Parts
 def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool) -> Metrics:
     """Returns the metrics of evaluations. has_tokens: whether the data are token ids.
 
-    Raises PlanError "keep-best" if there is no metric with the name in `keep_best`.
+    Raises PlanError "keep-best" if `keep_best` names a metric that these evaluations do not have.
     """
     evaluation = plan.evaluation
     if evaluation is None:
@@ -296,10 +302,11 @@ def _build_custom_metric(plan: Plan) -> Metric:
 
 
 class Best:
-    """Tracks one metric of the evaluations, which is the same on all ranks. Checkpoints save the state.
+    """Tracks the best value of one evaluation metric. The state is the same on all ranks, and checkpoints save it.
 
     patience: the number of consecutive evaluations without improvement that ends the run; None for no limit. value, step: the
-    best value and its step; None and 0 before the first. num_since: the number of evaluations since the best.
+    best value and its step; None and 0 before the first. num_since: the number of evaluations since
+    the best one.
     """
 
     def __init__(self, table: BestTable, patience: int | None) -> None:
@@ -328,7 +335,7 @@ class Best:
 
     @property
     def stop_reason(self) -> str:
-        """The reason why the run ends, or "" as long as `patience` allows more steps."""
+        """The reason why the run must end, or "" as long as `patience` allows more steps."""
         if self.patience is None or self.num_since < self.patience:
             return ""
         best = "" if self.value is None else f"; the best, {self.value:.6g}, is of step {self.step}"
@@ -340,7 +347,7 @@ class Best:
         return {**metric, "value": self.value, "step": self.step, "num_since": self.num_since}
 
     def restore(self, state: Mapping[str, Any]) -> str:
-        """Restores a result of `state`. Returns "", or a note for the user if the metric has changed."""
+        """Restores what `state` returned, and returns "". If the metric has changed, returns a note for the user instead."""
         if (state["metric"], state["is_max"]) != (self.table.metric, self.table.is_max):
             return f"`keep_best` was `{state['metric']}` in the checkpoint, so the best evaluation is not restored"
         self.value, self.step, self.num_since = state["value"], int(state["step"]), int(state["num_since"])

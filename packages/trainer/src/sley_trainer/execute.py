@@ -47,9 +47,10 @@ class ListRun:
     batch: this rank's microbatches, on the host. store: accumulates the gradients of a training list; None for an evaluation.
     weight: the divisor of every gradient; None on ranks without the loss. outputs: receives the model's output of each
     microbatch, on ranks with the loss; a training list copies them, since the loss may write in place, and an evaluation with
-    `outputs` computes no loss. tally: counts the metrics of the outputs. num_counted: the number of first microbatches whose
-    losses are added; None for all. fields: the fields on the device of each microbatch in progress. in_flight: the values of
-    each chunk and microbatch between their first and last actions. total: the sum of the losses, or one per microbatch.
+    `outputs` computes no loss. tally: counts the metrics of the outputs. num_counted: only the losses of the first
+    `num_counted` microbatches are added; None for all. fields: the fields of each microbatch in progress, on the device.
+    in_flight: the values of each chunk and microbatch between their first and last actions. total: the sum of the losses, or
+    one loss per microbatch.
     """
 
     batch: Sequence[Batch]
@@ -102,8 +103,9 @@ class Executor:
         self._field_names = frozenset(read_fields)
 
     def run(self, steps: Lowered, state: StepState, run: ListRun) -> Tensor:
-        """Runs a list with its exchanges, an evaluation under `torch.no_grad`. Returns the sum of the loss over this rank's
-        samples, or with `keeps_micro_losses` one loss per microbatch: float64 on the device. Discards a failed list first.
+        """Runs a list with its exchanges; an evaluation runs under `torch.no_grad`. Returns the sum of the loss over this
+        rank's samples, or with `keeps_micro_losses` one loss per microbatch: float64 on the device. Discards a failed list
+        first.
         """
         shape = (len(run.batch),) if self.keeps_micro_losses else ()
         run.total = torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
@@ -115,7 +117,7 @@ class Executor:
         if self.weights is not None:
             self.weights.begin(actions, run.phase)
         self.caller.policy.begin(actions, run.phase)
-        # Everything that determines the shapes at the boundaries of each microbatch.
+        # The keys hold everything that determines the shapes at the boundaries of each microbatch.
         has_link = self.crossing.link is not None
         self.crossing.begin(
             [(run.phase, *(tuple(value.shape) for value in micro.values())) for micro in run.batch] if has_link else []
@@ -126,7 +128,7 @@ class Executor:
         return run.total
 
     def _run_entries(self, steps: Lowered, actions: Sequence[Action], state: StepState, run: ListRun) -> None:
-        """Runs the entries of a list one after the other. actions: those of the entries that are actions."""
+        """Runs the entries of a list in order. actions: the entries that are actions, in the same order."""
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         is_profiled = torch._C._autograd._profiler_enabled()
@@ -253,7 +255,7 @@ class Executor:
 
 @torch.no_grad()
 def _detach_output(output: Any, layer: str, *, copies: bool) -> Any:
-    """Returns the model's output without its graph. If ranks share the classes, it is a collective that returns full logits.
+    """Returns the model's output without its graph. If ranks share the classes, they gather full logits in a collective.
     layer: the model's last layer. copies: whether to copy tensors, since the loss may write in place. Raises RunError
     `boundary-type`.
     """
@@ -357,11 +359,11 @@ class InFlight:
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Runs this chunk's backward from `gradients` of its outputs, and frees its graph. Returns the gradients of its inputs,
-        zeros where autograd made none. torch raises RuntimeError for a loss that does not depend on any trained parameter.
+        with zeros where autograd made none. torch raises RuntimeError for a loss that does not depend on any trained parameter.
         """
         if self.loss is not None:
             if self.loss.ndim:
-                torch.autograd.backward(self.loss, gradients[0])  # not a scalar: torch raises its error
+                torch.autograd.backward(self.loss, gradients[0])  # for a loss that is not a scalar, torch raises its error
             # `torch.autograd.backward` would check the shape, which imports sympy and takes a third of a second.
             _engine_run_backward((self.loss,), (gradients[0],), False, False, (), allow_unreachable=True, accumulate_grad=True)
         elif self.edges:
@@ -391,7 +393,7 @@ def gradient_edges(description: Description, tensors: Sequence[Tensor]) -> list[
 
 Payload = tuple[Description, list[Tensor]]
 ValueKey = tuple[Flow, int, int]
-"""The flow, the chunk of this stage and the microbatch of a value."""
+"""Identifies a value by its flow, the chunk of this stage, and the microbatch."""
 
 
 class Crossing:

@@ -1,4 +1,4 @@
-"""The step loop of a run, with one metrics row per step. On CUDA the totals of a step are read while the next step runs:
+"""Runs the steps of a run and writes one metrics row per step. On CUDA, a step's totals are read while the next step runs:
 
 launch step 1 ──> launch step 2 ──> emit row 1: writers, listeners ──> launch step 3 ──> emit row 2 ...
 """
@@ -34,15 +34,15 @@ Row = dict[str, float | int]
 Outcome = Literal["finished", "interrupted", "failed"]
 
 MAX_EXP = 709.0
-"""The exponential of larger numbers is no float64."""
+"""The largest loss whose perplexity is computed: `math.exp` overflows above about 709.78."""
 
 
 @dataclass(frozen=True)
 class PendingStep:
     """A step whose totals are not on the host yet.
 
-    number: the step number, from 1. counts: the counts of all ranks' samples. data_wait_s: the time that this rank waited for
-    data. samples: the numbers of its samples, empty if a program passed them.
+    number: the step number, from 1. counts: the counts over all ranks' samples. data_wait_s: the seconds that this rank waited
+    for data. samples: the numbers of this rank's samples in the data; empty if a program passed the batch.
     """
 
     number: int
@@ -56,11 +56,11 @@ class PendingStep:
 class Loop:
     """Runs steps and writes their rows. `Run` adds the interface for programs.
 
-    listeners: functions that are called with each row on every rank. readers: like listeners, but they must read only the row,
-    since weights from other ranks may still be in flight. num_steps_done: the number of optimizer steps, including refused
-    ones. was_stopped: whether all ranks have agreed to stop. best: the best evaluation so far, or None without `keep_best`.
-    num_parameters, num_trained: the numbers of all and of trained parameter elements of the whole model. notes: messages for
-    the user.
+    listeners: functions that this rank calls with each row. readers: like listeners, but they must not read the weights, which
+    may still be in flight from other ranks. num_steps_done: the number of optimizer steps, including refused ones. was_stopped:
+    whether all ranks have agreed to stop. best: the best evaluation so far, or None without `keep_best`.
+    num_parameters, num_trained: the number of parameter elements in the whole model, and how many of them are trained. notes:
+    messages for the user.
     """
 
     def __init__(
@@ -98,25 +98,25 @@ class Loop:
         self._load_weights = load_weights
         self._state = state
         self._checkpointer = build_checkpointer(state)
-        # Searched only once: without a listener a step makes no hook call.
+        # The plugins are searched only once, so that a step makes no hook call if none listens.
         self._listening_plugins = {
             hook: [plugin for plugin in plan.plugins.values() if plugin.implements(hook)] for hook in NOTIFICATIONS
         }
         self._outcome: Outcome = "finished"
         self._has_begun = self._is_closed = self._is_training = False
-        self._is_first = True  # whether no step has run in this process, possibly after a resume
+        self._is_first = True  # whether no step has run in this process; also True after a resume
         self._activity = ""  # "a step" or "an evaluation" while one runs
         self._has_listeners = False
         self._is_stop_requested = False
-        self._start_time: Moment = 0.0  # on the device's time line, since a row may be read late
+        self._start_time: Moment = 0.0  # on the device's time line, since the host may read a row late
         self._pending_step: PendingStep | None = None
 
     def launch(self, inputs: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
         """Starts a step on the samples of `inputs`, by default the feed's next samples. On CUDA it continues asynchronously.
 
-        outputs: receives the model's outputs.
+        outputs: filled with the model's outputs in this step; None to discard them.
         """
-        self.memory.require("a step", STEP_PARTS)  # a listener may have offloaded some
+        self.memory.require("a step", STEP_PARTS)  # a listener may have offloaded some of the parts
         self._state.attempt.begin(self.num_steps_done)
         number, profiler, meter = self.num_steps_done + 1, self.profiler, self.samples.meter
         with self.device.preserve_random_state(), self._override_attribute("_activity", "a step"):
@@ -143,7 +143,7 @@ class Loop:
         return PendingStep(number, totals, self.stepper.update.lr, self.stepper.agreement.counts, wait_s, numbers)
 
     def _evaluate_sets(self) -> Row:
-        """Returns the results of `[evaluation]` by their keys in a row: those of the held-out split, then those of each set."""
+        """Returns the results of `[evaluation]` keyed as in a row: those of the held-out split, then those of each set."""
         row: Row = {}
         metrics = self.samples.metrics
         with self._evaluation_mode():
@@ -239,10 +239,12 @@ class Loop:
             raise run_closed_error("run")
 
     def _finish_pending(self) -> None:
-        """Emits the pending step, if any, and waits for weights. Called by every method except steps of `train`.
+        """Emits the row of the pending step, if any, and waits for weights in flight.
 
-        Raises RunError "step-running" within a step or an evaluation, and from a listener on CUDA, where the weights already
-        belong to the next step.
+        Every public method that reads or changes the run calls it first.
+
+        Raises RunError "step-running" within a step or an evaluation. On CUDA a listener also gets this error while `train` has
+        launched the next step, since the weights then already belong to that step.
         """
         self._check_open()
         if self._activity or (self._is_training and self._pending_step is not None):
@@ -251,7 +253,10 @@ class Loop:
         self.parts.weights.settle()
 
     def _check_idle(self) -> None:
-        """Raises StateError "step-failed" if exchanges of a failed step or evaluation may still use this run's memory."""
+        """Copies unwritten checkpoint state, so that memory can be offloaded.
+
+        Raises StateError "step-failed" if exchanges of a failed step or evaluation may still use this run's memory.
+        """
         stepper = self.stepper
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
             label = "step" if stepper.left_in_flight else "evaluation"
@@ -267,7 +272,7 @@ class Loop:
         return number % self.plan.evaluation.every == 0 or number == self.plan.run.steps
 
     def _save_if_due(self) -> None:
-        """Saves the run if a save is due on all ranks. No step must be in flight."""
+        """Saves a checkpoint if one is due, which all ranks decide alike. No step may be in flight."""
         if self._checkpointer.is_due(self.num_steps_done):
             self.parts.weights.settle()
             self._checkpointer.start_save(self.num_steps_done)

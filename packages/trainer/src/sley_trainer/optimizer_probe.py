@@ -47,7 +47,7 @@ HINT = "keep tensors in `self.state[parameter]`, and numbers in attributes; a ch
 
 
 class OptimizerFault(NamedTuple):
-    """A fault of an optimizer, with a hint. key: the key of [optimizer] that causes it."""
+    """A fault of an optimizer, with a hint. key: the key of `[optimizer]` that causes the fault."""
 
     message: str
     hint: str = HINT
@@ -115,7 +115,7 @@ class Trial:
         self.keeps_gradients |= any(storage_id(tensor) in storages for tensor in gradients if tensor.numel())
 
     def values(self) -> list[Tensor]:
-        """Returns the current values of each parameter as a flat tensor."""
+        """Returns one flat tensor with the current values for each parameter."""
         return [torch.cat([part.detach().reshape(-1) for part in parts]) for parts in self._parameters]
 
     def _draw_parts(self, shape: Shape) -> list[Tensor]:
@@ -142,7 +142,7 @@ def probe_optimizer(
     ndims = {param.ndim for layer in model.layers for param in layer.module.parameters() if param.requires_grad}
     lr_changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))
     traits, faults = try_optimizer(plan, ndims, dtype, device, lr_changes=lr_changes)
-    # A rank that steps only some elements draws different random numbers.
+    # A rank that updates only some of the elements draws different random numbers.
     has_shards = any(getattr(handler.record, "result", "full") == "shard" for handler in plan.gradient_handlers)
     is_split = plan.parallel.pp > 1 or plan.parallel.wp > 1 or has_shards
     if traits.draws and parts.store.reduction.fixed_order and is_split:
@@ -231,7 +231,7 @@ def try_optimizer(
 
 
 def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
-    """Returns a trial after all steps, which was resumed from the checkpoint of another trial."""
+    """Resumes a trial from the checkpoint of another trial, runs its remaining steps, and returns it."""
     first, second = Trial(build, toys).run(range(RESUME_STEP)), Trial(build, toys)
     states = {}
     with torch.no_grad():

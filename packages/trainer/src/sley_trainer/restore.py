@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def state_region(stepped: Stepped) -> Region:
-    """Returns the region of an elementwise state on this rank; an owner has the full state."""
+    """Returns the region of the parameter whose optimizer state this rank holds; the owner of a matrix holds the full state."""
     return Region(stepped.param.shape) if stepped.is_owned else region_of(stepped.param, stepped.elements)
 
 
@@ -92,12 +92,12 @@ def state_leaves(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_flat(tree: Any) -> bool:
-    """Returns whether the result of `name_leaves` is a dict without other containers, which its names alone describe."""
+    """Returns whether `tree`, a result of `name_leaves`, is a dict without nested containers, so that its names describe it."""
     return isinstance(tree, dict) and all(isinstance(name, str) for name in tree.values())
 
 
 class RunRestorer:
-    """Restores the state of one rank from a checkpoint. is_same_layout: whether the present layout wrote the checkpoint."""
+    """Restores the state of one rank from a checkpoint. is_same_layout: whether the checkpoint has this run's layout."""
 
     def __init__(self, state: RunState, saved: CheckpointReader, *, is_same_layout: bool) -> None:
         self.state = state
@@ -122,7 +122,7 @@ class RunRestorer:
                 yield f"{name!r} is {list(saved_shape)} in the checkpoint and {list(shape)} here"
 
     def base_mismatches(self) -> Iterator[str]:
-        """Yields the name of each frozen parameter of the base whose values are not those of the checkpoint's run."""
+        """Yields the name of each frozen base parameter whose values differ from those in the run that wrote the checkpoint."""
         for name, value in self.state.base.items():
             if self.saved.description.values.get(BASE + name) != value:
                 yield name
@@ -181,7 +181,7 @@ class RunRestorer:
             buffer.copy_(self._read_local(rank_name if has_rank_value else BUFFERS + name, Region(tuple(buffer.shape))))
 
     def _restore_optimizer(self) -> None:
-        """Restores the optimizer's states by its `load_state_dict`, which chooses their devices and dtypes."""
+        """Restores the optimizer states with `load_state_dict`, which chooses their devices and dtypes."""
         update = self.state.update
         stepped_by_id = {id(stepped.parameter): stepped for stepped in update.masters.optimizer_params}
         states = {key: self._read_state(stepped) for key, stepped in stepped_by_id.items()}

@@ -1,11 +1,11 @@
-"""A run, which `assemble` returns and the command line or your own program drives.
+"""Defines the run that `assemble` returns. The command line or your own program drives it.
 
 with assemble(plan, world) as run:
     run.train()                      # all steps of the plan
-    row = run.step(batch)            # or one step, on your own samples
-    loss = run.evaluate()            # held-out loss, or that of a batch
+    row = run.step(batch)            # one step on your own samples
+    loss = run.evaluate()            # the mean loss over the held-out samples
     outputs = run.predict(batch)     # the model's outputs for your own samples
-    run.load_weights(state)          # other weights, between two steps
+    run.load_weights(state)          # replaces the weights between two steps
     run.save_weights("weights")      # safetensors files
 """
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class Run(Loop, AbstractContextManager["Run"]):
     """One rank's part of a training run. All ranks must call the same methods in the same order, except `stop` and `close`.
 
-    parts: this rank's parts of the run. The attributes `world`, `topology`, `groups`, `layers`, `registry` and `store` are also
-    those of `parts`. memory: reports and moves the run's memory.
+    parts: this rank's parts of the run, whose `world`, `topology`, `groups`, `layers`, `registry` and `store` are also
+    attributes of the run. memory: reports the run's memory and moves it between device and host.
     """
 
     @property
@@ -62,14 +62,14 @@ class Run(Loop, AbstractContextManager["Run"]):
         returns the outcome.
 
         Raises RunError on all ranks: "checkpoint-folder" before the first step, "not-finite" for the loss or the gradient norm,
-        and "nothing-counts" for a batch of weight 0. A refused step changes no weight.
+        and "nothing-counts" for a batch whose loss weight is 0. A step that raises one of the last two changes no weight.
         """
         with self.device.on_stream():
             self._finish_pending()
             self.memory.require("a step", STEP_PARTS)
             self._checkpointer.probe()
             with self._track_outcome(), self._override_attribute("_is_training", True):
-                # All ranks must wait for late weights if any rank has a listener.
+                # If any rank has a listener, all ranks must wait for weights that are still in flight.
                 has_listeners = bool(self.listeners)
                 control = self.groups["control"]
                 self._has_listeners = self.parts.weights.can_arrive_late and any(
@@ -78,7 +78,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                 self._restart_timer()
                 with self.parts.weights.settle_on_error():
                     while self.num_steps_done < self.plan.run.steps and not (self.was_stopped or self.stopped_early):
-                        # Launched before the previous row is emitted, so that a CUDA device is not idle meanwhile.
+                        # The next step starts before the previous row is emitted, so that a CUDA device does not idle.
                         previous, self._pending_step = self._pending_step, self.launch(None)
                         if previous is not None:
                             self._emit(previous)
@@ -109,8 +109,9 @@ class Run(Loop, AbstractContextManager["Run"]):
 
         batch: this rank's samples on the host, i.e. the rows `run.rows` of the global batch: {field: tensor}, or a list of
         microbatches, whose sequence lengths may differ. By default the next samples of the plan. All ranks must pass the same
-        number of microbatches, which may differ from the plan's. return_outputs: whether to return (row, outputs), with the
-        model's outputs in this step's forward in the form of `predict`; the same on all ranks. join: as in `predict`.
+        number of microbatches, which may differ from the plan's. return_outputs: whether to return (row, outputs), where
+        `outputs` are the model's outputs in this step's forward, in the form that `predict` returns. All ranks must pass the
+        same value. join: as in `predict`.
 
         Raises the same errors as `train`, and RunError for a batch that does not match the declared fields.
         """
@@ -130,8 +131,8 @@ class Run(Loop, AbstractContextManager["Run"]):
     def evaluate(self, batch: GivenBatch | None = None) -> float:
         """Returns the mean loss over `batch`, which is the same on every rank. Does not change the run.
 
-        batch: this rank's samples, as in `step`; by default the plan's held-out samples. Raises RunError "not-finite" and
-        "nothing-counts" on all ranks, and UsageError "no-evaluation" without a batch and held-out samples.
+        batch: this rank's samples, as in `step`; by default the plan's held-out samples. Raises RunError "not-finite" or
+        "nothing-counts" on all ranks, and UsageError "no-evaluation" if there is neither a batch nor held-out samples.
         """
         self._finish_pending()
         if batch is None and self.held_out is None:
@@ -145,8 +146,8 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def evaluate_sets(self) -> Row:
-        """Returns the results of `[evaluation]` by their keys in a row (`held_out_loss`, `held_out/NAME/loss`); the same on
-        every rank. Does not change the run. Raises the same errors as `evaluate`, and RunError "metric-result".
+        """Returns the results of `[evaluation]`, keyed as in a row (`held_out_loss`, `held_out/NAME/loss`). They are the same
+        on every rank. Does not change the run. Raises the same errors as `evaluate`, and RunError "metric-result".
         """
         self._finish_pending()
         if not self.samples.evaluated:
@@ -163,7 +164,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         batch: as in `step`; fields that no layer reads, such as labels, may be missing. For {field: tensor} the result is one
         output, whose tensors are joined along the batch dim; for a list of microbatches it is a list. Tensors are on the run's
         device, without a graph. join: whether ranks that split sequences (`sp`) get the output of whole sequences instead of
-        their slice. Classes that ranks split are always joined.
+        their slice. Logits whose classes are split over ranks are always joined.
 
         Raises RunError "boundary-type" for an output that does not consist of tensors, "outputs-apart" for a tensor without the
         dim along which it would be joined, and StateError "memory-away".
@@ -181,8 +182,8 @@ class Run(Loop, AbstractContextManager["Run"]):
 
         All ranks must pass the same state; each copies its own part, including shards and master weights. A tied weight may
         have any of its names. Buffers in `state` are loaded too; optimizer states do not change, and averages of weights
-        start again. A mapping is checked before anything is written. Pairs are written one by one, so that only one tensor is
-        in memory. strict: whether missing or unknown names are an error; otherwise they are returned.
+        start again. A mapping is checked before anything is written. Pairs are checked and written one by one, so that only
+        one tensor is in memory. strict: whether missing or unknown names are an error; if not, the result lists them.
 
         Raises RunError on all ranks: "weights-mismatch", and "weights-differ" if ranks got different values.
         """
@@ -199,7 +200,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         """Saves the model's weights in `folder` as safetensors files, with the same names in every layout.
 
         All ranks must see the same `folder`, which is replaced when all files are complete. Several files get an index. A tied
-        weight is written once, by its name in the registry. Persistent buffers are those of the first replica. precision:
+        weight is written once, under its name in the registry. Persistent buffers are those of the first replica. precision:
         "working" for the dtype `precision.compute`, "full" for the master weights. max_file_bytes: the size limit of a file; a
         larger tensor has its own file.
 
@@ -219,7 +220,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     def check_weights_folder(self, folder: str | Path) -> None:
         """Raises RunError on all ranks if `save_weights` could not save in `folder`: "weights-unsaved" if it has other files,
-        "checkpoint-folder" if a rank that writes does not see it.
+        "checkpoint-folder" if one of the ranks that write files does not see it.
         """
         self._check_open()
         WeightSaver(self.parts, self.stepper.update.masters).check(Path(folder).absolute())
@@ -262,7 +263,7 @@ class Run(Loop, AbstractContextManager["Run"]):
             restored.notes.extend([note] if note else [])
             self.num_steps_done = restored.step
         for writer in self.writers:
-            if isinstance(writer, RewindableWriter):  # its rows of steps that will run again are dropped
+            if isinstance(writer, RewindableWriter):  # drops the rows of steps that will run again
                 writer.rewind(num_rows)
         return restored
 
@@ -274,13 +275,13 @@ class Run(Loop, AbstractContextManager["Run"]):
         return self.best.stop_reason
 
     def stop(self) -> None:
-        """Asks all ranks to stop after the step in progress. Safe in a signal handler; does nothing once the run is closed."""
+        """Asks all ranks to stop after the step in progress. Safe in a signal handler. Has no effect once the run is closed."""
         self._is_stop_requested = True
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:
-        """The stats of the run's parts on this rank (`protocols.Counts`, offload managers), by their names in the plan. If
-        several parts have one name, a number follows it.
+        """The statistics of the run's parts on this rank (`protocols.Counts` and offload managers), keyed by the part's name in
+        the plan. If several parts have the same name, the second key ends with " 2", and so on.
         """
         plan, parts = self.plan, components_with_objects(self.plan, self.stepper)
         stats = [(component.name, dict(part.counts())) for component, part in parts if isinstance(part, Counts)]
@@ -295,7 +296,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def close(self) -> None:
-        """Stops threads, closes files and removes hooks, even if some steps fail. The world stays open.
+        """Stops threads, closes files and removes hooks, even if one of these actions fails. The world stays open.
 
         Layers become ordinary modules again. Modules with sharded weights then raise RunError "sharded-weight-read"
         when called, and methods of the run raise "run-closed". A second call does nothing.
@@ -328,7 +329,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._outcome = "interrupted" if self.was_stopped else "finished"
 
     def _require_memory(self, label: str, parts: Sequence[Part]) -> None:
-        """Makes the device wait for transfers of `parts`, and also of weights and states if evaluations switch weights.
+        """Makes the device wait for transfers of `parts`; also of weights and optimizer states if evaluations switch weights.
 
         Raises StateError "memory-away".
         """

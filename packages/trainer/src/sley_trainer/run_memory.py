@@ -1,4 +1,4 @@
-"""`run.memory`: the memory of a run on one rank, and the methods that move it off the device and back."""
+"""Defines `run.memory`, which reports the memory of a run on one rank and moves it off the device and back."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ EVALUATION_PARTS: tuple[Part, ...] = ("weights", "buffers", "pools")
 LOAD_PARTS: tuple[Part, ...] = ("weights", "buffers", "masters")
 SAVE_PARTS: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": LOAD_PARTS}
 RESTORE_PARTS: tuple[Part, ...] = (*LOAD_PARTS, "optimizer_states", "handlers")
-"""The parts that must be on the device to step, evaluate, load weights, save weights and restore a checkpoint."""
+"""The parts that must be on the device to take a step, evaluate, load weights, save weights, or restore a checkpoint."""
 
 
 class Move:
-    """A transfer in progress. Methods of the run wait for it by themselves; `wait` is for other programs on the device."""
+    """A transfer in progress. The run's methods wait for it themselves; call `wait` before other code uses the memory."""
 
     def __init__(self, waits: Sequence[Callable[[], None]], offloaded_from: torch.device | None = None) -> None:
         self._waits = waits
@@ -66,7 +66,7 @@ class RunMemory:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """The bytes of device memory of each part; 0 if the part is offloaded. Optimizer states exist after the first step."""
+        """The bytes of device memory of each part; 0 for an offloaded part, and for optimizer states before the first step."""
         return {part: self.inventory.num_bytes(part) for part in PARTS}
 
     @property
@@ -78,9 +78,9 @@ class RunMemory:
     def offload(self, *parts: Part) -> Move:
         """Starts to move `parts`, or all that the plan's managers move, off the device. Skips offloaded parts.
 
-        Copies run in parallel with other work. Call `wait` of the result before another program uses the memory. Gradients are
-        freed, and lost. Raises RunError "step-running" within a step, StateError "step-failed" after a failed step or
-        evaluation of several ranks, and UsageError "no-part" for an unknown part, "no-offload" for a part that no manager
+        Copies run in parallel with other work. Call `wait` of the result before another program uses the memory. Offloaded
+        gradients are freed and lost. Raises RunError "step-running" within a step, StateError "step-failed" after a failed step
+        or evaluation of several ranks, and UsageError "no-part" for an unknown part, "no-offload" for a part that no manager
         moves.
         """
         self.wait_until_idle()
@@ -131,10 +131,10 @@ class RunMemory:
     def host(self, part: Part) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and value of each tensor of `part` on the host, without moving anything to the device.
 
-        Names, shapes and dtypes are those of the part, including the optimizer's scalars; of sharded weights, this rank's
-        shards. Values of offloaded tensors are views that are valid until the next offload and must not be written. Waits for
-        copies to the host. Raises UsageError "not-copied" for a part whose memory is freed without a copy, and StateError
-        "memory-away" if this rank's host has only a part of the copy.
+        Names, shapes and dtypes are those of the part, including the optimizer's scalars. Sharded weights yield
+        this rank's shards. Values of offloaded tensors are views that are valid until the next offload and must not be written.
+        Waits for copies to the host. Raises UsageError "not-copied" for a part whose memory is freed without a copy, and
+        StateError "memory-away" if this rank's host has only a part of the copy, and RunError "step-running" within a step.
         """
         self.wait_until_idle()
         if part not in COPIED:
@@ -151,8 +151,8 @@ class RunMemory:
         return ((name, value(tensor)) for name, tensor in self.inventory.all_tensors(part))
 
     def memory_lookup(self) -> Callable[[Tensor], Tensor]:
-        """Returns a function from a tensor of the run to its current memory: the tensor itself, or the host's copy while the
-        tensor is offloaded or in transfer.
+        """Returns a function that maps a tensor of the run to its current memory: the tensor itself, or the host's copy
+        while the tensor is offloaded or in transfer.
 
         Copies nothing, but waits for copies to the host. The function raises StateError "memory-away" if this rank's host has
         only a part of the copy.
@@ -164,7 +164,7 @@ class RunMemory:
         return {part: manager for manager in self.managers for part in manager.parts}
 
     def _copies(self) -> dict[int, Tensor]:
-        """Returns the host's copies of all storages that are offloaded or in transfer, by `storage_id`, uint8 [bytes]."""
+        """Returns the host's copies (uint8 [bytes]) of the storages that are offloaded or in transfer, by `storage_id`."""
         return {key: copy for part, manager in self._managers.items() for key, copy in manager.host(part).items()}
 
     def _select(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
@@ -195,7 +195,7 @@ GB = 10**9
 
 
 def count_moves(manager: OffloadManager) -> dict[str, float]:
-    """Returns the costs of the manager's transfers that are not 0, by `<part>_<cost>`."""
+    """Returns the nonzero costs of the manager's transfers, keyed by `<part>_<cost>`."""
     costs = {part: asdict(manager.moved(part)) for part in manager.parts}
     return {f"{part}_{name}": value for part, numbers in costs.items() for name, value in numbers.items() if value}
 
@@ -205,7 +205,7 @@ class OffloadMetrics:
     `parts` that has a copy on the host.
 
     offload/gb, offload/weights_gb, ...: the bytes copied in both directions, summed over ranks. offload/s, ...: the mean over
-    ranks of the seconds of copies whose end the host has seen. offload/gb_per_s, ...: the mean rate of these copies.
+    ranks of the seconds of the copies that the host has seen finish. offload/gb_per_s, ...: the mean rate of these copies.
     """
 
     def __init__(self, numbers: StepNumbers, num_ranks: int, managers: Sequence[OffloadManager], parts: Iterable[str]) -> None:

@@ -145,7 +145,7 @@ class RunState(TrainingState):
         masters = {stepped.param: stepped for stepped in self.update.masters.stepped}
         for param in self.parts.registry:
             if param.name in self.base:
-                continue  # a run that resumes reads or draws it again
+                continue  # a resumed run reads it again or draws it again
             if param in masters:
                 yield WEIGHTS + param.name, region_of(param, masters[param].elements), masters[param].parameter
             elif self.parts.store.elements(param) is None or 0 in param.shape:  # not split, or empty
@@ -170,7 +170,7 @@ class RunState(TrainingState):
 
     @property
     def base(self) -> Mapping[str, int]:
-        """The checksums of the frozen parameters of a model with adapters, by name; a checkpoint has nothing else of them."""
+        """The checksums of the frozen parameters of a model with adapters, by name; a checkpoint stores only these of them."""
         return self.parts.registry.base
 
     def _optimizer_states(self) -> list[tuple[Stepped, Any]]:
@@ -323,7 +323,7 @@ class RunState(TrainingState):
         self._feed.close()
         try:
             return self._feed.describe_change(decode_value(state))
-        except Exception as error:  # the other ranks wait for the result
+        except Exception as error:  # any error is reported, since the other ranks wait for the result
             return f"the data cannot be read: {format_cause(error)}"
 
 
@@ -338,18 +338,18 @@ def build_checkpointer(state: RunState) -> Checkpointer:
 
 
 class NoCheckpointer(Checkpointer):
-    """The checkpointer of a plan without `[checkpoint]`: uses the default checkpointer, only when a program asks for it."""
+    """The checkpointer of a plan without `[checkpoint]`: loads the default checkpointer when a program first saves or loads."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._default: Checkpointer | None = None
 
     def save(self, path: str | Path | None, step: int) -> str:
-        """Saves by the default checkpointer. Raises PluginError "plugin-missing" if it is not installed."""
+        """Saves with the default checkpointer. Raises PluginError "plugin-missing" if it is not installed."""
         return self._load_default().save(path, step)
 
     def load(self, path: str | Path, *, allow_fresh_start: bool) -> RestoreResult | None:
-        """Loads by the default checkpointer. If it is not installed and the run has saved no checkpoint, "auto" returns
+        """Loads with the default checkpointer. If it is not installed and the run has saved no checkpoint, "auto" returns
         None.
         """
         try:

@@ -1,4 +1,4 @@
-"""Sums loss and loss weight by source of the samples, for datasets that have `sources`; costs nothing for others.
+"""Sums loss and loss weight for each source of samples, if the dataset has `sources`. Other runs do not import it.
 
     a microbatch of one source     its loss is the source's loss
     a microbatch of several        `loss` is called again for the samples of each, without gradients: training does not change
@@ -41,7 +41,7 @@ def split_by_source(
 
 
 class SourceSums:
-    """Sums losses and loss weights by source in one step on this rank.
+    """Sums the losses and loss weights of each source in one step on this rank.
 
     names: the names of the sources. fields: the declared batch fields. weighs: whether this rank computes a loss that counts.
     weighs_whole: whether the loss is that of full sequences.
@@ -101,7 +101,7 @@ class SourceSums:
         return self._losses[source, micro_batch] if self._reduction.fixed_order else self._losses[source]
 
     def _mask_labels(self, name: str, labels: Tensor, rows: Tensor) -> Tensor:
-        """Returns `labels` with the labels of other rows ignored."""
+        """Returns `labels` with the ignored index in all rows except `rows`."""
         shape = [1] * labels.ndim
         shape[self._fields[name].batch_dim] = len(rows)
         return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORE_INDEX)

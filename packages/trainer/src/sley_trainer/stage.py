@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 ActionGenerator = Callable[[int], Sequence[Sequence[Action]]]
-"""Returns every stage's compute actions for a given number of microbatches."""
+"""A function that takes the number of microbatches and returns every stage's compute actions."""
 
 
 class ActionLists:
@@ -57,7 +57,7 @@ class ActionLists:
         return any(isinstance(s, Action) and s.kind is Kind.WEIGHT_GRADIENT for s in self.training(micros))
 
     def training(self, micros: int) -> Lowered:
-        """Returns this stage's lowered list of a training step."""
+        """Returns this stage's lowered list for a training step of `micros` microbatches."""
         return self.lower_all_stages(micros)[self.stage]
 
     def _evaluation(self, micros: int) -> Lowered:
@@ -80,7 +80,7 @@ class Stage:
 
     @cached_property
     def chunks(self) -> list[Sequence[Layer]]:
-        """Returns this stage's layers per model chunk."""
+        """Returns the layers of each of this stage's model chunks."""
         placement, stage = self.action_lists.placement, self.action_lists.stage
         return [self.layers_by_position[placement.position(stage, chunk)][1] for chunk in range(placement.chunks)]
 
@@ -91,7 +91,7 @@ class Stage:
 
     @property
     def ties(self) -> list[tuple[int, ...]]:
-        """Returns the stages of each tied parameter; equal sets of stages once."""
+        """Returns the stages of each tied parameter, without duplicates."""
         return ties(self.layers_by_position)
 
 
@@ -139,14 +139,16 @@ def count_layer_parameters(model: Model) -> list[float]:
 
 
 def needs_timed_costs(plan: Plan) -> bool:
-    """Returns whether the plan's partition needs the layers' seconds and the plan does not have them yet."""
+    """Returns whether the plan's partition needs the seconds of each layer and the plan does not have them yet."""
     if plan.partition is None or not isinstance(plan.partition.record, PartitionerRecord):
         return False
     return plan.partition.record.timer is not None and plan.partition.config.layer_costs is None
 
 
 def time_layers(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns the seconds of each layer by the partitioner's timer, equal on every rank; blocks. draft: the model on meta."""
+    """Times each layer with the partitioner's timer; returns the seconds, which are equal on every rank. All ranks must call it
+    together. draft: a function that builds the model on meta.
+    """
     record = plan.partition.record if plan.partition else None
     assert isinstance(record, PartitionerRecord), record
     seconds: list[float] = record.load(record.timer)(plan, world, draft, dtype)

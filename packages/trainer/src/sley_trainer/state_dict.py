@@ -1,4 +1,4 @@
-"""Saves and loads a run's weights by names that no layout changes.
+"""Saves and loads a run's weights under names that are the same in every layout.
 
 Weights are saved as safetensors files; each stage writes its own:
 
@@ -12,9 +12,9 @@ Full tensors are loaded on every rank, which copies its own part. Every rank kno
 distinguish a misspelt name from a name of another stage. Ranks exchange their faults and a checksum of each value, since
 replicas that load different values would stay different.
 
-The extra state of modules (`get_extra_state`) has torch's name in files of weights and in checkpoints. torch's state dict holds
-any object there; files hold tensors. So it is written as text, uint8 [bytes], and must be plain data: None, numbers, strings,
-bytes, tensors, and lists, tuples and dicts of them.
+The extra state of modules (`get_extra_state`) has torch's name in files of weights and in checkpoints. In torch's state
+dict it can be any object, but files hold only tensors. So it is written as text (uint8 [bytes]) and must be plain data: None,
+numbers, strings, bytes, tensors, and lists, tuples and dicts of them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def extra_state(name: str, module: nn.Module) -> Tensor:
 
 
 def check_extra_states(layers: Iterable[Layer]) -> None:
-    """Raises RunError `extra-state` for modules whose extra state cannot be saved; skips states made in the first use."""
+    """Raises RunError `extra-state` for modules whose extra state cannot be saved; skips states created on first use."""
     for name, module in modules_with_extra_state(layers):
         with suppress(AttributeError):
             extra_state(name, module)
@@ -95,7 +95,7 @@ Precision = Literal["working", "full"]
 """working: the weights in the dtype of the forward. full: the weights that the optimizer updates, in fp32 or wider."""
 
 _INTEGER_DTYPES = {4: torch.int32, 8: torch.int64}
-"""The integer dtype by bytes per element: adding zeros to its values keeps every bit."""
+"""The integer dtype by bytes per element. Weights are summed as integers, since adding 0 to an integer keeps every bit."""
 
 
 class _SavedTensor(NamedTuple):
@@ -121,7 +121,7 @@ class WeightSaver:
 
     def check(self, folder: Path) -> None:
         """Raises the same RunError on all ranks: "weights-unsaved" if `folder` has other files, "checkpoint-folder" if a
-        writing rank cannot see the folder that contains it. Every rank calls it. A single writer is not tested.
+        writing rank cannot see its parent folder. Every rank must call it. Visibility is not tested if only one rank writes.
         """
         failure = _describe_failure(partial(check_replaceable, folder), folder) if self._parts.world.rank == 0 else ""
         self._exchange_files([], failure, folder, {})
@@ -133,7 +133,7 @@ class WeightSaver:
         self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None], metadata: Mapping[str, str]
     ) -> None:
         """Saves the weights as `Run.save_weights` describes. Every rank calls it. Ranks exchange failures over `control` after
-        each part, so that all ranks raise and none waits. require: raises if memory that is read here is offloaded. metadata:
+        each part, so that all ranks raise and none hangs. require: raises if memory that is read here is offloaded. metadata:
         the files' metadata; only those of rank 0 count.
         """
         Agreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
@@ -166,7 +166,7 @@ class WeightSaver:
         """Exchanges this rank's files and failure; returns name, rank and tensors of every rank's files, and the metadata of
         rank 0. If any rank failed, discards the unfinished folder and raises RunError "weights-unsaved" on all ranks.
         """
-        # Over all ranks: each of them reaches this three times, even after a failure.
+        # All ranks join this exchange: each of them gets here three times, even after a failure.
         messages = self._control.gather_objects([failure, files, dict(metadata)], label="the files to save")
         failures = [
             f"rank {rank}: {failure_of_rank}"
@@ -190,11 +190,11 @@ class WeightSaver:
         return named, messages[0][2]
 
     def _list_sources(self, precision: Precision) -> Iterator[_SavedTensor]:
-        """Yields the tensors that this rank's stage writes, in the order of the registry, equal on all ranks of the stage."""
+        """Yields the tensors that this rank's stage writes, in the registry's order, which is the same on all its ranks."""
         stage = self._parts.groups["pp"].coord
         master_dtype = self._masters.dtype if precision == "full" else None
         for param in self._parts.registry:
-            if param.stages[0] == stage:  # of a tie, the first stage
+            if param.stages[0] == stage:  # the first of its stages writes a tied weight
                 yield _SavedTensor(Spec.from_dtype(param.name, master_dtype or param.parameter.dtype, param.shape), param, None)
         for layer in self._parts.layers:
             buffers = [
@@ -216,7 +216,7 @@ class WeightSaver:
         folder: Path,
         metadata: Mapping[str, str],
     ) -> str:
-        """Writes this rank's files, and returns the failure or "". A failed rank still takes part in every exchange."""
+        """Writes this rank's files, and returns the failure or "". A failed rank still joins every exchange."""
         files: dict[str, list[Spec]] = {}
         for source in sources if self._writes else ():
             files.setdefault(file_of_tensor[source.spec.name], []).append(source.spec)
@@ -283,7 +283,9 @@ class LoadedWeights(NamedTuple):
 
 
 class ModelNames(NamedTuple):
-    """The names of a full model. parameters: the registry's name by parameter name. buffers: buffers and extra states."""
+    """The names of a full model. parameters: maps each name of a parameter to its name in the registry. buffers: the names of
+    buffers and extra states.
+    """
 
     parameters: Mapping[str, str]
     buffers: set[str]
@@ -364,7 +366,7 @@ class _WeightLoader:
         missing = [name for name in self.params if name not in self.received_names]
         if strict:
             self.faults += [f"{name!r} is missing" for name in missing] + [f"{name!r} is unknown" for name in self.unknown]
-        # over all ranks: each of them reaches this, even with faults
+        # all ranks join this exchange, even those with faults
         report = [self.faults, missing, self.unknown, self.sums]
         *lists, sums_of_ranks = zip(*control.gather_objects(report, label="the reports on loaded weights"), strict=True)
         faults, missing, unknown = (list(dict.fromkeys(chain.from_iterable(lists_of_ranks))) for lists_of_ranks in lists)

@@ -1,4 +1,4 @@
-"""One optimizer step, from this rank's samples to updated weights.
+"""Runs one optimizer step, from this rank's samples to updated weights.
 
 begin ──> forward and backward actions ──> handlers finish ──> norm, clip, optimizer ──> weights_updated
                gradients become ready ^
@@ -93,7 +93,7 @@ class Stepper:
                 event()
             if (skips := self.update.skips) is not None:
                 skips.settle()
-            # All ranks know the global weight, so one of them adds it.
+            # All ranks know the global weight, so only one of them adds it.
             totals = self.update.step(step, loss, self.agreement.weight if self.groups["all"].coord == 0 else 0.0, votes)
             totals.fetch()
             self.state.was_taken = self.update.was_taken
@@ -140,7 +140,7 @@ class Stepper:
         return self.executor.run(steps, self.state, ListRun(batch.micros, self.store, weight, outputs))
 
     def _global_weight(self) -> float:
-        """Waits for the sum of all ranks' loss weights, which is part of the agreement's exchange, and returns it."""
+        """Waits for the sum of all ranks' loss weights, which the agreement exchanges, and returns it."""
         self.agreement.check()
         return self.agreement.weight
 
@@ -162,7 +162,7 @@ class Stepper:
             sums = [losses, *(tally.sums_by_batch(name, index) for name in names for index in (0, 1))]
             difference = torch.tensor([exchange_difference(self.groups.values())], dtype=torch.float64)
             totals = torch.cat([self.device.move(difference), *map(self.store.reduction.loss_terms, sums)])
-            # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
+            # All ranks evaluate after the same steps and on the same number of batches; stages without the loss add nothing.
             self.groups["all"].all_reduce(totals, label="the mean loss").wait()
             totals = totals.cpu()
             ranks_differ = bool(totals[0])
@@ -205,12 +205,12 @@ class Stepper:
                 step_progress.begin_entry(EVALUATION)
                 yield state
         finally:
-            # Each module gets its own former mode: a program may keep some in evaluation mode.
+            # Restore the mode of each module: a program may keep some modules in evaluation mode.
             for module, was_training in zip(all_modules, training, strict=True):
                 module.training = was_training
 
     def _begin_forward(self, label: str, index: int, batch: StepBatch, state: StepState) -> Lowered:
-        """Begins the forward of the batch number `index`, and returns its list of actions."""
+        """Begins the forward of batch `index`, and returns its list of actions."""
         # All ranks evaluate equal models, and stages and slices have the same samples.
         self.agreement.begin(label, batch).check()
         steps = self.lists.evaluation(batch.num_micros)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 MEMORY_EVERY_S = 0.5
-"""The seconds between two readings of the memory."""
+"""The minimum number of seconds between two readings of the peak memory."""
 
 DOCUMENTS = "cu_seqlens"
-"""The batch field with the boundaries of packed documents."""
+"""The name of the batch field with the boundaries of packed documents."""
 
 
 class ModelFlops(NamedTuple):
@@ -100,7 +100,7 @@ class Meter:
 
     def count(self, batch: Mapping[str, Tensor]) -> BatchCounts:
         """Counts the samples, tokens and positions of `batch`, which has whole sequences on the host. Tokens with ignored
-        labels count, because they are computed.
+        labels count as tokens, because the model computes them too.
         """
         name, field = next(iter(self._info.fields.items()))
         samples = batch[name].shape[field.batch_dim]
@@ -128,9 +128,10 @@ class Meter:
         """Returns `tokens`, `trained_tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, `tflops` and `mfu`; or
         `samples` and `samples_per_s` for data without tokens.
 
-        counts: the counts of the step over all ranks. seconds: the duration of the step. data_wait_s: the time that this rank
-        waited for data. The result has `trained_tokens` only if every token has a label. `memory_mb` is this rank's peak in
-        MiB, `tflops` is the speed per device in 10^12 FLOP/s, and `mfu` is the fraction of the peak, if the peak is known.
+        counts: the counts of the step over all ranks. seconds: the duration of the step. data_wait_s: the seconds that this
+        rank waited for data. `trained_tokens` is left out if it is 0 or unknown. `memory_mb` is this rank's peak in MiB.
+        `tflops` is the speed per device in 10^12 FLOP/s, left out if the FLOPs are unknown. `mfu` is the fraction of the
+        devices' peak, left out if either is unknown.
         """
         count = int(counts.samples if self._tokens is None else counts.tokens)
         row: dict[str, float | int] = {self.unit: count}
@@ -154,7 +155,7 @@ class Meter:
 
 
 Peaks = dict[str, float]
-"""Dense FLOP/s by dtype, in units of 1e12. `tf32` is fp32 on tensor cores; fp64 is also that of tensor cores."""
+"""Dense TFLOP/s by dtype. `tf32` means fp32 on tensor cores. The fp64 value is also that of tensor cores."""
 
 PEAKS: tuple[tuple[str, Peaks], ...] = (
     (r"\bA100\b", {"fp64": 19.5, "fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}),
@@ -203,9 +204,9 @@ def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None =
 
     A matrix is a `weight` or `in_proj_weight` with two or more dims that a module other than an embedding owns: in linears,
     convolutions of stride 1, and a tied head. The matrices of a module with `active_share`, the share of its
-    experts that a token uses, count by this share.
+    experts that a token uses, are multiplied by this share.
 
-    full_numels: the full numbers of elements of sharded parameters, by id.
+    full_numels: the number of elements of the full parameter, keyed by the id of a sharded parameter.
     """
     matrices = attention = 0.0
     is_flat, has_backward, in_documents = True, False, False

@@ -1,11 +1,11 @@
-"""Ends a step after all gradients are reduced: unscales and votes, computes the norm, clips, and runs the optimizer.
+"""Ends a step after all gradients are reduced: unscales them, exchanges votes, clips by the norm, and runs the optimizer.
 
 The norm counts every gradient once: a gradient on `copies` ranks adds 1/copies on each of them, so one sum over all ranks is
 the norm of the full model in every layout. On CUDA nothing here waits for the device, with two exceptions: fp16, whose scale
 depends on overflows, and optimizers that cannot skip a step on the device. There the host must know whether a step is taken.
 
-If the loss or the norm is not finite, or the batch has weight 0, no rank updates: weights, masters and optimizer states stay as
-they were, and the code that reads the totals raises, or counts a skipped step (`Skips`).
+If the loss or the norm is not finite, or the loss weight of the batch is 0, no rank updates: weights, masters and optimizer
+states do not change, and the code that reads the totals raises, or counts a skipped step (`Skips`).
 
 The average of a weight (`[averaging]`) is elementwise, so each rank averages only the elements that its optimizer updates,
 without communication, and averages have the same bits in every layout in which the weights have the same bits. Evaluations and
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
     from sley_trainer.source_losses import SourceSums
 
 CLIP_EPSILON = 1e-6
-"""The same as in torch.nn.utils.clip_grad_norm_."""
+"""The number added to the norm before the division, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
 @dataclass(eq=False)
 class Update:
-    """Runs `optimizer`, which was built over `masters`, with the gradients of the store of `parts`.
+    """Runs `optimizer`, which holds the parameters of `masters`, with the gradients in `parts.store`.
 
     config: the plan's [optimizer] table. parameter_groups: returns torch.optim's groups for parameters that are unfrozen later.
     factor: returns the learning rate's factor at a step. traits: the optimizer's behaviour. averages: the averages of the
@@ -157,8 +157,8 @@ class Update:
 
     @contextmanager
     def use_evaluation_weights(self) -> Iterator[None]:
-        """Sets weights and masters to the averages, or to the values of the optimizer's evaluation mode, if there are any, and
-        restores their bits after the block. All ranks call it between two steps, with all memory on the device.
+        """Sets weights and masters to the averages, or to the values of the optimizer's evaluation mode, if the run has either;
+        restores them bit for bit after the block. All ranks call it between two steps, with all memory on the device.
         """
         if not self.switches_weights:
             yield
@@ -173,7 +173,7 @@ class Update:
             self._publish_weights()
 
     def _switch_mode(self) -> Callable[[], None]:
-        """Switches the optimizer to its evaluation mode. Returns a function that restores the mode and the bits of masters."""
+        """Switches the optimizer to its evaluation mode. Returns a function that restores the mode and the masters."""
         optimizer: Any = self.optimizer
         before = [stepped.parameter.detach().clone() for stepped in self.masters.stepped]
         self.masters.gather_owned_params()
@@ -231,7 +231,7 @@ class Update:
         numbers = [self.numbers.local_shares(self.device.torch_device)] if self.numbers.names else []
         numbers += [] if self.sources is None else [self.sources.terms()]
         host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
-        # One message for everything: on a small model the latency of a second one would be noticeable in every step.
+        # One message carries everything: on a small model the latency of a second one would slow every step noticeably.
         summed = torch.cat([terms, self.device.move(host), *numbers])
         # All ranks of the world; every rank ends every step here, after its own reductions.
         self.groups["all"].all_reduce(summed, label="loss and gradient norm").wait()
@@ -244,13 +244,13 @@ class Update:
         """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float, or a tensor on the device."""
         if isinstance(norm, Tensor):
             # If the norm is NaN, no rank steps. Factor 1 then keeps the gradients, so that the error can name the bad gradient.
-            # `full_like / norm` divides as the host does; `number / tensor` multiplies by the reciprocal: other last bits.
+            # `full_like / norm` divides as the host does; `number / tensor` multiplies by the reciprocal, with other last bits.
             factor = torch.clamp(torch.full_like(norm, clip_norm) / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
         elif norm + CLIP_EPSILON > clip_norm:
             factor = torch.full((), clip_norm / (norm + CLIP_EPSILON), dtype=torch.float64, device=self.device.torch_device)
         else:
             return
-        for group in gradients:  # at least fp32: a factor of bf16 would have 8 bits
+        for group in gradients:  # the factor is at least fp32: in bf16 it would have 8 significant bits
             torch._foreach_mul_(group.tensors, factor.to(torch.promote_types(group.tensors[0].dtype, torch.float32)))
 
 
@@ -262,9 +262,9 @@ AVERAGE = "average"
 class Averages:
     """Holds the average of each tensor that this rank's optimizer updates, in the same dtype.
 
-    rule: returns the weight of the updated weights in their average, as `records.AveragingRecord` describes. name: the name of
+    rule: returns the share of the updated weights in their average, as `records.AveragingRecord` describes. name: the name of
     the rule in the plan. first_update: the index of the last update after which the averages were equal to the weights; None
-    if there are no averages yet. tensors: the averages by updated tensor; they exist after the first update.
+    if there are no averages yet. tensors: the averages, keyed by the updated tensor; they exist after the first update.
     """
 
     rule: Callable[[int, int], float]
@@ -273,7 +273,7 @@ class Averages:
     tensors: dict[nn.Parameter, Tensor] = field(default_factory=dict, init=False)
 
     def add(self, stepped: Sequence[Stepped]) -> None:
-        """Adds averages of tensors that are new to the optimizer, equal to the present values."""
+        """Adds averages for tensors that are new to the optimizer. They start at the current values."""
         for entry in stepped:
             if entry.parameter not in self.tensors:
                 self.tensors[entry.parameter] = entry.parameter.detach().clone()
@@ -282,7 +282,7 @@ class Averages:
         """Adds the updated values of `stepped` to their averages.
 
         step: the number of the step, from 0. index: the number of updates before this one. allowed: a bool on the device; if
-        it is false, the step has changed nothing and changes no average. Raises RunError `averaging-weight`.
+        it is false, the step has changed no weight, and averages stay as they are. Raises RunError `averaging-weight`.
         """
         weight = 1.0
         if self.first_update is not None and index > self.first_update:
@@ -328,7 +328,7 @@ def _average(averages: list[Tensor], values: list[Tensor], weight: float, allowe
     elif averages[0].device.type != "cpu":
         torch._foreach_lerp_(averages, values, weight)
     else:
-        # Not `lerp`, whose CPU kernel rounds the last elements of a tensor differently: a shard ends elsewhere.
+        # The CPU kernel of `lerp` rounds the last elements of a tensor differently, so shards would get other bits.
         for average, value in zip(averages, values, strict=True):
             average.add_((value - average).mul_(weight))
 
@@ -352,8 +352,8 @@ class ParamState(NamedTuple):
 
 
 def states_of(update: Update) -> Iterator[ParamState]:
-    """Yields this rank's master weights, optimizer states and averages, as live tensors. The last two exist after the first
-    step.
+    """Yields this rank's master weights, optimizer states and averages, as live tensors. Optimizer states and
+    averages exist after the first step.
     """
     for stepped in update.masters.stepped:
         if stepped.master is not None:
@@ -366,7 +366,7 @@ def states_of(update: Update) -> Iterator[ParamState]:
 
 
 def optimizer_states(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and tensor of each optimizer state of one parameter, also nested, after its first step."""
+    """Yields the name and tensor of each optimizer state of one parameter, including nested ones; none before the first step."""
     return named_tensors(update.optimizer.state.get(stepped.parameter, {}))
 
 
@@ -387,7 +387,7 @@ def step_buckets(
     calls leave different values, and `optimizer-groups` if a call changes the number of groups.
     """
     all_params = [group["params"] for group in optimizer.param_groups]
-    before = deepcopy(shared_values(optimizer))  # at once, since locations may share a tensor
+    before = deepcopy(shared_values(optimizer))  # copied in one call, since several entries may share a tensor
     after: Shared = {}
     try:
         with closing(buckets(stepped)) as order:  # type: ignore[type-var]  # a generator
