@@ -171,7 +171,7 @@ def make_parts(
     announced: Callable[[int, int], Description] | None = None,
     head: HeadChunks | None = None,
 ) -> Parts:
-    """Builds the parts to which plugins are attached. The gradient store has no buffers if no other rank has the same weights."""
+    """Builds the parts to which plugins are attached. The gradient store has no buffers if no rank shares its weights."""
     planner = plan_without_buffers if groups["stage"].size == 1 else group_by_reduce_group
     reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
     gradients = DTYPES[plan.precision.gradients]

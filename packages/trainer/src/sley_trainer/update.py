@@ -366,7 +366,7 @@ def states_of(update: Update) -> Iterator[ParamState]:
 
 
 def optimizer_states(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and tensor of each optimizer state of one parameter, including nested ones; none before the first step."""
+    """Yields the name and tensor of each optimizer state of one parameter, including nested ones; none before step 1."""
     return named_tensors(update.optimizer.state.get(stepped.parameter, {}))
 
 
