@@ -1,8 +1,8 @@
-"""Tries an optimizer of the user's own code on two small parameters before training, which takes milliseconds.
+"""Tries a user's optimizer on two small parameters before training. This takes milliseconds.
 
 An optimizer may keep tensors that no checkpoint saves, or wrap an optimizer that ignores the learning rate. A run would then
-silently give wrong results. The probe compares small trials: with both parameters at once and one by one, with full parameters
-and with parts, without a stop and resumed from a checkpoint, which shows every state outside `self.state[parameter]`.
+silently give wrong results. The probe compares small trials: both parameters at once or one by one, full parameters or parts of
+them, without a stop or resumed from a checkpoint. The last comparison reveals states outside `self.state[parameter]`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Shape = tuple[int, ...]
 
 NUM_STEPS = 7
-"""Rectified optimizers change no weight in their first five steps."""
+"""The number of steps of a trial: more than five, since rectified optimizers change no weight in their first five steps."""
 
 RESUME_STEP = 3
-"""The number of steps before the checkpoint."""
+"""The number of steps that a trial takes before its checkpoint."""
 
 HINT = "keep tensors in `self.state[parameter]`, and numbers in attributes; a checkpoint contains nothing else"
 
@@ -55,8 +55,8 @@ class OptimizerFault(NamedTuple):
 
 
 class ToyParameters(NamedTuple):
-    """Describes the parameters of a trial. options: the options of each parameter's group. ndims: the dims of each
-    parameter.
+    """Describes the parameters of a trial. options: the options of each parameter's group. ndims: the number of
+    dims of each parameter.
     """
 
     options: Sequence[dict[str, Any]]
@@ -84,7 +84,8 @@ class Trial:
     def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> Trial:
         """Takes `steps` and returns this trial. Every trial gets the same gradients and random numbers.
 
-        factor: step n has the learning rate factor ** (n + 1). one_by_one: whether to step each parameter separately.
+        factor: step n, from 0, multiplies the learning rate by factor ** (n + 1). one_by_one: whether to step each parameter
+        separately.
         """
         for step in steps:
             self._step(step, factor ** (step + 1), one_by_one=one_by_one)
@@ -137,7 +138,7 @@ def probe_optimizer(
     """Returns the traits of the plan's optimizer.
 
     factor: returns the factor of the learning rate at a step. dtype, device: those of the parameters that the optimizer steps.
-    Raises PlanError "optimizer-unfit", the same on every rank, if a run could not step the optimizer correctly.
+    Raises PlanError "optimizer-unfit" on every rank if a run could not step the optimizer correctly.
     """
     ndims = {param.ndim for layer in model.layers for param in layer.module.parameters() if param.requires_grad}
     lr_changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))
@@ -165,9 +166,10 @@ def probe_optimizer(
 def try_optimizer(
     plan: Plan, ndims: Collection[int], dtype: torch.dtype, device: torch.device, *, lr_changes: bool = True
 ) -> tuple[Traits, list[OptimizerFault]]:
-    """Returns the traits and faults of the plan's optimizer. Does not change the states of generators.
+    """Returns the traits and faults of the plan's optimizer. Does not change the states of random generators.
 
-    ndims: the numbers of dims of the model's parameters; the two small parameters have the largest and the smallest.
+    ndims: the numbers of dims of the model's parameters; the two small parameters have the largest and the
+    smallest of them.
     lr_changes: whether the learning rate changes during the run.
     """
     config: Any = plan.optimizer.config
@@ -191,7 +193,7 @@ def try_optimizer(
         end = first.values()
 
         def is_same(trial: Trial) -> bool:
-            """Returns whether the trial has the values of the first trial, except for rounding."""
+            """Returns whether the trial ends with the values of the first trial, up to rounding."""
             for initial, expected, value in zip(start, end, trial.values(), strict=True):
                 if not expected.numel():
                     continue

@@ -71,7 +71,7 @@ def encode_state(value: Any, parameter: str, name: str) -> Any:
 
 
 def name_leaves(state: Any) -> Any:
-    """Returns nested dicts, lists and tuples like `state`, with the name of each leaf in its place, such as `momenta.0`.
+    """Returns a copy of the nested dicts, lists and tuples of `state`, with a name for each leaf, such as `momenta.0`.
 
     Raises RunError `optimizer-state` for a key that is not a string or contains a slash.
     """
@@ -128,8 +128,8 @@ class RunRestorer:
                 yield name
 
     def restore(self) -> None:
-        """Restores weights, master weights, averages, buffers, optimizer states, and states of plugins and modules. Must not
-        communicate.
+        """Restores weights, master weights, averages, buffers, optimizer states, and states of plugins and modules, without
+        communication.
         """
         self._restore_weights()
         self._restore_averages()
@@ -206,8 +206,8 @@ class RunRestorer:
                 self.notes.append(f"the state of {path} is reset, because the checkpoint has a different layout")
 
     def _restore_extra_states(self) -> None:
-        """Restores extra states of modules: this rank's states if the layout is the same, else those of one rank, with a
-        note.
+        """Restores extra states of modules: this rank's states if the layout is the same, else those of one rank, and
+        adds a note. Raises RunError "checkpoint-mismatch" if the checkpoint lacks one.
         """
         saved_names = extra_state_names(self.saved)
         if saved_names and not self.is_same_layout:
@@ -242,7 +242,7 @@ class RunRestorer:
     def _read_local(self, name: str, region: Region, like: Tensor | None = None) -> Tensor:
         """Reads this rank's part of a tensor, on the host, in the file's dtype, padded with zeros.
 
-        like: a tensor whose strides the result has; fused optimizers process a parameter and its states in memory order.
+        like: a tensor whose strides the result gets, since fused optimizers process a parameter and its states in memory order.
         """
         dtype = BY_NAME[self.saved.kind(name).dtype]
         if like is None:

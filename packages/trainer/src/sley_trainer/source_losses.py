@@ -1,10 +1,10 @@
 """Sums loss and loss weight for each source of samples, if the dataset has `sources`. Other runs do not import it.
 
     a microbatch of one source     its loss is the source's loss
-    a microbatch of several        `loss` is called again for the samples of each, without gradients: training does not change
+    a microbatch of several        `loss` is called again for the samples of each source, without gradients
 
-The sums are added over ranks in the message of a step's totals, and in the order of the run's sums: with canonical ones they
-have the same bits in every layout.
+The message of a step's totals sums them over ranks, in the order of the run's other sums: with canonical sums the results have
+the same bits in every layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 def split_by_source(
     batch: Mapping[str, Tensor], fields: Mapping[str, Field], names: Sequence[str]
 ) -> Iterator[tuple[int, Batch]]:
-    """Yields each source in `batch`, which is on the host, with its samples. Raises RunError "data-source"."""
+    """Yields (source, its samples) for each source in `batch`, which is on the host. Raises RunError "data-source" for an
+    unknown source.
+    """
     sources = batch[SOURCE]
     for source in sorted(set(sources.tolist())):
         if not 0 <= source < len(names):
@@ -43,8 +45,8 @@ def split_by_source(
 class SourceSums:
     """Sums the losses and loss weights of each source in one step on this rank.
 
-    names: the names of the sources. fields: the declared batch fields. weighs: whether this rank computes a loss that counts.
-    weighs_whole: whether the loss is that of full sequences.
+    names: the names of the sources. fields: the declared batch fields. weighs: whether this rank counts loss weights.
+    weighs_whole: whether it counts the weights of full sequences.
     """
 
     def __init__(
@@ -72,10 +74,10 @@ class SourceSums:
 
     @torch.no_grad()
     def add(self, micro: int, output: Any, batch: Mapping[str, Tensor], sources: Tensor, loss: Tensor) -> None:
-        """Adds the loss of a microbatch. With `SplitLogits` it is a collective of the ranks that share the logits.
+        """Adds the loss of a microbatch. If `output` is `SplitLogits`, the ranks that share the logits must all call it.
 
         output: the model's output. batch: the fields that the loss reads, on the device. sources: the sources of the samples,
-        on the host. loss: the loss of all samples.
+        on the host. loss: the loss of the whole microbatch.
         """
         is_split = not isinstance(output, Tensor) and isinstance(output, SplitLogits)
         is_collective = is_split and getattr(output, "is_collective", True)
@@ -83,12 +85,12 @@ class SourceSums:
         if len(sources_of_batch) == 1 and not is_collective:
             self._loss_slot(sources_of_batch[0], micro).add_(loss.detach())
             return
-        loss_copy = copy(self._loss)  # it may count its calls
+        loss_copy = copy(self._loss)  # a copy, since a loss may count its calls
         devices = [self._device.torch_device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             for source in range(len(self.names)) if is_collective else sources_of_batch:
                 rows = sources == source
-                if is_split:  # if it is a collective, all ranks make the same calls, whatever sources they have
+                if is_split:  # in a collective, all ranks must make the same calls, whatever sources they have
                     loss_inputs = (
                         output,
                         {name: self._mask_labels(name, batch[name], rows) for name in getattr(loss_copy, "fields", batch)},
@@ -124,14 +126,15 @@ class SourceSums:
         return unflatten([tensor.index_select(dim, indices) for tensor in tensors], structure), fields
 
     def terms(self) -> Tensor:
-        """Returns the terms to sum over all ranks: float64 [n] on the device."""
+        """Returns the terms to sum over all ranks, float64 [terms] on the device: those of the weights, then of the losses."""
         terms = [term for weights in self._weights for term in self._reduction.weight_terms(weights)]
         on_device = self._device.move(torch.tensor(terms, dtype=torch.float64))
         return torch.cat([on_device, *(self._reduction.loss_terms([losses]) for losses in self._losses)])
 
     def row(self, summed: Sequence[float]) -> dict[str, float]:
         """Returns `loss/NAME`, the mean loss of a source, and `share/NAME`, its share of the step's loss weight (for
-        cross-entropy, of the labels that count). A source without weight has no loss. summed: the sum of all ranks' `terms`.
+        cross-entropy, of the labels that count). A source of weight 0 has no `loss/NAME`. summed: the sum of all ranks'
+        `terms`.
         """
         count = len(self.names)
         size = len(self._reduction.weight_terms([]))

@@ -32,11 +32,11 @@ ActionGenerator = Callable[[int], Sequence[Sequence[Action]]]
 
 
 class ActionLists:
-    """Generates, lowers and caches the action lists of `stage`. Every stage lowers the lists of all stages, so that each
+    """Generates, lowers and caches the action lists of `stage`. Each stage lowers the lists of all stages, so that every rank
     detects a wrong schedule.
 
-    generate: returns the compute actions of all stages, which are cheap and not cached. lower_all_stages: returns the lowered
-    training lists of all stages. evaluation: returns this stage's lowered list without backwards.
+    generate: returns the compute actions of all stages, which are not cached. lower_all_stages: returns the lowered training
+    lists of all stages. evaluation: returns this stage's lowered list without backwards.
     """
 
     def __init__(self, generate: ActionGenerator, placement: Placement, stage: int) -> None:
@@ -47,13 +47,13 @@ class ActionLists:
         self.evaluation = lru_cache(maxsize=64)(self._evaluation)
 
     def for_stage(self, stage: int) -> ActionLists:
-        """Returns the lists of another stage, sharing this one's cache."""
+        """Returns the lists of stage `stage`, which share the training lists in this object's cache."""
         lists = ActionLists(self.generate, self.placement, stage)
         lists.lower_all_stages = self.lower_all_stages
         return lists
 
     def splits_backward(self, micros: int) -> bool:
-        """Returns whether this stage's training list has split backwards (I and W)."""
+        """Returns whether this stage's training list splits backwards into input gradients (I) and weight gradients (W)."""
         return any(isinstance(s, Action) and s.kind is Kind.WEIGHT_GRADIENT for s in self.training(micros))
 
     def training(self, micros: int) -> Lowered:
@@ -67,37 +67,39 @@ class ActionLists:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's part of the model. action_lists: the lists of this stage, and their placement. layers_by_position: the stage
-    number and the layers of each position, in model order.
+    """One stage's part of the model.
+
+    action_lists: the lists of this stage and their placement. layers_by_position: for each position in model order, the number
+    of its stage and its layers.
     """
 
     action_lists: ActionLists
     layers_by_position: Stages
 
     def for_stage(self, number: int) -> Stage:
-        """Returns the part of the model on stage `number`, sharing this one's cache of lists."""
+        """Returns the part of the model on stage `number`, which shares this stage's cache of lists."""
         return Stage(self.action_lists.for_stage(number), self.layers_by_position)
 
     @cached_property
     def chunks(self) -> list[Sequence[Layer]]:
-        """Returns the layers of each of this stage's model chunks."""
+        """The layers of each of this stage's model chunks."""
         placement, stage = self.action_lists.placement, self.action_lists.stage
         return [self.layers_by_position[placement.position(stage, chunk)][1] for chunk in range(placement.chunks)]
 
     @property
     def layers(self) -> list[Layer]:
-        """Returns this stage's layers, chunk by chunk."""
+        """This stage's layers, chunk by chunk."""
         return [layer for chunk in self.chunks for layer in chunk]
 
     @property
     def ties(self) -> list[tuple[int, ...]]:
-        """Returns the stages of each tied parameter, without duplicates."""
+        """The stages that hold each tied parameter, without duplicate tuples."""
         return ties(self.layers_by_position)
 
 
 def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
-    """Returns the part of `model` (on meta) that `rank` holds. costs: one per layer, for the partition. Raises PlanError:
-    errors of the partitioner, and "handler-missing" if stages share a parameter and no handler sums its gradients.
+    """Returns the part of `model` (on meta) that `rank` holds. costs: the cost of each layer, for the partition. Raises
+    PlanError for errors of the partitioner, and "handler-missing" if stages share a parameter whose gradients no handler sums.
     """
     stage_index = topology.coordinates(rank).stage
     if plan.pipeline is None:  # forward and backward of one microbatch after the other

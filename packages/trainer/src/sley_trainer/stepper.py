@@ -45,9 +45,10 @@ class Stepper:
     """Runs optimizer steps and forward-only passes. `handlers` are called in the plan's order, so that their collectives have
     the same order on all ranks.
 
-    undo: detaches everything from the model, in reverse order, when the stepper is closed. compare: compares copies of weights
-    and buffers, before the first step and every `COMPARE_EVERY` steps. attention: the kernel of all attentions. left_in_flight:
-    whether a step failed before its handlers were done, so that their exchanges may be in flight until the next step.
+    undo: detaches everything from the model, in reverse order, when the stepper is closed. compare: compares the replicas of
+    weights and buffers, before the first step and then every `COMPARE_EVERY` steps; None to skip this. attention: the name of
+    the kernel for attention. left_in_flight: whether a step failed before its handlers were done, so that their exchanges may
+    be in flight until the next step.
     """
 
     parts: Parts
@@ -74,8 +75,8 @@ class Stepper:
     def step(
         self, step: int, batch: StepBatch, *, votes: Votes = NO_VOTES, outputs: dict[int, Any] | None = None
     ) -> StepTotals:
-        """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates. On CUDA it returns
-        before the device is done; `read` of the result waits. After an exception the next call starts clean.
+        """Trains on `batch`: forward, backward, reduction, update. All ranks must call it. On CUDA it returns before the device
+        is done, and `read` of the result waits. A call after a failed one starts from a clean state.
 
         step: the number of the step, from 0. votes: this rank's votes. outputs: receives a copy of the model's output of each
         microbatch, on ranks with the last layer.
@@ -121,7 +122,7 @@ class Stepper:
             group.log.clear()
         self.agreement.begin(f"step {step + 1}", batch, self.store.refusal)
         compare = self.compare if self._num_agreed % replicas.COMPARE_EVERY == 0 else None
-        # The first action waits for no other rank, on any rank.
+        # No rank waits for another one in its first action.
         can_defer_check = all(self.groups[axis].size == 1 for axis in ("model", "sp"))
         if can_defer_check and compare is None:
             self.state.after_first = self.agreement.check
@@ -134,7 +135,7 @@ class Stepper:
             handler.begin_step(self.state)
         if self.executor.sources is not None:
             self.executor.sources.begin(batch)
-        weight = None  # the divisor of gradients is known to ranks with the loss only
+        weight = None  # only ranks with the loss know the divisor of gradients
         if self.executor.has_loss:
             weight = BatchWeight(self._global_weight, self.update.scale.value if self.update.scale else 1.0)
         return self.executor.run(steps, self.state, ListRun(batch.micros, self.store, weight, outputs))
@@ -145,8 +146,8 @@ class Stepper:
         return self.agreement.weight
 
     def measure(self, batches: Iterable[StepBatch], metrics: Metrics = NO_METRICS) -> dict[str, float]:
-        """Returns the mean loss over all `batches` as "loss", and the means of `metrics` by name, NaN for a count of 0. All
-        ranks call it with equally many batches. Raises RunError "not-finite", "nothing-counts", "metric-result".
+        """Returns the mean loss over all `batches` as "loss", and the means of `metrics` by name; NaN for a count of 0. All
+        ranks must call it with equally many batches. Raises RunError "not-finite", "nothing-counts" or "metric-result".
         """
         with self._evaluation_mode() as state:
             weight, losses, tally = 0.0, [], Tally(metrics)
@@ -182,7 +183,7 @@ class Stepper:
         return {"loss": mean, **dict(zip(names, means, strict=True))}
 
     def outputs(self, batch: StepBatch) -> dict[int, Any]:
-        """Returns the model's output of each microbatch, on ranks with the last layer. All ranks call it."""
+        """Returns {microbatch: the model's output}; empty on ranks without the last layer. All ranks must call it."""
         with self._evaluation_mode() as state:
             steps = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}
@@ -192,7 +193,9 @@ class Stepper:
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[StepState]:
-        """Yields the state of an evaluation. Within the block all modules are in evaluation mode, and graphs are not saved."""
+        """Yields the state of an evaluation. Within the block all modules are in evaluation mode, and autograd
+        records nothing.
+        """
         modules = [layer.module for layers in self.executor.chunks for layer in layers]
         all_modules = [submodule for module in modules for submodule in module.modules()]
         training = [module.training for module in all_modules]
@@ -211,7 +214,7 @@ class Stepper:
 
     def _begin_forward(self, label: str, index: int, batch: StepBatch, state: StepState) -> Lowered:
         """Begins the forward of batch `index`, and returns its list of actions."""
-        # All ranks evaluate equal models, and stages and slices have the same samples.
+        # This checks that all ranks evaluate equal models, and that stages and slices have the same samples.
         self.agreement.begin(label, batch).check()
         steps = self.lists.evaluation(batch.num_micros)
         first_micro = self.groups["dp"].coord * batch.num_micros

@@ -34,8 +34,9 @@ DOCUMENTS = "cu_seqlens"
 class ModelFlops(NamedTuple):
     """The FLOPs of a model's forward and backward.
 
-    matrices: FLOPs per position. attention: FLOPs per pair of positions in a document. is_flat: whether the model consists of
-    linears, without convolutions, attention and embeddings. in_documents: whether a layer reads the document boundaries.
+    matrices: the FLOPs of matrix products per position. attention: FLOPs per pair of positions in a document. is_flat: whether
+    the model consists of linear layers, without convolutions, attention or embeddings. in_documents: whether a layer reads the
+    document boundaries.
     """
 
     matrices: float = 0.0
