@@ -6,7 +6,7 @@
 
 Between forward and backward a chunk holds its inputs and the `GradientEdge`s of its outputs, so the storage of a sent output is
 freed once nothing else needs it. Received tensors may lie in the link's memory, which the link reuses once nothing refers to
-them. A microbatch leaves the device after its last action.
+them. The fields of a microbatch leave the device after its last action.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ListRun:
     """The inputs and values of one run of a list of actions.
 
     batch: this rank's microbatches, on the host. store: accumulates the gradients of a training list; None for an evaluation.
-    weight: the divisor of every gradient; None on ranks without the loss. outputs: receives the model's output of each
-    microbatch, on ranks with the loss; a training list copies them, since the loss may write in place, and an evaluation with
-    `outputs` computes no loss. tally: counts the metrics of the outputs. num_counted: only the losses of the first
-    `num_counted` microbatches are added; None for all. fields: the fields of each microbatch in progress, on the device.
-    in_flight: the values of each chunk and microbatch between their first and last actions. total: the sum of the losses, or
-    one loss per microbatch.
+    weight: the divisor of every gradient; None on ranks without the loss. outputs: filled with the model's output of
+    each microbatch, on ranks with the loss; None to discard them. A training list stores copies, since the loss may write in
+    place. An evaluation with `outputs` computes no loss. tally: counts the metrics of the outputs. num_counted: only the losses
+    of the first `num_counted` microbatches are added; None for all. fields: the fields of each microbatch in progress, on the
+    device. in_flight: the values of each chunk and microbatch between their first and last actions. total: the sum of the
+    losses, or one loss per microbatch.
     """
 
     batch: Sequence[Batch]
@@ -75,7 +75,7 @@ class Executor:
     crossing: moves values between chunks. fields: the declared batch fields. position_check: checks the loss if ranks have
     slices of sequences. whole: gathers full sequences for the loss. sources: sums the losses by data source. left_in_flight:
     whether a list is running or has failed, so that its messages and gathers may be in flight until the next list begins.
-    keeps_micro_losses: whether the losses are returned one per microbatch, [microbatches], instead of their sum. has_loss:
+    keeps_micro_losses: whether `run` returns the loss of each microbatch, [microbatches], instead of their sum. has_loss:
     whether this rank holds the model's last chunk.
     """
 
@@ -166,14 +166,14 @@ class Executor:
             case Kind.INPUT_GRADIENT:
                 with self.queue.collect(key):
                     self._backward(micro, run.in_flight[key], run.weight)
-            case Kind.WEIGHT_GRADIENT:  # the products that INPUT_GRADIENT deferred; no tensor crosses a stage boundary
+            case Kind.WEIGHT_GRADIENT:  # computes the products that INPUT_GRADIENT deferred; no tensor crosses a stage boundary
                 weights_step = replace(micro, phase=Phase.WEIGHTS)
                 call_hooks(self.hooks, "before_backward", weights_step, None)
                 self.queue.run(key)
                 call_hooks(self.hooks, "after_backward", weights_step, None)
 
     def _forward(self, micro: MicroStep, flight: InFlight, run: ListRun) -> None:
-        """Runs the chunk's forward, and computes the loss or passes on the output. Keeps the edges for the backward."""
+        """Runs the chunk's forward, and computes the loss or sends the output. Keeps the graph edges for the backward."""
         batch = run.batch[micro.micro]
         if micro.micro not in run.fields:
             moved = {name: self.device.move(value) for name, value in batch.items() if name in self._field_names}
@@ -211,7 +211,7 @@ class Executor:
             loss_sum += flight.loss.detach()
 
     def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, counts: bool) -> None:
-        """Counts the metrics of a microbatch before the loss, which may write in place."""
+        """Adds the metrics of a microbatch to `tally`. Runs before the loss, which may write in place."""
         with self.caller.hold_generators("the metrics", micro, tally.metrics.custom):
             output = _detach_output(output, self.chunks[micro.chunk][-1].name, copies=False)
             fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
@@ -287,7 +287,7 @@ class Input:
         return tensor
 
     def pop_gradient(self) -> Tensor:
-        """Returns the gradient and drops the reference; zeros if the backward did not reach the input."""
+        """Returns the gradient, or zeros if the backward did not reach the input, and drops the reference."""
         gradient, self.gradient = self.gradient, None
         if gradient is None:
             return torch.zeros(self.leaf.shape, dtype=self.leaf.dtype, device=self.device)
@@ -295,7 +295,7 @@ class Input:
 
 
 class _GraphStart(torch.autograd.Function):
-    """The root of a chunk's graph, from which the history of an input tensor starts.
+    """The root of a chunk's graph: the autograd history of an input tensor starts here.
 
     A graph cannot start at a leaf, since layers write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf
     and on a view of one. This tensor shares its version counter with the input: if a layer overwrites an output of the same
@@ -323,8 +323,8 @@ _ROOT = torch.empty(0, requires_grad=True)
 class InFlight:
     """Holds the values of one chunk and one microbatch between forward and backward.
 
-    inputs, description: the received tensors and their description; empty and None on the first chunk. loss: the sum over
-    the microbatch, on the last chunk. edges: the graph edges of outputs with a gradient, on the other chunks.
+    inputs, description: the received tensors and their description; empty and None on the first chunk. loss: the sum of the
+    losses over the microbatch, on the last chunk. edges: the graph edges of outputs with a gradient, on the other chunks.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -334,7 +334,7 @@ class InFlight:
     _watched: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def build_input(self, description: Description, tensors: Sequence[Tensor]) -> Any:
-        """Returns the chunk's input, rebuilt from the received `tensors`, from which its graph starts."""
+        """Rebuilds the chunk's input from the received `tensors`, at which its graph starts, and returns it."""
         self.description = description
         self.inputs = [Input(*pair) for pair in zip(description.leaves, tensors, strict=True)]
         tensors_in_graph: list[Tensor] = []
@@ -419,7 +419,7 @@ class Crossing:
             self.link.begin(keys, self._neighbours)
 
     def transfer(self, step: Transfer) -> None:
-        """Posts the receive, or starts the send, of the entry `step` of the list. Does not block."""
+        """Starts the receive or the send that the list entry `step` describes. Does not block."""
         assert self.link is not None, f"{step} without a link"
         if step.op == "post":
             self.link.post_receive(step, self._keys[step.micro])
@@ -437,7 +437,9 @@ class Crossing:
         return self.link.receive(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
 
     def send(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
-        """Stores a value for the neighbour of `chunk`. The next entry of the list sends it if that is on another stage."""
+        """Stores a value for the neighbour of `chunk`. If the neighbour is on another stage, the next list entry sends the
+        value.
+        """
         peer = self._peer("backward" if flow == "forward" else "forward", chunk)
         if peer.stage == self.stage:
             self._local[flow, peer.chunk, micro] = payload

@@ -141,7 +141,7 @@ class RunState(TrainingState):
         return pieces
 
     def _local_tensors(self) -> Iterator[tuple[str, Region, Tensor]]:
-        """Yields the name in the checkpoint, the region in the whole tensor, and this rank's part, for each tensor."""
+        """Yields, for each tensor, its name in the checkpoint, its region in the full tensor, and this rank's part."""
         masters = {stepped.param: stepped for stepped in self.update.masters.stepped}
         for param in self.parts.registry:
             if param.name in self.base:
@@ -188,7 +188,7 @@ class RunState(TrainingState):
                         yield name, buffer, is_per_rank
 
     def rank_name(self, name: str) -> str:
-        """Returns the name in the checkpoint of a tensor that belongs to this rank."""
+        """Returns the checkpoint's name for the tensor `name` of this rank."""
         return f"ranks/{self.parts.world.rank}/{name}"
 
     def rank_values(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class RunState(TrainingState):
         return {"values": values, "trees": trees, "rank": rank}
 
     def _optimizer_values(self) -> dict[str, Any]:
-        """Returns the optimizer's values that are not tensors as JSON: leaves of states, and options of groups."""
+        """Returns the optimizer's values that are not tensors, as JSON: leaves of states and options of groups."""
         values = {}
         for stepped, state in self._optimizer_states():
             for name, value in state_leaves(state):
@@ -314,7 +314,7 @@ class RunState(TrainingState):
             if self._feed.is_digest_exact:
                 hint = "restore the data, or start a run with another name; `run.load_weights` loads only weights"
                 raise PlanError("data-changed", data_change, path=("data",), hint=hint)
-            restoring.notes.append(data_change)  # the dataset may be random
+            restoring.notes.append(data_change)  # only a note, since the dataset may be random
 
     def _describe_data_change(self, state: Any) -> str:
         """Describes how this rank's data differ from the checkpoint's, or why they cannot be read; "" if they are equal."""

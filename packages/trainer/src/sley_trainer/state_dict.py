@@ -229,13 +229,13 @@ class WeightSaver:
             return failure or _describe_failure(tensor_files.close, folder)
 
     def _gather_full(self, source: _SavedTensor, precision: Precision) -> Tensor | None:
-        """Returns the full tensor on the rank that writes it, or None on other ranks. A collective over the stage."""
+        """Returns the full tensor on the rank that writes it, and None on others. All ranks of the stage must call it."""
         if source.param is None:
             return source.buffer if self._writes else None
         value = self._master_shard(source.param) if precision == "full" else source.param.parameter.detach()
         if not self._is_first_copy:
             return None
-        # A collective over `wp` of the first replica, all ranks of which reach this line.
+        # All ranks of `wp` in the first replica join this collective.
         whole = (
             value
             if source.param.shard is None
@@ -252,17 +252,17 @@ class WeightSaver:
             return value.to(device=parameter.device, dtype=master_dtype)
         flat = torch.zeros(parameter.numel(), dtype=master_dtype, device=parameter.device)
         group = self._parts.groups[param.reduce_group]
-        # Other ranks of the reduce group may have copies of the parts: only the first copy is added.
+        # Other ranks of the reduce group may have copies of the same parts, so only the first copy is added.
         if stepped is not None and stepped.elements is not None and group.ranks[0] in self._parts.groups[shard.axis].ranks:
             flat[stepped.elements.first : stepped.elements.last] = stepped.parameter.detach().reshape(-1)
-        # Over the reduce group, all of whose ranks save the same parameters in the order of the registry.
+        # All ranks of the reduce group join: they save the same parameters in the order of the registry.
         bits = flat.view(_INTEGER_DTYPES[flat.element_size()])
         group.all_reduce(bits, label=f"the master of {param.name}").wait()
         return flat.reshape(parameter.shape)
 
 
 def _describe_failure(write: Callable[[], object], folder: Path) -> str:
-    """Calls `write`, and returns a description of its failure, or "". folder: the folder that `write` changes."""
+    """Calls `write`, and returns a description of its failure, or "" on success. folder: the folder that `write` changes."""
     try:
         write()
     except SleyError as error:
@@ -276,7 +276,7 @@ Pairs = Iterable[tuple[str, Tensor]]
 
 
 class LoadedWeights(NamedTuple):
-    """Lists the model's parameters that the state lacks (missing), and the state's names that the model lacks (unknown)."""
+    """missing: the model's parameters that the state lacks. unknown: the names in the state that the model lacks."""
 
     missing: list[str]
     unknown: list[str]
@@ -317,7 +317,7 @@ def load_weights(
 
 
 class _WeightLoader:
-    """Holds the state of one call of `load_weights` on this rank. sums: the checksums of the values by name."""
+    """Holds the state of one call of `load_weights` on this rank. sums: the checksums of the values, keyed by name."""
 
     def __init__(self, names: ModelNames, parts: Parts, masters: Masters) -> None:
         self.names = names
@@ -394,7 +394,7 @@ class _WeightLoader:
         elif buffer is not None:
             shape = tuple(buffer.shape)
         else:
-            return  # another stage holds it
+            return  # another stage holds this tensor
         fault = ""
         if not isinstance(value, Tensor):
             fault = f"must be a tensor, but is a {type(value).__name__}"
