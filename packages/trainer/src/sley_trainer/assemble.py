@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 
 def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Draft | None = None) -> Run:
-    """Returns the run of `plan` on this rank of `world`. A collective of all ranks.
+    """Returns the run of `plan` on this rank of `world`. All ranks must call it.
 
     folder: the folder for metrics and profiles; None on all ranks writes no files. draft: an unused draft of this plan for a
     world of this size; by default a new one is built. In a fake world nothing is allocated and no data is read. On meta the run
@@ -198,7 +198,7 @@ def make_parts(
 
 
 def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stage: Stage, dataset: AnyDataset) -> Groups:
-    """Creates and returns this rank's groups. A collective of all ranks.
+    """Creates and returns this rank's groups. All ranks must call it.
 
     model: the model on meta. Raises PluginError "plugin-failed" if a plugin lists invalid groups, and RunError "ranks-disagree"
     on every rank if ranks have different plans, versions, groups, samples or models.
@@ -284,7 +284,7 @@ class Draft:
 
 def build_draft(plan: Plan, world: World) -> Draft:
     """Builds the draft of a run. Raises PlanError. All ranks must call it together if the partition times layers."""
-    with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or a module of a factory
+    with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a data file, or the module of a factory
         num_samples = plan.run.steps * plan.batch.global_size
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train", num_samples))
         model = build_meta_model(plan, dataset.info)

@@ -181,7 +181,7 @@ class Loop:
     def _emit(self, pending: PendingStep) -> Row:
         """Waits for the step's totals, evaluates if due, and writes and returns the row.
 
-        Raises RunError on all ranks for a refused step.
+        Raises RunError on all ranks for a refused step, unless the plan allows the run to skip it.
         """
         step_progress, skips = self.parts.store.state.step_progress, self.stepper.update.skips
         step_progress.begin_entry(DEVICE)

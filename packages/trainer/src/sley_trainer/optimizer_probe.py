@@ -66,7 +66,7 @@ class ToyParameters(NamedTuple):
 
 
 class Trial:
-    """An optimizer over two small parameters. is_split: whether each parameter is split into two parts."""
+    """Runs an optimizer over two small parameters. is_split: whether each parameter is split into two parts."""
 
     def __init__(self, build: Build, toys: ToyParameters, *, is_split: bool = False) -> None:
         self._generator = torch.Generator().manual_seed(5)

@@ -74,7 +74,7 @@ class SourceSums:
 
     @torch.no_grad()
     def add(self, micro: int, output: Any, batch: Mapping[str, Tensor], sources: Tensor, loss: Tensor) -> None:
-        """Adds the loss of a microbatch. If `output` is `SplitLogits`, the ranks that share the logits must all call it.
+        """Adds the loss of a microbatch. If `output` is a collective `SplitLogits`, all ranks that share it must call this.
 
         output: the model's output. batch: the fields that the loss reads, on the device. sources: the sources of the samples,
         on the host. loss: the loss of the whole microbatch.

@@ -302,7 +302,7 @@ def load_weights(
     names: ModelNames, parts: Parts, masters: Masters, state: Mapping[str, Tensor] | Pairs, *, strict: bool
 ) -> LoadedWeights:
     """Loads `state` into this rank's `parts` of a model with these `names`, and into `masters`, as `Run.load_weights`
-    describes. Every rank calls it, since it runs two blocking collectives over `control`.
+    describes. Every rank must call it, since it runs two blocking collectives over `control`.
     """
     Agreement(parts.groups).begin("loading weights").check()
     loading = _WeightLoader(names, parts, masters)

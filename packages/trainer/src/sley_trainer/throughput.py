@@ -53,7 +53,7 @@ class Meter:
     """Counts the samples and tokens of batches, and measures steps.
 
     unit: "tokens" if a field has token ids (`ids = "token"`, or an int64 pair of `tokens` or `input_ids` with `labels`), else
-    "samples". peak_flops: the total peak FLOP/s of all devices, or None if it is unknown. labels: the field with the labels; a
+    "samples". peak_flops: the total peak FLOP/s of all devices, None if unknown. labels: the field with the labels; a
     token is trained if its label is neither negative nor `ignored`.
     """
 
@@ -85,7 +85,7 @@ class Meter:
 
     @classmethod
     def for_run(cls, plan: Plan, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> Meter:
-        """Returns the meter of a run, with the FLOPs of the whole model and the peak of all devices."""
+        """Returns the meter of a run, with the FLOPs of the whole model and the total peak FLOP/s of all devices."""
         device, size, loss = parts.world.device.torch_device, parts.world.size, plan.loss.config
         peak = plan.run.peak_tflops
         peak = device_peak_flops(device, parts.precision.compute) if peak is None else peak * 1e12

@@ -382,9 +382,9 @@ def step_buckets(
 ) -> None:
     """Calls `step`, which runs `optimizer`, once for each bucket, with only the bucket's parameters in the optimizer's groups.
 
-    The update equals that of one call if each parameter's update depends on no other. Before each call, the optimizer's shared
-    values, such as a count of steps, are reset to those before the first call. Raises RunError `optimizer-counts-steps` if two
-    calls leave different values, and `optimizer-groups` if a call changes the number of groups.
+    The update equals that of one call if no parameter's update depends on another parameter. Before each call, the optimizer's
+    shared values, such as a count of steps, are reset to those before the first call. Raises RunError `optimizer-counts-steps`
+    if two calls leave different values, and `optimizer-groups` if a call changes the number of groups.
     """
     all_params = [group["params"] for group in optimizer.param_groups]
     before = deepcopy(shared_values(optimizer))  # copied in one call, since several entries may share a tensor
