@@ -63,14 +63,14 @@ SAME_LOSS = {"fp32": 1e-5, "bf16": 2e-2}
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with the batch of a step. sizes: the keys of `[model]`. micro_size, num_micro_batches: of each step.
+    """A model with the batch of a step. sizes: the keys of `[model]`. micro_size, num_microbatches: of each step.
     has_documents: whether samples are packed documents with prompts that have no labels.
     """
 
     sizes: dict[str, Any]
     sequence: int
     micro_size: int
-    num_micro_batches: int
+    num_microbatches: int
     num_rounds: int
     has_documents: bool = False
     compute: str = "bf16"
@@ -78,7 +78,7 @@ class Workload:
     @property
     def num_tokens(self) -> int:
         """The number of tokens of a step."""
-        return self.sequence * self.micro_size * self.num_micro_batches
+        return self.sequence * self.micro_size * self.num_microbatches
 
 
 LLAMA_3 = {"heads": 32, "kv_heads": 8, "vocab_size": 128_256, "rope_theta": 500_000.0}
@@ -105,7 +105,7 @@ def plan_tables(work: Workload, device: str, *, is_compiled: bool, **tables: Any
             "factory": "noise:PackedNoise" if work.has_documents else "noise:Noise",
             "options": {"sequence": work.sequence, "vocabulary": work.sizes["vocab_size"]},
         },
-        "batch": {"global_size": work.micro_size * work.num_micro_batches, "micro_size": work.micro_size},
+        "batch": {"global_size": work.micro_size * work.num_microbatches, "micro_size": work.micro_size},
         "precision": {"compute": work.compute},
         "optimizer": {"use": "core.adamw", "lr": LR, "betas": BETAS, "clip_norm": CLIP_NORM},
         **tables,

@@ -79,11 +79,11 @@ def draw(seed: int, world: int | None = None) -> Case:
     """Returns the case of a number. world: the number of ranks; drawn if None."""
     r = random.Random(f"sley {seed} {world}")
     world = world or r.choice([1, 1, 2, 2, 2, 2, 3, 4, 4])
-    num_micro_batches = r.randint(1, 6)
-    tables, num_stages = _draw_layout(r, world, num_micro_batches)
+    num_microbatches = r.randint(1, 6)
+    tables, num_stages = _draw_layout(r, world, num_microbatches)
     model, loss = _draw_model(r, num_stages, tables)
     training = {"loss": loss, "optimizer": _draw_optimizer(r, model), "learning_rate": {"warmup_steps": r.choice([0, 0, 2])}}
-    return Case(seed, world, model, training, tables, _draw_steps(r, tables["parallel"], num_micro_batches))
+    return Case(seed, world, model, training, tables, _draw_steps(r, tables["parallel"], num_microbatches))
 
 
 def draw_matrix_case(seed: int, world: int | None = None) -> Case:
@@ -104,13 +104,13 @@ def draw_matrix_case(seed: int, world: int | None = None) -> Case:
 Drawer = Callable[..., Case]
 
 
-def _draw_layout(r: random.Random, world: int, num_micro_batches: int) -> tuple[Tables, int]:
+def _draw_layout(r: random.Random, world: int, num_microbatches: int) -> tuple[Tables, int]:
     """Returns tables of the plan, and the number of model parts that its pipeline needs."""
     pp = r.choice([size for size in (1, 2, 3, 4) if world % size == 0])
     sp, wp = (r.choice([1, 1, *(size for size in (2,) if world // pp % size == 0)]) for _ in range(2))
     dp, micro_size = world // pp // sp, r.choice([1, 2])
     tables: Tables = {
-        "batch": {"global_size": dp * num_micro_batches * micro_size, "micro_size": micro_size},
+        "batch": {"global_size": dp * num_microbatches * micro_size, "micro_size": micro_size},
         "parallel": {"dp": dp, "pp": pp, "sp": sp, "wp": wp, "cross_memory_attach": r.random() < 0.7},
         "precision": {"compute": "fp64", "accumulation": r.choice(["auto", "autograd", "direct", "direct"])},
     }
@@ -224,10 +224,10 @@ def _draw_optimizer(r: random.Random, model: dict[str, Any]) -> Tables:
     return optimizer | clip | ({"groups": groups} if groups else {})
 
 
-def _draw_steps(r: random.Random, sizes: dict[str, int], num_micro_batches: int) -> list[Step]:
+def _draw_steps(r: random.Random, sizes: dict[str, int], num_microbatches: int) -> list[Step]:
     steps: list[Step] = []
     for number in range(r.choice([2, 2, 3])):
-        count = sizes["dp"] * (num_micro_batches if number == 0 or r.random() < 0.7 else r.randint(1, 6))
+        count = sizes["dp"] * (num_microbatches if number == 0 or r.random() < 0.7 else r.randint(1, 6))
         is_list, length = r.random() < 0.3, sizes["sp"] * r.choice([1, 2, 3])
         lengths = [sizes["sp"] * r.choice([1, 2, 3]) for _ in range(count)] if is_list else [length] * count
         steps.append(Step(lengths, is_list))

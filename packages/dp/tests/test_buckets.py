@@ -105,10 +105,10 @@ def assert_equal_sequences(by_rank):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("size", "num_micros"), [(2, 4), (4, 4), (2, 1)])
-def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, own, size, num_micros):
+@pytest.mark.parametrize(("size", "num_microbatches"), [(2, 4), (4, 4), (2, 1)])
+def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, own, size, num_microbatches):
     """The first three of four microbatches issue no collective."""
-    tables = small(FOUR_BUCKETS, batch__global_size=num_micros * size)
+    tables = small(FOUR_BUCKETS, batch__global_size=num_microbatches * size)
     by_rank = ranks(size)(step_collectives, tables, own, 3)
     assert_equal_sequences(by_rank)
     for results in by_rank:
@@ -116,7 +116,7 @@ def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, ow
             assert len(buckets) == 4
             sums = [f"all_reduce of {n} float32" for _, n in buckets]
             assert [str(call) for call in calls] == [BEFORE_STEP, *sums, AFTER_STEP]
-            assert counts[:-1] == [1] * (num_micros - 1)
+            assert counts[:-1] == [1] * (num_microbatches - 1)
             assert counts[-1] == 1 + (len(buckets) if step else 0), "after the first step, within the backward"
 
 

@@ -107,7 +107,7 @@ def test_sizes_divide_world_and_batch():
     for layout in layouts:
         dp = 8 // layout.pp
         assert 24 % (dp * layout.micro_size) == 0
-        assert layout.num_micro_batches(plan, 8) * layout.micro_size * dp == 24
+        assert layout.num_microbatches(plan, 8) * layout.micro_size * dp == 24
 
 
 def test_kept_axis_has_value_of_plan():

@@ -147,9 +147,9 @@ def test_host_seconds_are_those_of_layers_and_engine(host: float) -> None:
     plan = plan_of()
     layers = timed_layers(plan, host=host, launch_s=0.0)
     machine = machine_from_dict(small_machine(device__launch_s=0.0, layers=layers, engine=ENGINE))
-    estimate, num_micros = estimate_plan(plan, 1, machine), plan.num_micros(plan.topology(1))
-    engine_s = EngineTable(**ENGINE).seconds(count_parameters(plan), num_micros)
-    layers_s = sum(layer.seconds.forward + layer.seconds.backward for layer in estimate.layers) * num_micros
+    estimate, num_microbatches = estimate_plan(plan, 1, machine), plan.num_microbatches(plan.topology(1))
+    engine_s = EngineTable(**ENGINE).seconds(count_parameters(plan), num_microbatches)
+    layers_s = sum(layer.seconds.forward + layer.seconds.backward for layer in estimate.layers) * num_microbatches
     # The first recorded microbatch has fewer operators than the others.
     assert estimate.step.host_s == (pytest.approx(host * layers_s + engine_s, rel=0.02),)
     assert (estimate.step.seconds > estimate.step.devices_s) == (host > 1)

@@ -162,30 +162,30 @@ def test_stages_frozen_and_unfrozen_between_steps(ranks, own, stages):
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def message_bytes(tables, own, longest, num_micros):
+def message_bytes(tables, own, longest, num_microbatches):
     """Returns the bytes of the link's messages after steps of the greatest length, and after ten other lengths and
-    `num_micros` in one step, and the number of later allocations.
+    `num_microbatches` in one step, and the number of later allocations.
     """
     with running(tables, own) as run:
         link = run.stepper.executor.crossing.link
         for _ in range(2):
-            run.step(batch_of(longest, num_micros))
+            run.step(batch_of(longest, num_microbatches))
         alone = link._pool.num_bytes
         for length in range(longest - 10, longest):
             run.step(batch_of(length, 2))
-        run.step([batch_of(length, 1) for length in range(longest - num_micros, longest)])
+        run.step([batch_of(length, 1) for length in range(longest - num_microbatches, longest)])
         many = link._pool.num_bytes
-        run.step(batch_of(longest, num_micros))
+        run.step(batch_of(longest, num_microbatches))
         allocated = link._pool.num_allocations
-        run.step(batch_of(longest, num_micros))
+        run.step(batch_of(longest, num_microbatches))
         return alone, many, link._pool.num_allocations - allocated
 
 
 def test_memory_of_messages_does_not_grow_with_micro_batches_nor_with_lengths(ranks, own):
     """Messages need memory only while they are posted, in flight, or in use by a microbatch."""
-    longest, num_micros = 100, 16
+    longest, num_microbatches = 100, 16
     message = 2 * longest * 4 * 8
-    for alone, many, allocated in ranks(2, 120)(message_bytes, plan("chain", 2), own, longest, num_micros):
+    for alone, many, allocated in ranks(2, 120)(message_bytes, plan("chain", 2), own, longest, num_microbatches):
         assert many <= 2 * alone, f"{many // message} messages after other lengths, {alone // message} before"
         assert message <= alone <= 20 * 1.3 * message, alone / message
         assert allocated == 0, "messages of a known length are allocated again"

@@ -170,7 +170,7 @@ def hook_calls(plans, folder):
             run.caller.hooks.append(spy)
             run.step()
             has_head = ["head" in [layer.name for layer in layers] for layers in run.stepper.executor.chunks]
-            lists = run.plan.pipeline.build().lists(run.topology.pp, run.store.state.num_micros)
+            lists = run.plan.pipeline.build().lists(run.topology.pp, run.store.state.num_microbatches)
         for action in lists[run.groups["pp"].coord]:
             label = "forward" if action.kind is Kind.FORWARD else "backward"
             phase = "weights" if action.kind is Kind.WEIGHT_GRADIENT else "train"

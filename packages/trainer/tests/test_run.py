@@ -273,7 +273,7 @@ def test_the_steps_that_are_asked_for_as_far_as_the_run_gets(own, small, tmp_pat
     if recorded is not None:
         events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
         assert sum(event.get("name") == "Optimizer.step#SGD.step" and event["ph"] == "X" for event in events) == recorded
-        actions = [str(action) for action in sequential(plan.num_micros(run.topology))]
+        actions = [str(action) for action in sequential(plan.num_microbatches(run.topology))]
         names = [event["name"] for event in sorted(events, key=lambda event: event.get("ts", 0)) if event["ph"] == "X"]
         assert [name for name in names if name in actions] == actions * recorded
 

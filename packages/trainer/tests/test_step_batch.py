@@ -53,7 +53,7 @@ def apart(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 def test_one_batch_and_its_micro_batches_are_the_same_step(num_slices: int, index: int) -> None:
     forms: list[Any] = [a_batch(), apart(a_batch()), tuple(apart(a_batch()))]
     whole, *others = [splitter(num_slices, index).split_input(form) for form in forms]
-    assert whole.num_micros == 3
+    assert whole.num_microbatches == 3
     for other in others:
         assert sum(other.weights) == sum(whole.weights) > 0
         for wanted, found in zip(whole.micros, other.micros, strict=True):

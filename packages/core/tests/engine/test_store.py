@@ -80,12 +80,12 @@ def inputs(n):
     return [torch.randn(3, 4) for _ in range(n)]
 
 
-@pytest.mark.parametrize("num_micros", [1, 2, 4])
-def test_gradients_are_the_sum_over_micro_batches_in_every_step(store_of, num_micros):
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_gradients_are_the_sum_over_micro_batches_in_every_step(store_of, num_microbatches):
     torch.manual_seed(1)
     a, b = nn.Linear(4, 4), nn.Linear(4, 2)
     harness = store_of(a, b)
-    losses = [lambda x=x: b(a(x).relu()).square().sum() for x in inputs(num_micros)]
+    losses = [lambda x=x: b(a(x).relu()).square().sum() for x in inputs(num_microbatches)]
     wanted = reference([a, b], losses)
     for step in range(3):
         found = harness.step(losses)
@@ -196,8 +196,8 @@ def test_a_layout_after_a_freeze_has_new_memory_and_closing_frees_it(store_of):
     assert memory.expired()
 
 
-@pytest.mark.parametrize("num_micros", [1, 3])
-def test_contributions_from_code_and_from_autograd_add_up(store_of, num_micros):
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_contributions_from_code_and_from_autograd_add_up(store_of, num_microbatches):
     a = nn.Linear(4, 2, bias=False)
     harness = store_of(a)
     extra = torch.full((2, 4), 3.0)
@@ -207,9 +207,9 @@ def test_contributions_from_code_and_from_autograd_add_up(store_of, num_micros):
         harness.store.add(harness.registry["l0.weight"], extra)
         return a(x).square().sum()
 
-    wanted = num_micros * (reference([a], [lambda: a(x).square().sum()])[0] + extra)
+    wanted = num_microbatches * (reference([a], [lambda: a(x).square().sum()])[0] + extra)
     for _ in range(2):
-        found = harness.step([loss] * num_micros)
+        found = harness.step([loss] * num_microbatches)
         torch.testing.assert_close(found["l0.weight"], wanted)
     assert extra.eq(3).all(), "what is given stays the giver's"
 

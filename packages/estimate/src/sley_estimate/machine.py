@@ -158,10 +158,10 @@ class EngineTable(Table):
     gradient_s: Latency
     """Seconds per microbatch for each trained parameter tensor of the rank."""
 
-    def seconds(self, num_trained: int, num_micros: int) -> float:
-        """Returns the seconds of a step with `num_trained` trained parameter tensors and `num_micros` microbatches."""
+    def seconds(self, num_trained: int, num_microbatches: int) -> float:
+        """Returns the seconds of a step with `num_trained` trained parameter tensors and `num_microbatches` microbatches."""
         micro_batch_s = self.micro_s + self.gradient_s * num_trained
-        return self.step_s + self.parameter_s * num_trained + micro_batch_s * num_micros
+        return self.step_s + self.parameter_s * num_trained + micro_batch_s * num_microbatches
 
 
 class LayerTable(Table):

@@ -135,7 +135,7 @@ class LoadBalance:
         self.routers = routers
         self.sp: Group | None = None
         self._sums: Tensor | float = 0.0
-        self._num_micros = 0
+        self._num_microbatches = 0
 
     def attach(self, parts: Parts) -> None:
         """Adds three metrics to each row, which are means over the step's microbatches.
@@ -163,17 +163,17 @@ class LoadBalance:
             per_layer = counts.view(-1, self.routers.num_experts).double()
             loads = per_layer / per_layer.mean(-1, keepdim=True) / (1 if self.sp is None else self.sp.size)
             self._sums = self._sums + torch.stack([loss.detach().double(), loads.amax(), loads.amin()])
-            self._num_micros += 1
+            self._num_microbatches += 1
         return loss * num_labels * self.routers.coefficient
 
     def _reset(self) -> None:
-        self._sums, self._num_micros = 0.0, 0
+        self._sums, self._num_microbatches = 0.0, 0
 
     def _mean_share(self, sum_index: int, num_replicas: int) -> Tensor | float:
         """Returns this rank's term of the mean of a number over the microbatches of all replicas. The terms add up to it."""
         if not isinstance(self._sums, Tensor):
             return 0.0
-        return self._sums[sum_index] / (self._num_micros * num_replicas)
+        return self._sums[sum_index] / (self._num_microbatches * num_replicas)
 
 
 class BalancedLogits(SplitLogits):

@@ -121,13 +121,13 @@ def layers() -> list[tuple[str, nn.Module]]:
     return [(ALONE, TanhLinear(WIDTH, WIDTH)), ("second", UnevenBlock(WIDTH))]
 
 
-def tables(handlers: list[Handler], num_micro_batches: int, *, dp: int = 2, reduction: str = "fast") -> dict[str, Any]:
-    """Returns the contract's fp64 plan. Each of two ranks has `num_micro_batches` microbatches of SAMPLES / 2 samples."""
+def tables(handlers: list[Handler], num_microbatches: int, *, dp: int = 2, reduction: str = "fast") -> dict[str, Any]:
+    """Returns the contract's fp64 plan. Each of two ranks has `num_microbatches` microbatches of SAMPLES / 2 samples."""
     return contract_plan(
         __name__,
         run={"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
         loss=SQUARES,
-        batch={"global_size": SAMPLES * num_micro_batches, "micro_size": SAMPLES // 2},
+        batch={"global_size": SAMPLES * num_microbatches, "micro_size": SAMPLES // 2},
         optimizer={"use": "core.sgd", "lr": LR},
         parallel={"dp": dp, "reduction": reduction},
         gradient_handlers=handlers,
@@ -135,7 +135,7 @@ def tables(handlers: list[Handler], num_micro_batches: int, *, dp: int = 2, redu
 
 
 def observe(
-    handlers: list[Handler], num_micro_batches: int, fails: bool, splits: bool = True, reduction: str = "fast"
+    handlers: list[Handler], num_microbatches: int, fails: bool, splits: bool = True, reduction: str = "fast"
 ) -> RunRecord:
     """Runs the contract's plan on this rank and returns its record. Raises AssertionError if hooks are left on parameters.
 
@@ -160,9 +160,9 @@ def observe(
 
     def fail(run: Run, number: int) -> None:
         if fails and number in (0, NUM_STEPS - 1):
-            fail_once(run, num_micro_batches - 1)
+            fail_once(run, num_microbatches - 1)
 
-    plan = tables(handlers, num_micro_batches, reduction=reduction)
+    plan = tables(handlers, num_microbatches, reduction=reduction)
     recorded = record(plan, NUM_STEPS, prepare=prepare, before_step=fail, records_calls=True)
     for param in runs[0].registry:
         hooks = [*(param.parameter._backward_hooks or ()), *(param.parameter._post_accumulate_grad_hooks or ())]
@@ -175,11 +175,11 @@ class GradientHandlerContract:
 
     handler: ClassVar[Handler]
 
-    @pytest.mark.parametrize("num_micro_batches", [1, 3])
-    def test_reduction_matches_record(self, ranks: Callable[..., Ranks], num_micro_batches: int) -> None:
+    @pytest.mark.parametrize("num_microbatches", [1, 3])
+    def test_reduction_matches_record(self, ranks: Callable[..., Ranks], num_microbatches: int) -> None:
         """Compares gradients with `core.each` within the record's tolerance. A transform must only keep their shapes."""
-        baseline = self._observe(ranks, num_micro_batches, [EACH])
-        results = self._observe(ranks, num_micro_batches)
+        baseline = self._observe(ranks, num_microbatches, [EACH])
+        results = self._observe(ranks, num_microbatches)
         record, config = self._handler_record()
         tolerance = record.tolerance_for(config)
         assert 0.0 <= tolerance < 1.0, f"a tolerance of {tolerance} would accept a reducer that sums nothing"
@@ -212,7 +212,7 @@ class GradientHandlerContract:
 
     def test_ranks_issue_same_collectives_once_per_step(self, ranks: Callable[..., Ranks]) -> None:
         """Expects the same collectives on both ranks, and the same operations with three microbatches as with one."""
-        baseline, accumulated = (self._observe(ranks, num_micro_batches) for num_micro_batches in (1, 3))
+        baseline, accumulated = (self._observe(ranks, num_microbatches) for num_microbatches in (1, 3))
         for results in (baseline, accumulated):
             for step in range(NUM_STEPS):
                 assert_same_sequence([rank.calls[step] for rank in results])
@@ -241,10 +241,10 @@ class GradientHandlerContract:
         assert_same_runs(clean, failed)
 
     def _observe(
-        self, ranks: Callable[..., Ranks], num_micro_batches: int, handlers: list[Handler] | None = None
+        self, ranks: Callable[..., Ranks], num_microbatches: int, handlers: list[Handler] | None = None
     ) -> list[RunRecord]:
         """Returns the records of both ranks from a cache. handlers: the handlers of the plan, by default `_handlers()`."""
-        return ranks(2).once(observe, handlers or self._handlers(), num_micro_batches, False, self._splits_reduce_groups())
+        return ranks(2).once(observe, handlers or self._handlers(), num_microbatches, False, self._splits_reduce_groups())
 
     def _handlers(self) -> list[Handler]:
         """Returns the handlers of the plan: the tested one, and `core.each` if the tested one is not a reducer."""

@@ -338,11 +338,11 @@ def read_counts(part: object) -> dict[str, float]:
     return first
 
 
-def random_action_lists(placement: Placement, num_micro_batches: int, generator: Random) -> list[list[Action]]:
+def random_action_lists(placement: Placement, num_microbatches: int, generator: Random) -> list[list[Action]]:
     """Returns a random valid action list for each stage. Each backward is full or split at random."""
     lists: list[list[Action]] = [[] for _ in range(placement.stages)]
     last = placement.num_positions - 1
-    ready = [(Kind.FORWARD, 0, micro_batch) for micro_batch in range(num_micro_batches)]
+    ready = [(Kind.FORWARD, 0, micro_batch) for micro_batch in range(num_microbatches)]
     while ready:
         action_type, position, micro_batch = ready.pop(generator.randrange(len(ready)))
         stage, chunk = placement.holder(position)

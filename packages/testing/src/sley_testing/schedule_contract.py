@@ -142,9 +142,9 @@ class TieContract:
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
 
-def _decoder_plan(num_layers: int, num_micro_batches: int, **changes: Any) -> Tables:
+def _decoder_plan(num_layers: int, num_microbatches: int, **changes: Any) -> Tables:
     """Returns the one-process plan of a small decoder with a held-out loss."""
-    batch = {"global_size": 2 * num_micro_batches, "micro_size": 2}
+    batch = {"global_size": 2 * num_microbatches, "micro_size": 2}
     return small_plan(model__num_layers=num_layers, batch=batch, evaluation={"every": 9, "steps": 2}, **changes)
 
 
@@ -154,13 +154,13 @@ def _assert_parity(ranks: Callable[..., Ranks], folder: Path, plan: Tables, extr
     assert_parity_of_parts(record_reference(plan, NUM_STEPS, folder=folder), records, "fp64")
 
 
-def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_micro_batches: int, label: str) -> None:
+def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_microbatches: int, label: str) -> None:
     """Asserts that the actions of each microbatch in each chunk are F, B or F, I, W, in this order."""
     sequences: dict[tuple[int, int], str] = {}
     for action in actions:
         key = action.chunk, action.micro
         sequences[key] = sequences.get(key, "") + action.kind.value
-    expected = {(chunk, micro_batch) for chunk in range(chunks) for micro_batch in range(num_micro_batches)}
+    expected = {(chunk, micro_batch) for chunk in range(chunks) for micro_batch in range(num_microbatches)}
     assert sequences.keys() == expected, (
         f"{label}: {sorted(sequences.keys() ^ expected)[:3]} (chunk, microbatch) missing or too many"
     )

@@ -129,13 +129,13 @@ class WeightCommunicatorContract:
 
     weights: ClassVar[Tables]
 
-    @pytest.mark.parametrize(("world", "wp", "num_micro_batches"), [(2, 2, 2), (4, 2, 1), (4, 4, 1)])
+    @pytest.mark.parametrize(("world", "wp", "num_microbatches"), [(2, 2, 2), (4, 2, 1), (4, 4, 1)])
     def test_layouts_match_unsharded_weights(
-        self, ranks: Callable[..., Ranks], world: int, wp: int, num_micro_batches: int
+        self, ranks: Callable[..., Ranks], world: int, wp: int, num_microbatches: int
     ) -> None:
         """Compares losses, norms, gradients, weights and held-out loss with one process. Replicas must be bit-identical."""
         self._skip_rounded_weights()
-        size = num_micro_batches * MICRO_SIZE * world
+        size = num_microbatches * MICRO_SIZE * world
         _assert_parity(record_reference(tables(None, 1, size), NUM_STEPS), self._record(ranks, world, wp, size))
 
     def test_changes_between_steps_take_effect(self, ranks: Callable[..., Ranks]) -> None:

@@ -51,7 +51,7 @@ class Chatty(Late):
     """Communicates once per microbatch."""
 
     def finish_step(self, step) -> None:
-        for _ in range(step.num_micros):
+        for _ in range(step.num_microbatches):
             self._parts.groups["control"].all_reduce(torch.zeros(1), label="a number per microbatch").wait()
         super().finish_step(step)
 

@@ -124,7 +124,7 @@ def build_stepper(
     executor = Executor(parts, stage.chunks, crossing, caller, loss, fields, communicator, additivity, whole)
     compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
     stepper = Stepper(parts, executor, stage.action_lists, handlers, update, undo, compare, plan.model.config.attention)
-    undo.callback(patch_layers(parts, splits=stage.action_lists.splits_backward(plan.num_micros(topology))))
+    undo.callback(patch_layers(parts, splits=stage.action_lists.splits_backward(plan.num_microbatches(topology))))
     if parts.head is not None:
         from sley_core.losses.chunked_head import patch_head  # loaded only by the runs that need it
 

@@ -64,7 +64,7 @@ class SourceSums:
 
     def begin(self, batch: StepBatch) -> None:
         """Begins a step, and computes the loss weights of its samples."""
-        shape = (batch.num_micros,) if self._reduction.fixed_order else ()
+        shape = (batch.num_microbatches,) if self._reduction.fixed_order else ()
         self._weights = [[] for _ in self.names]
         self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
         if self.weighs:

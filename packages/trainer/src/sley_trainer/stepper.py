@@ -111,9 +111,9 @@ class Stepper:
 
     def _run(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None) -> Tensor:
         """Runs all forwards and backwards of the step. Returns the sum of the loss over this rank's samples."""
-        num_micros = batch.num_micros
-        steps = self.lists.training(num_micros)
-        self.state.begin(step, select_actions(steps), num_micros, self.groups["dp"].coord * num_micros)
+        num_microbatches = batch.num_microbatches
+        steps = self.lists.training(num_microbatches)
+        self.state.begin(step, select_actions(steps), num_microbatches, self.groups["dp"].coord * num_microbatches)
         self.left_in_flight = True
         self.store.begin_step()
         for event in self.events.began:
@@ -216,9 +216,9 @@ class Stepper:
         """Begins the forward of batch `index`, and returns its list of actions."""
         # This checks that all ranks evaluate equal models, and that stages and slices have the same samples.
         self.agreement.begin(label, batch).check()
-        steps = self.lists.evaluation(batch.num_micros)
-        first_micro = self.groups["dp"].coord * batch.num_micros
-        state.begin(index, select_actions(steps), batch.num_micros, first_micro)
+        steps = self.lists.evaluation(batch.num_microbatches)
+        first_micro = self.groups["dp"].coord * batch.num_microbatches
+        state.begin(index, select_actions(steps), batch.num_microbatches, first_micro)
         return steps
 
     def close(self) -> None:

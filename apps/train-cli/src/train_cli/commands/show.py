@@ -127,14 +127,14 @@ def _timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
         hint = 'add [pipeline] with `use = "pp.one_f_one_b"` of sley-pp, and `pp = 2` to [parallel]'
         raise PlanError("no-pipeline", "the plan has no [pipeline], so there is no timeline to draw", hint=hint)
     schedule = plan.pipeline.build()
-    num_micro_batches = plan.num_micros(topology)
+    num_microbatches = plan.num_microbatches(topology)
     try:
         placement = schedule.placement(topology.pp)
-        lists = lower(schedule.lists(topology.pp, num_micro_batches), placement, num_micro_batches)
+        lists = lower(schedule.lists(topology.pp, num_microbatches), placement, num_microbatches)
     except PlanError as error:
         raise plan.add_places(error) from None
     simulation = simulate(lists, placement, Costs.even(placement.num_positions))
-    sizes = f"{format_count(topology.pp, 'stage')}, {format_count(num_micro_batches, 'microbatch', 'es')}"
+    sizes = f"{format_count(topology.pp, 'stage')}, {format_count(num_microbatches, 'microbatch', 'es')}"
     yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"
     yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
     for stage, peak in enumerate(simulation.peaks):

@@ -111,10 +111,10 @@ Lowered = tuple[Step, ...]
 """The entries of one rank in one step, in order."""
 
 
-def sequential(num_micros: int) -> list[Action]:
+def sequential(num_microbatches: int) -> list[Action]:
     """Returns the actions of a step without a pipeline, F0.0 B0.0 F0.1 B0.1 ...: one microbatch is in flight at a time."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
-    return [Action(kind, 0, micro) for micro in range(num_micros) for kind in kinds]
+    return [Action(kind, 0, micro) for micro in range(num_microbatches) for kind in kinds]
 
 
 def forward_only(actions: Iterable[Action]) -> list[Action]:

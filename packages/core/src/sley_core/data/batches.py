@@ -66,11 +66,11 @@ def count_microbatches(batch: Mapping[str, Tensor], fields: Mapping[str, Field],
     for name, size in sizes.items():
         if size != sizes[first]:
             raise RunError("batch-size", f"field `{name}` has {size} samples, but `{first}` has {sizes[first]}")
-    num_micros, remainder = divmod(sizes[first], micro_size)
-    if remainder or not num_micros:
+    num_microbatches, remainder = divmod(sizes[first], micro_size)
+    if remainder or not num_microbatches:
         message = f"{sizes[first]} samples of this rank are not a multiple of [batch] micro_size = {micro_size}"
         raise RunError("batch-size", message, hint="use one or more microbatches of equal size")
-    return num_micros
+    return num_microbatches
 
 
 def _num_samples(name: str, value: Tensor, field: Field) -> int:

@@ -92,11 +92,11 @@ class Agreement:
         self._refusal = refusal
         if not self._control.has_peers:
             return self
-        num_micros = batch.num_micros if batch else 0
+        num_microbatches = batch.num_microbatches if batch else 0
         self._facts = [
             {"all": (label, checksum([label]))},
             self._trained_views(),
-            dict.fromkeys(self.reduction.micro_axes, (num_micros, num_micros)),
+            dict.fromkeys(self.reduction.micro_axes, (num_microbatches, num_microbatches)),
             {} if batch is None else self._sample_views(batch),
         ]
         is_first = all(self.groups[axis].coord == 0 for axis in ("pp", "sp"))

@@ -62,7 +62,7 @@ class CanonicalReduction(Reduction):
     @property
     def num_leaves(self) -> int:
         """Returns the number of microbatches of the global batch."""
-        return self.groups["dp"].size * max(1, self.state.num_micros)
+        return self.groups["dp"].size * max(1, self.state.num_microbatches)
 
     @property
     def micro(self) -> int:
@@ -112,7 +112,7 @@ class CanonicalReduction(Reduction):
 
     def concurrent_microbatches(self, group: Group) -> range:
         """Returns the global number of the microbatch that each rank of `group` runs now: all run the same actions."""
-        step = max(1, self.state.num_micros)
+        step = max(1, self.state.num_microbatches)
         begin = self.micro - group.coord * step
         return range(begin, begin + group.size * step, step)
 

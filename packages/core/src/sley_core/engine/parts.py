@@ -58,8 +58,8 @@ class StepState:
 
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
-    step: the optimizer step, from 0. num_micros: the number of this rank's microbatches in the step. first_micro: the global
-    number of the first of them. action: the running action, or None. after_first: called once, after the first action. done:
+    step: the optimizer step, from 0. num_microbatches: the number of this rank's microbatches in the step. first_micro: the
+    global number of the first of them. action: the running action, or None. after_first: called once, after the first action. done:
     the chunks whose last gradient action is over. step_progress: the position for failure reports.
     """
 
@@ -68,7 +68,7 @@ class StepState:
         self._is_within = within is not None
         self.step_progress = within or ActionProgress()
         self.step = -1
-        self.num_micros = 0
+        self.num_microbatches = 0
         self.first_micro = 0
         self._was_taken: bool | Callable[[], bool] = True
         self.action: Action | None = None
@@ -77,12 +77,12 @@ class StepState:
         self.done: frozenset[int] = frozenset()
         self._settled: frozenset[int] | None = None
 
-    def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
+    def begin(self, step: int, actions: Sequence[Action], num_microbatches: int, first_micro: int) -> None:
         """Begins a list of `actions`. The other arguments become attributes."""
         self.step = step
         if not self._is_within:
             self.step_progress.begin(step + 1)
-        self.num_micros = num_micros
+        self.num_microbatches = num_microbatches
         self.first_micro = first_micro
         self.action = None
         self.after_first = None

@@ -112,7 +112,7 @@ class StepBatch:
     num_counted: int | None = None
 
     @property
-    def num_micros(self) -> int:
+    def num_microbatches(self) -> int:
         return len(self.micros)
 
 
@@ -206,19 +206,19 @@ class BatchSplitter:
             weighed = _cut(whole, self.info.fields, counts) if self.weighs_whole else micros
         return StepBatch(micros, whole, [self.loss.weight(piece) for piece in weighed] if self.loss else [])
 
-    def _check_weights(self, loss: Loss, batch: Mapping[str, Tensor], num_micros: int) -> None:
+    def _check_weights(self, loss: Loss, batch: Mapping[str, Tensor], num_microbatches: int) -> None:
         """Raises RunError "loss-not-additive" if the weights of the microbatches do not add up to that of the batch, as with a
         mean. Checks each of the first `MAX_CHECKED_SHAPES` shapes once, also on ranks without the model's last chunk.
         """
-        shape = (num_micros, *(tuple(value.shape) for value in batch.values()))
-        if num_micros == 1 or len(self._checked_shapes) >= MAX_CHECKED_SHAPES or shape in self._checked_shapes:
+        shape = (num_microbatches, *(tuple(value.shape) for value in batch.values()))
+        if num_microbatches == 1 or len(self._checked_shapes) >= MAX_CHECKED_SHAPES or shape in self._checked_shapes:
             return
         fields = self.info.fields if self.weighs_whole else self._fields
         hint = (
             'return a sum from the loss and not a mean, for example `F.cross_entropy(..., reduction="sum")`, and return the '
             'number of summed terms as its weight, for example `(batch["labels"] != -100).sum().item()`'
         )
-        check_additive(loss, batch, _cut([batch], fields, [num_micros]), "microbatches", ("loss",), hint)
+        check_additive(loss, batch, _cut([batch], fields, [num_microbatches]), "microbatches", ("loss",), hint)
         self._checked_shapes.add(shape)
 
 

@@ -98,7 +98,7 @@ def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
     from sley_core.actions.action import Kind
     from sley_core.actions.lower import lower
 
-    micros = plan.num_micros(topology)
+    micros = plan.num_microbatches(topology)
     try:
         schedule = plan.pipeline.build()
         placement = schedule.placement(topology.pp)

@@ -201,7 +201,7 @@ class Plan:
             return sizes.pp * sizes.dp * sizes.sp
         return num_available or sizes.pp * lcm(sizes.sp, sizes.wp)
 
-    def num_micros(self, topology: Topology) -> int:
+    def num_microbatches(self, topology: Topology) -> int:
         """Returns the number of microbatches per rank and step, rounded down if the batch does not divide; `check_plan` rejects
         such plans.
         """

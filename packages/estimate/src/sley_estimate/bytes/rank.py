@@ -115,12 +115,12 @@ def _run_steps(
     its start, so that its peak is not underestimated.
     """
     with fake_run(plan, rank, size, draft) as (run, ledger, recording):
-        num_plan_micro_batches = plan.num_micros(run.topology)
-        lists, num_last = run.stepper.lists, num_plan_micro_batches
+        num_plan_microbatches = plan.num_microbatches(run.topology)
+        lists, num_last = run.stepper.lists, num_plan_microbatches
         if not run.store.reduction.fixed_order:  # in a fixed order, memory for sums grows with the number of microbatches
-            num_last = min_equivalent_micro_batches(lists, num_plan_micro_batches)
-        schedulable = (count for count in range(1, num_plan_micro_batches) if _peaks(lists, count) is not None)
-        num_min = next(schedulable, num_plan_micro_batches)
+            num_last = min_equivalent_microbatches(lists, num_plan_microbatches)
+        schedulable = (count for count in range(1, num_plan_microbatches) if _peaks(lists, count) is not None)
+        num_min = next(schedulable, num_plan_microbatches)
         num_first = num_last if is_first_full else num_min
         batch = micro_batch(plan, run.dataset)
         is_cuda = plan.run.device == "cuda"
@@ -129,18 +129,18 @@ def _run_steps(
         kernels = imitate_cuda(recording.record_kernel) if is_cuda else nullcontext()
         starts = []
         with estimate_bytes(lambda: ledger.current_bytes), kernels:
-            for num_micro_batches in (num_first, *[num_min] * (STEPS - 2), num_last):
+            for num_microbatches in (num_first, *[num_min] * (STEPS - 2), num_last):
                 starts.append(ledger.num_events)
                 if len(starts) == STEPS:
                     recording.begin(run)
                 # Each microbatch has its own tensors over the same memory, since layers cache results by tensor.
-                take_step(run, [{name: value.detach() for name, value in batch.items()} for _ in range(num_micro_batches)])
+                take_step(run, [{name: value.detach() for name, value in batch.items()} for _ in range(num_microbatches)])
                 _set_owners(run, ledger, on_host)
                 gc.collect(0)  # tensors in reference cycles count until the end of the step
             record = recording.end(run)
             # In a long run, pools are full at the start of a step, but first steps with few microbatches do not fill them.
             ledger.backdate(["pools"], starts[0] if num_first < num_last else starts[-1], StepPosition(STEPS, BEGINNING, ""))
-        batch_bytes = 0 if is_cuda else BATCHES * num_plan_micro_batches * sum(value.nbytes for value in batch.values())
+        batch_bytes = 0 if is_cuda else BATCHES * num_plan_microbatches * sum(value.nbytes for value in batch.values())
         peak, position, allocations = ledger.peak()
         alive = Counter({"batch": batch_bytes} if batch_bytes else {})
         for allocation in allocations:
@@ -211,19 +211,19 @@ def classify_allocation(allocation: Allocation) -> str:
     return "temporary buffers" if is_temporary else "activations"
 
 
-def min_equivalent_micro_batches(lists: ActionLists, num_micro_batches: int) -> int:
+def min_equivalent_microbatches(lists: ActionLists, num_microbatches: int) -> int:
     """Returns the smallest number of microbatches for which this stage's action list has the same memory peaks as for
-    `num_micro_batches`. The result is at least 3, or 12 with several positions, but never more than `num_micro_batches`.
+    `num_microbatches`. The result is at least 3, or 12 with several positions, but never more than `num_microbatches`.
     """
-    peaks = _peaks(lists, num_micro_batches)
+    peaks = _peaks(lists, num_microbatches)
     min_count = MIN_MICRO_BATCHES if lists.placement.num_positions == 1 else MIN_MICRO_BATCHES_BETWEEN_STAGES
-    return next((count for count in range(min_count, num_micro_batches) if _peaks(lists, count) == peaks), num_micro_batches)
+    return next((count for count in range(min_count, num_microbatches) if _peaks(lists, count) == peaks), num_microbatches)
 
 
-def _peaks(lists: ActionLists, num_micro_batches: int) -> Peaks | None:
-    """Returns the peaks of this stage's action list, or None if the schedule has no list for `num_micro_batches`."""
+def _peaks(lists: ActionLists, num_microbatches: int) -> Peaks | None:
+    """Returns the peaks of this stage's action list, or None if the schedule has no list for `num_microbatches`."""
     try:
-        steps = lists.training(num_micro_batches)
+        steps = lists.training(num_microbatches)
     except SleyError:
         return None
     positions = lists.placement.num_positions
@@ -319,8 +319,8 @@ def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[
     forwards, which needs the most bytes. Raises the errors of `stage_work_keys`.
     """
     lists, keys = draft.stage.action_lists, stage_work_keys(plan, topology, draft)
-    num_micro_batches = min_equivalent_micro_batches(lists, plan.num_micros(topology))
-    pending_forwards = [max_pending_forwards(steps) for steps in lists.lower_all_stages(num_micro_batches)]
+    num_microbatches = min_equivalent_microbatches(lists, plan.num_microbatches(topology))
+    pending_forwards = [max_pending_forwards(steps) for steps in lists.lower_all_stages(num_microbatches)]
     by_key: dict[Hashable, int] = {}
     for stage in sorted(range(topology.pp), key=lambda stage: -pending_forwards[stage]):
         by_key.setdefault(keys[stage], stage)

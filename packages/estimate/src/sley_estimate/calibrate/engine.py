@@ -127,13 +127,13 @@ def _fit_line(values: Mapping[int, float]) -> tuple[float, float]:
     return max(0.0, first_y - first_x * slope), slope
 
 
-def _engine_plan(device: Device, precision: Mapping[str, str], num_weights: int, num_micro_batches: int) -> Plan:
+def _engine_plan(device: Device, precision: Mapping[str, str], num_weights: int, num_microbatches: int) -> Plan:
     tables = {
         "run": {"name": "engine", "steps": 1 << 20, "device": device.type},
         "model": {"factory": f"{__name__}:build_weights", "options": {"count": num_weights}},
         "data": {"factory": f"{__name__}:IndexDataset"},
         "loss": {"factory": f"{__name__}:IdentityLoss"},
-        "batch": {"global_size": num_micro_batches, "micro_size": 1},
+        "batch": {"global_size": num_microbatches, "micro_size": 1},
         "optimizer": {"use": "core.adamw", "lr": 1e-4, "clip_norm": 1.0},
         "precision": dict(precision),
     }

@@ -156,7 +156,7 @@ def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Lay
     """
     groups: dict[Hashable, list[Layout]] = defaultdict(list)
     for layout, estimate in best:
-        options = None if layout.num_micro_batches(space.plan, space.world) == 1 else str(layout.weights)
+        options = None if layout.num_microbatches(space.plan, space.world) == 1 else str(layout.weights)
         choices = layout._replace(sp=1, micro_size=1, weights=None), layout.weights and layout.weights.name, options
         groups[str(choices), *(round(math.log(cost) / SIMILARITY) for cost in estimate)].append(layout)
     leaders = [group[0] for group in groups.values()]

@@ -204,7 +204,7 @@ class Layout(NamedTuple):
     weights: Choice | None = None
     attention: Choice | None = None
 
-    def num_micro_batches(self, plan: Plan, world: int) -> int:
+    def num_microbatches(self, plan: Plan, world: int) -> int:
         """Returns the number of microbatches of a rank in each step. world: the number of ranks."""
         return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
 

@@ -114,18 +114,18 @@ class Roofline:
         """Returns the estimate of a layout. Raises SleyError for a layout that cannot be assembled, or whose time cannot be
         computed.
         """
-        split, num_micro_batches = (
+        split, num_microbatches = (
             self._split_stages(layout.pp, layout.schedule),
-            layout.num_micro_batches(self.plan, self.world),
+            layout.num_microbatches(self.plan, self.world),
         )
-        if num_micro_batches * len(split.route) > MAX_FORWARDS:
+        if num_microbatches * len(split.route) > MAX_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many microbatches")
         forward, backward, host, held_bytes, ramp = self._micro_batch_costs(layout._replace(reducer=None))
         record = layout.reducer.record if layout.reducer else None
         is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
         sums, gathers, attended, update, fixed_bytes = self._stage_costs(layout.pp, layout.schedule, layout.wp, is_shared)
         exposed = np.maximum(sums - backward, 0) + np.maximum(gathers - forward, 0) + attended
-        stages = num_micro_batches * (forward + backward) + exposed + update
+        stages = num_microbatches * (forward + backward) + exposed + update
         bubble = split.bubble * float((forward + backward).mean())
         end_s = self._totals_s if layout.pp > 1 else 0.0
         seconds = max(float(stages.max()) + bubble + ramp + end_s, float(host.max()))
@@ -137,15 +137,15 @@ class Roofline:
         microbatch, the seconds of the host in a whole step, and the bytes held by pending forwards and one backward. The last
         is the seconds of the messages of one microbatch, both ways.
         """
-        split, num_micro_batches = (
+        split, num_microbatches = (
             self._split_stages(layout.pp, layout.schedule),
-            layout.num_micro_batches(self.plan, self.world),
+            layout.num_microbatches(self.plan, self.world),
         )
         layers = self._layer_costs(layout.activations, layout.micro_size, layout.sp, layout.attention)
         gather, reduce = self._shard_exchanges(layout.wp, layout.weights)
         forward = split.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
         backward = np.maximum(layers.backward, gather[0] + reduce[0]) + gather[1] + reduce[1]
-        pending = np.minimum(split.max_pending, num_micro_batches * len(split.positions)) / len(split.positions)
+        pending = np.minimum(split.max_pending, num_microbatches * len(split.positions)) / len(split.positions)
         held_bytes = pending * split.by_stage(layers.saved_bytes)
         held_bytes = held_bytes + np.maximum.reduceat(layers.backward_bytes, split.starts)[split.positions].min(axis=0)
         ramp = sum(
@@ -153,9 +153,9 @@ class Roofline:
             for last, ends in zip(split.starts[1:] - 1, pairwise(split.route), strict=True)
             if ends[0] != ends[1]
         )
-        engine, host = self.machine.engine, split.by_stage(layers.host) * num_micro_batches
+        engine, host = self.machine.engine, split.by_stage(layers.host) * num_microbatches
         if engine is not None:
-            host = host + [engine.seconds(int(count), num_micro_batches) for count in split.by_stage(self._num_weights)]
+            host = host + [engine.seconds(int(count), num_microbatches) for count in split.by_stage(self._num_weights)]
         return forward, split.by_stage(backward), host, held_bytes, ramp
 
     @memoize

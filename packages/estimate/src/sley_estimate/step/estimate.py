@@ -75,7 +75,7 @@ class _StepPricer:
     placement: Placement
     machine: MachineFile
     measured: Measured
-    num_micro_batches: int
+    num_microbatches: int
     host_waits: bool
     _prices: dict[int, _OperatorSeconds] = field(default_factory=dict)  # by `id` of operators, which the records keep alive
 
@@ -118,11 +118,11 @@ class _StepPricer:
         )
         yield from instructions(step.closing, None)
         waited_s = self._engine_s(stage, 0) if self.host_waits else 0.0
-        yield Compute(waited_s, None, self._engine_s(stage, self.num_micro_batches))
+        yield Compute(waited_s, None, self._engine_s(stage, self.num_microbatches))
 
-    def _engine_s(self, stage: int, num_micro_batches: int) -> float:
+    def _engine_s(self, stage: int, num_microbatches: int) -> float:
         engine = self.machine.engine
-        return engine.seconds(self.records[stage].num_trained, num_micro_batches) if engine else 0.0
+        return engine.seconds(self.records[stage].num_trained, num_microbatches) if engine else 0.0
 
     def _action_scale(self, events: Events, stage: int, action: Action | None) -> ActionScale:
         engine = self.machine.engine
@@ -256,10 +256,10 @@ def estimate_plan(
         for chunk, chunk_layers in enumerate(draft.stage.for_stage(stage).chunks)
         if all(layer.name in seconds for layer in chunk_layers)
     }
-    num_micro_batches, lists = plan.num_micros(plan.topology(size)), draft.stage.action_lists
+    num_microbatches, lists = plan.num_microbatches(plan.topology(size)), draft.stage.action_lists
     host_waits = machine.engine is not None and waits_before_updates(plan)
-    pricer = _StepPricer(records, lists.placement, machine, measured, num_micro_batches, host_waits)
-    entries_by_stage = lists.lower_all_stages(num_micro_batches)
+    pricer = _StepPricer(records, lists.placement, machine, measured, num_microbatches, host_waits)
+    entries_by_stage = lists.lower_all_stages(num_microbatches)
     step = simulate_programs([list(pricer.program(stage, entries)) for stage, entries in enumerate(entries_by_stage)])
     return PlanEstimate(step, layers, memory)
 
