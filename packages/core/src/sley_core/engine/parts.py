@@ -59,8 +59,8 @@ class StepState:
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
     step: the optimizer step, from 0. num_microbatches: the number of this rank's microbatches in the step. first_micro: the
-    global number of the first of them. action: the running action, or None. after_first: called once, after the first action. done:
-    the chunks whose last gradient action is over. step_progress: the position for failure reports.
+    global number of the first of them. action: the running action, or None. after_first: called once, after the first
+    action. done: the chunks whose last gradient action is over. step_progress: the position for failure reports.
     """
 
     def __init__(self, within: ActionProgress | None = None) -> None:
