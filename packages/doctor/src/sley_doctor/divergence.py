@@ -66,9 +66,7 @@ def _has_same_description(first: ExchangeRecord, second: ExchangeRecord) -> bool
 
 
 def find_late_ranks(report: FaultReport, by_rank: Mapping[int, FaultReport]) -> list[int]:
-    """Returns the ranks that have not started the exchange in which the rank of `report` waits, including ranks without a
-    report. Returns [] if the rank does not wait.
-    """
+    """Returns the ranks that have not started the exchange in which the rank of `report` waits; [] if it does not wait."""
     wait = report.wait
     if wait is None:
         return []
@@ -85,9 +83,7 @@ def find_late_ranks(report: FaultReport, by_rank: Mapping[int, FaultReport]) -> 
 
 
 def _find_mismatch(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns the divergence at the first position in a queue at which ranks started different exchanges, or None. Queues in
-    which a rank waits are examined first.
-    """
+    """Returns the divergence at the first position with different exchanges, or None. Tries queues with waits first."""
     awaited_queues = [
         _READ_QUEUE_PATTERN.sub("", report.wait.exchange.queue) for report in by_rank.values() if report.wait is not None
     ]
@@ -120,9 +116,7 @@ def _group_by_exchange(exchanges: Mapping[int, ExchangeRecord]) -> list[list[int
 def _describe_mismatch(
     started: Mapping[int, Mapping[int, ExchangeRecord]], number: int, rank_groups: list[list[int]]
 ) -> Divergence:
-    """Returns how the ranks diverged whose exchanges differ at position `number` of a queue. started: the exchanges by rank and
-    number. rank_groups: the ranks grouped by exchange, the largest group first.
-    """
+    """Returns the divergence at position `number` of a queue. rank_groups: ranks by exchange, the largest group first."""
     usual_rank, odd_rank = rank_groups[0][0], rank_groups[1][0]
     usual_exchanges, odd_exchanges = started[usual_rank], started[odd_rank]
     is_clear = len(rank_groups[0]) > len(rank_groups[1])
@@ -145,9 +139,7 @@ def _describe_mismatch(
 
 
 class _LateExchange(NamedTuple):
-    """Describes the wait of `rank` in `exchange`, which `num_started` ranks with reports have started and the ranks `late` have
-    not.
-    """
+    """Describes a wait of `rank`. num_started: the number of ranks with reports that have started the exchange."""
 
     num_started: int
     rank: int
@@ -156,9 +148,7 @@ class _LateExchange(NamedTuple):
 
 
 def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns a divergence if some ranks wait in an exchange that other ranks, which wait in another exchange, have not
-    started; None otherwise.
-    """
+    """Returns a divergence if ranks wait in an exchange that ranks waiting elsewhere have not started, else None."""
     late_exchanges = sorted(_find_late_exchanges(by_rank), key=lambda late_exchange: late_exchange[:2])
     if not late_exchanges:
         return None
@@ -198,9 +188,7 @@ def _find_message_cycle(late_exchanges: Sequence[_LateExchange]) -> list[_LateEx
 
 
 def _find_late_exchanges(by_rank: Mapping[int, FaultReport]) -> Iterator[_LateExchange]:
-    """Yields, for each waiting rank, its exchange and the late ranks of that exchange, which wait in other exchanges. Skips
-    ranks whose exchange has no such late ranks.
-    """
+    """Yields, for each waiting rank, its exchange and the late ranks of that exchange, if they wait in other exchanges."""
     for rank, report in by_rank.items():
         late = [member for member in find_late_ranks(report, by_rank) if member in by_rank and by_rank[member].wait is not None]
         if report.wait is not None and late:

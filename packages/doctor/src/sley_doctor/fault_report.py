@@ -135,9 +135,7 @@ def read_attempt_number() -> int:
 
 
 def write_report(run_folder: Path, report: FaultReport) -> None:
-    """Writes a rank's report atomically, unless the rank has already written one in this attempt. Raises OSError if the file
-    cannot be written.
-    """
+    """Writes a rank's report atomically, unless this attempt has one. Raises OSError if the file cannot be written."""
     path = run_folder / FAULTS / str(read_attempt_number()) / f"rank-{report.rank}.json"
     if not path.exists():
         _write_json(path, asdict(report))
@@ -159,7 +157,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _read_attempt(folder: Path, attempt: int) -> AttemptReports:
-    """Returns the reports in `folder`, which are those of attempt number `attempt`."""
     ranks: list[FaultReport] = []
     launch, unreadable = None, []
     launches, faults = TypeAdapter(LaunchReport), TypeAdapter(FaultReport)
@@ -182,9 +179,7 @@ MAX_THREADS, MAX_LINES = 16, 80  # the number of threads, and of lines per stack
 
 
 class DoctorRecorder(RunRecorder):
-    """Writes `work/rank-N.jsonl` while rank N trains, and files in `faults/` when ranks fail. `train-cli` loads it if this
-    package is installed.
-    """
+    """Writes `work/rank-N.jsonl` while rank N trains, and files in `faults/` when ranks fail."""
 
     def record_steps(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
         return record_work(parts, feed, folder, notes)
@@ -212,9 +207,7 @@ class DoctorRecorder(RunRecorder):
 def _write_in_thread(
     folder: Path, world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Writes a fault report in a new thread, and waits at most MAX_REPORT_S for it. Ignores failures to write. stacks: stacks
-    to add to those of the threads.
-    """
+    """Writes a fault report in a new thread. Waits at most MAX_REPORT_S for it, and ignores failures to write."""
 
     def write_quietly() -> None:
         # An error in writing the report must not replace the error that it reports.

@@ -57,9 +57,7 @@ class RecordedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Returns the runs in `folders`, in this order. Raises UsageError "no-run" if a folder is not that of a run, or if a file
-    in it cannot be read.
-    """
+    """Returns the runs in `folders`. Raises UsageError "no-run" if a folder is not that of a run, or a file is unreadable."""
     runs = []
     for folder in folders:
         try:
@@ -88,9 +86,7 @@ MAX_RANKS = 32
 
 
 def build_waiting_section(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]:
-    """Returns the template's values for the section about waits in one run: the causes of slow steps with their remedies, and a
-    line for each of the first MAX_RANKS ranks, in the words of `train-cli doctor`.
-    """
+    """Returns the template's values for the section about waits in one run, with lines for the first MAX_RANKS ranks."""
     judgement = judge(records)
     descriptions = [f"{describe_cause(cause)}; {find_remedy(cause)}" for cause in judgement.causes] or [
         describe_no_cause(judgement)
@@ -119,9 +115,7 @@ _NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"
 
 
 class TableRow(NamedTuple):
-    """Holds a row of a table, with one value per run; the value is "" for a run without one. differs: whether the values
-    differ.
-    """
+    """Holds a row of a table, with one value per run; "" stands for no value. differs: whether the values differ."""
 
     key: str
     values: Sequence[Any]
@@ -160,9 +154,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
 
 
 def _list_summary_values(run: RecordedRun) -> dict[str, Any]:
-    """Returns the numbers and texts in the run's summary by name. Without a summary, returns the outcome and the number of
-    steps.
-    """
+    """Returns the numbers and texts in the run's summary by name; without one, the outcome and the number of steps."""
     if run.summary is None:
         return {"outcome": "failed" if run.faults else "not ended", "steps": len(run.rows)}
     values = {name: value for name, value in run.summary.items() if isinstance(value, int | float | str)}
@@ -170,7 +162,6 @@ def _list_summary_values(run: RecordedRun) -> dict[str, Any]:
 
 
 def _list_chart_names(runs: Sequence[RecordedRun]) -> list[str]:
-    """Returns the names of the recorded metrics to draw, those of _CURVES first."""
     recorded = dict.fromkeys(name for run in runs for row in run.rows for name in row)
     return [name for name in {**_CURVES, **recorded} if name in recorded and name not in _NO_CURVES]
 
@@ -183,9 +174,7 @@ def _draw_charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[
 
 
 def _draw_chart(runs: Sequence[RecordedRun], name: str, unit: str) -> str:
-    """Returns a chart of the metric `name` of all runs, as a PNG in a data URI. unit: the label of the vertical axis. Values
-    that were not finite are gaps in the line.
-    """
+    """Returns a chart of the metric `name` as a PNG in a data URI. Values that were not finite are gaps in the line."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(6.0, 3.0), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel=unit)

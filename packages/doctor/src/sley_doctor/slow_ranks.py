@@ -67,9 +67,7 @@ class Block:
 
 
 def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
-    """Returns a block for each window of steps that all `records` have, in ascending order. If there are more than MAX_BLOCKS,
-    returns only every n-th block, up to the last one.
-    """
+    """Returns a block for each window that all `records` have, in ascending order; only every n-th if more than MAX_BLOCKS."""
     windows = [{(window.first, window.last): window for window in record.windows} for record in records]
     steps = [span for span in windows[0] if all(span in rank_windows for rank_windows in windows)]
     stride = max(1, math.ceil(len(steps) / MAX_BLOCKS))
@@ -102,9 +100,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Holds the result of `judge`. causes: the causes of slow steps, the worst first. blocks: the examined blocks. why_not: why
-    slow ranks cannot be determined; "" if they can.
-    """
+    """Holds the result of `judge`, the worst cause first. why_not: why slow ranks cannot be determined; "" if they can."""
 
     causes: tuple[Cause, ...]
     blocks: tuple[Block, ...]
@@ -173,9 +169,7 @@ _CHUNK_PREFIXES = "FBIW"  # the first letters of locations at which layers run
 
 
 class Excess(NamedTuple):
-    """Describes work at `location` that takes `seconds` longer in each step than comparable work, which takes `usual_s`
-    seconds.
-    """
+    """Describes work that takes `seconds` longer in each step than comparable work, which takes `usual_s` seconds."""
 
     location: str
     seconds: float
@@ -221,9 +215,7 @@ def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess
 
 
 def _build_rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) -> Cause:
-    """Returns the cause for `rank` at the location of its largest excess. slow_blocks: blocks with the rank's excesses in
-    them.
-    """
+    """Returns the cause for `rank` at the location of its largest excess. slow_blocks: the blocks with excesses."""
     steps = sum(block.num_steps for block, _ in slow_blocks)
     locations, usual = defaultdict[str, float](float), defaultdict[str, float](float)
     for block, excesses in slow_blocks:

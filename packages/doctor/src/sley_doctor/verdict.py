@@ -54,9 +54,7 @@ class RunState:
 
 
 def find_run_state(run: Path, records: Sequence[WorkRecord], now: float) -> RunState:
-    """Returns the progress of the run in folder `run`. now: the current time in seconds since the epoch. Raises OSError if its
-    files cannot be read.
-    """
+    """Returns the progress of the run in folder `run`. now: in seconds since the epoch. Raises OSError for unreadable files."""
     steps = [int(row["step"]) for row in read_rows(run)]
     step = max(steps, default=0)
     time = (run / METRICS).stat().st_mtime if step else None
@@ -182,9 +180,7 @@ def _find_error_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _find_launch_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
-    """Returns the verdict on a rank without a report that was killed, exited, or did not respond to its launcher; None without
-    one.
-    """
+    """Returns the verdict on a rank without a report that was killed, exited, or did not respond to its launcher; or None."""
     if launch is None:
         return None
     codes = {
@@ -216,7 +212,6 @@ def _find_busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _find_divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict on ranks that diverged; None if they did not."""
     divergence = find_divergence(by_rank)
     if divergence is None:
         return None
@@ -262,7 +257,6 @@ def _build_peer_verdict(rank: int, cause: str, kind: str, remedy: str, by_rank: 
 
 
 def _add_position(report: FaultReport, verdict: Verdict) -> Verdict:
-    """Returns `verdict` with the step, the action and the layer of `report`."""
     return replace(verdict, step=report.step, action=report.pending, layer=report.layer)
 
 

@@ -105,9 +105,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Start:
-    """Describes the start of the rank that writes the file. time: seconds since the epoch. trained: the number of elements in
-    the trainable weights that this rank holds at least in part.
-    """
+    """Describes a start of a rank. time: seconds since the epoch. trained: the number of elements in its trainable weights."""
 
     rank: int
     world: int
@@ -168,7 +166,6 @@ _STARTS, _WINDOWS = TypeAdapter(Start), TypeAdapter(Window)
 
 
 def _parse_lines(lines: Iterable[bytes]) -> Iterator[Start | Window]:
-    """Yields the starts and windows in `lines`. Skips lines that cannot be parsed."""
     for line in lines:
         try:
             content = json.loads(line)
@@ -213,9 +210,7 @@ def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str])
 
 
 class WorkRecorder:
-    """Measures the work and the waits of this rank. feed: the feed of samples that steps wait for, or None. add: a function
-    that writes a line to the file.
-    """
+    """Measures the work and waits of this rank. feed: the feed that steps wait for, or None. add: writes a line."""
 
     def __init__(self, parts: Parts, feed: Feed | None, add: Callable[[str], None]) -> None:
         self._progress = parts.groups.progress

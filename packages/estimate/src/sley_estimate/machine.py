@@ -142,9 +142,7 @@ class HostTable(Table):
 
 
 class EngineTable(Table):
-    """The time that the host spends in a step outside the layers, if it runs ahead of the device. Measured on one rank with
-    gradient clipping and AdamW.
-    """
+    """The host's time in a step outside the layers, if it runs ahead of its device. Measured with clipping and AdamW."""
 
     step_s: Latency
     """Seconds per step, independent of its size."""

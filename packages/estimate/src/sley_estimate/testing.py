@@ -42,9 +42,7 @@ _SMALL: Tables = {
 
 
 def small_machine(**changes: Any) -> Tables:
-    """Returns the tables of a machine file with one host of eight devices and no measured layers. changes: passed to
-    `changed`, as in `links__ranks_per_host=2`.
-    """
+    """Returns the tables of a machine with one host of eight devices and no layers. changes: passed to `changed`."""
     return changed(_SMALL, **changes)
 
 

@@ -64,9 +64,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self.dispatch(func, types, args, kwargs)
 
     def make_fake(self, elem: Tensor, device: torch.device) -> FakeTensor:
-        """Returns the same as `FakeTensor(self, elem, device)`, without counting its memory. Copies the attributes of an
-        earlier fake tensor, which takes a fifth of the time. elem: a tensor on meta.
-        """
+        """Returns `FakeTensor(self, elem, device)` faster, and does not count its memory. elem: a tensor on meta."""
         if device not in self._attributes:
             self._attributes[device] = dict(vars(FakeTensor(self, elem, device)))
         fake: FakeTensor = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
@@ -76,10 +74,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation without values, or replays its cached result, and returns the result. Counts new memory and
-        scratch memory in the ledger, and calls the listener. Operations that torch calls within another operation are part of
-        it.
-        """
+        """Runs one operation without values, or replays its cached result. Counts its memory, and calls the listener."""
         kwargs = kwargs or {}
         if func in _SET_STORAGE_OPS:  # torch's own cache would keep the storage alive in its key
             with in_kernel_invocation_manager(self):
@@ -107,9 +102,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run_in_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Lets torch run an operation, and returns its result. If torch cannot run it without values, returns None for an
-        operation without results, such as a fused optimizer step, and raises UnsupportedOperatorException for any other.
-        """
+        """Lets torch run an operation. Returns None for one without results that torch cannot run on fake tensors."""
         self._depth += 1
         try:
             return super().dispatch(func, types, args, kwargs)
@@ -120,7 +113,6 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._depth -= 1
 
     def _store_result(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], result: Any, scratch: int) -> None:
-        """Stores the result of a call if it can be replayed."""
         inputs = _fake_tensors(args, kwargs)
         container = type(result) if isinstance(result, tuple | list) else None
         items = result if container else [result]
@@ -134,7 +126,6 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._results[key] = _CachedResult(container, recipes, scratch)
 
     def _replay_result(self, recipe: Any, inputs: Sequence[FakeTensor]) -> Any:
-        """Returns the result that `recipe` describes. Counts new memory in the ledger."""
         if recipe is None:
             return None
         recipe_type, source, size, stride, dtype, device = recipe
@@ -224,9 +215,7 @@ class _UncacheableError(Exception):
 
 
 class _CachedResult(NamedTuple):
-    """The cached result of a call. container: tuple or list; None for a single value. recipes: how to make each value, as
-    `_make_recipe` returns it. scratch: the bytes that the operator allocates internally.
-    """
+    """The cached result of a call. container: None for a single value. scratch: the internal scratch bytes."""
 
     container: type | None
     recipes: Sequence[Any]
@@ -252,9 +241,7 @@ def _operator_name(func: Any) -> str | None:
 
 
 def _argument_key(value: Any) -> Hashable:
-    """Returns the key of one argument. Raises _UncacheableError for a tensor that is not fake or has values, and for an object
-    that is not plain.
-    """
+    """Returns the key of one argument. Raises _UncacheableError for an object that is not plain, or a tensor with values."""
     value_type = type(value)
     if value_type is FakeTensor:
         if value.constant is not None or value.layout is not torch.strided:
@@ -280,10 +267,7 @@ def _fake_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTenso
 
 
 def _make_recipe(result: Any, inputs: Sequence[FakeTensor]) -> Any:
-    """Returns how to make `result` again, as (type, source, sizes, strides, dtype, device), or None if it is None. The type is
-    "same" for an argument itself, "view" for a view of an argument, and "new" for new memory. Raises _UncacheableError for any
-    other result, such as one with values.
-    """
+    """Returns how to make `result` again, with the type "same", "view" (of an argument) or "new"; None for None."""
     if result is None:
         return None
     if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:

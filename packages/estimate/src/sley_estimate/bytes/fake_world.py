@@ -109,9 +109,7 @@ class FakeHostMemory(HostMemory):
 
 @dataclass(frozen=True)
 class FakeDevice(Device):
-    """A device whose tensors have no values. tensors: the mode that makes its tensors. recording: receives its copies.
-    runs_ahead: whether copies overlap with other work, as on CUDA; if not, each copy is complete when `copy` returns.
-    """
+    """A device whose tensors have no values. runs_ahead: whether copies overlap with other work, as on CUDA."""
 
     tensors: FakeTensors = field(kw_only=True)
     recording: Recording = field(kw_only=True)
@@ -126,9 +124,7 @@ class FakeDevice(Device):
         return usual
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` as a fake tensor of the device. Its memory counts as new memory, except on a CPU, where the real
-        tensor would share the memory of `tensor`.
-        """
+        """Returns `tensor` as a fake tensor of the device. Its memory counts as new memory, except on a CPU."""
         if isinstance(tensor, FakeTensor):
             return tensor
         if self.torch_device == tensor.device:
@@ -236,10 +232,7 @@ class FakeTransport(Transport):
 
 @dataclass(frozen=True)
 class StepSimulation(Simulation):
-    """Simulates the communication of a rank that runs steps on fake tensors. tensors: the mode that makes them. recording:
-    receives the exchanges. device_type: "cpu" or "cuda". On a CPU, exchanges need memory in addition to the exchanged tensors;
-    on CUDA, they do not.
-    """
+    """Simulates the communication of a rank on fake tensors. On a CPU, but not on CUDA, exchanges need additional memory."""
 
     tensors: FakeTensors
     recording: Recording
@@ -265,9 +258,7 @@ class StepSimulation(Simulation):
     def simulate_exchange(
         self, members: Members, kind: Exchange, result: Tensor, given: Tensor, channel: str, label: str
     ) -> Callable[[], None]:
-        """Records a collective, and returns a function to call at the wait. Does not record messages, which are already in the
-        action lists.
-        """
+        """Records a collective, but no messages, which are in the action lists. Returns a function to call at the wait."""
         if kind not in _COLLECTIVES:
             return do_nothing
         return self.recording.on_exchange(_COLLECTIVES[kind], members.axis, channel, result.nbytes)
@@ -275,9 +266,7 @@ class StepSimulation(Simulation):
     def announced(
         self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype
     ) -> Callable[[int, int], Description] | None:
-        """Returns a function that takes a stage and a chunk and returns the description of the chunk's output. Returns None for
-        a plan with one stage.
-        """
+        """Returns a function `(stage, chunk)` that describes the chunk's output; None for a plan with one stage."""
         if plan.parallel.pp == 1:
             return None
         placement, outputs = stage.action_lists.placement, meta_outputs(plan, stage, dataset, dtype)
@@ -324,9 +313,7 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
 
 
 def allocate_tensors(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device) -> None:
-    """Replaces the meta parameters and buffers of `layers` by new tensors on `device`, as `replace_tensors` does. Also swaps
-    each other meta tensor that the layers refer to with a new tensor on `device`.
-    """
+    """Replaces all meta tensors that `layers` refer to by new tensors on `device`; see `replace_tensors`."""
     layers = list(layers)
     registered = {id(module) for layer in layers for module in layer.module.modules()}
     parameter_ids = {id(parameter) for layer in layers for parameter in layer.module.parameters()}

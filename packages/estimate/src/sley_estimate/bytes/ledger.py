@@ -23,9 +23,7 @@ ADDRESS_FACTOR = 1 << 44
 
 
 class StepPosition(NamedTuple):
-    """A position in a run. step: the number of the step, from 1, or 0 before the first step. entry: the entry of the action
-    list, such as F0.1. layer: the name of the layer that was called last.
-    """
+    """A position in a run: the step, from 1 (0 before the first), the entry of the action list, and the layer called last."""
 
     step: int
     entry: Any
@@ -71,9 +69,7 @@ class Ledger:
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def track(self, tensor: Tensor) -> None:
-        """Counts the storage of `tensor` until it is freed. Updates the size of a storage that is already counted. Does nothing
-        for an ignored storage.
-        """
+        """Counts the storage of `tensor` until it is freed, with its current size. Does nothing for an ignored storage."""
         for watched, reference in list(self._poll_references.items()):
             if torch.UntypedStorage._expired(reference):
                 del self._poll_references[watched]
@@ -97,9 +93,7 @@ class Ledger:
         self._ignored_references[key] = weakref.ref(storage, partial(self._remove_ignored, key))
 
     def poll(self, storage: torch.UntypedStorage) -> None:
-        """Makes each `track` check whether `storage` has been freed: Python's weak references do not notice this while torch
-        holds a weak reference of its own.
-        """
+        """Makes each `track` check whether `storage` is free, which weak references do not notice while torch holds its own."""
         key = storage._cdata
         if key not in self._references:
             self._keys_to_poll.add(key)
@@ -146,9 +140,7 @@ class Ledger:
         return self._live_allocations.get(storage_id(tensor))
 
     def exclude(self, tensor: Tensor) -> None:
-        """Treats the memory of `tensor` as memory of another device: sets its allocation to 0 bytes from the beginning, and
-        ignores its storage from now on.
-        """
+        """Treats the memory of `tensor` as that of another device: sets its allocation to 0 bytes, and ignores its storage."""
         key = storage_id(tensor)
         self._references.pop(key, None)
         if (allocation := self._live_allocations.pop(key, None)) is not None:
@@ -157,17 +149,13 @@ class Ledger:
         self.ignore(tensor)
 
     def backdate(self, owners: Collection[str], event: int, position: StepPosition) -> None:
-        """Moves the start of live allocations of `owners` back to event number `event` and `position`, if they start later. In
-        a long run, this memory already exists then.
-        """
+        """Moves the start of live allocations of `owners` back to event number `event` and `position`, if they start later."""
         for allocation in self._live_allocations.values():
             if allocation.owner in owners and allocation.allocated_at > event:
                 allocation.allocated_at, allocation.position = event, position
 
     def peak(self) -> tuple[int, StepPosition, list[Allocation]]:
-        """Returns the peak bytes, the position of the last event that reaches them, and the live allocations at that event,
-        oldest first. Returns 0, `START` and [] if no memory was allocated.
-        """
+        """Returns the peak bytes, their last position, and the allocations then live; 0, `START` and [] without memory."""
         num_bytes, event = max(((total, time) for time, total, _ in self._totals()), default=(0, 0))
         position = next((allocation.position for allocation in self.allocations if allocation.allocated_at == event), START)
         alive = [

@@ -109,11 +109,7 @@ def run_rank(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> tu
 def _run_steps(
     plan: Plan, rank: int, size: int, draft: Draft | None, *, is_first_full: bool
 ) -> tuple[RankBytes, RankRecord, bool]:
-    """Runs `STEPS` steps. Returns the bytes, the last step, and whether the first step had as many microbatches as the last.
-
-    is_first_full: whether the first step has as many microbatches as the last. If it has fewer, the memory of pools counts from
-    its start, so that its peak is not underestimated.
-    """
+    """Runs `STEPS` steps. If the first is not full, the memory of pools counts from its start, to keep its peak high enough."""
     with fake_run(plan, rank, size, draft) as (run, ledger, recording):
         num_plan_microbatches = plan.num_microbatches(run.topology)
         lists, num_last = run.stepper.lists, num_plan_microbatches
@@ -179,9 +175,7 @@ def fake_run(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> It
 
 
 def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
-    """Runs a step of a fake run on the microbatches in `batch`. Raises RunError `estimate-layer` if the step needs the values
-    of a tensor.
-    """
+    """Runs a step on the microbatches in `batch`. Raises RunError `estimate-layer` if it needs the values of a tensor."""
     try:
         run.step(batch)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -194,9 +188,7 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
-    """Sets the owner of each allocation that exists between two steps, and excludes the memory of the parts `on_host`. It is a
-    function of its own so that no variable of the caller keeps a tensor alive.
-    """
+    """Sets the owners of allocations between two steps. It is a function so that no variable keeps a tensor alive."""
     for part in PARTS:
         for _, tensor in run.memory.inventory.all_tensors(part):
             if part in on_host:
@@ -221,7 +213,6 @@ def min_equivalent_microbatches(lists: ActionLists, num_microbatches: int) -> in
 
 
 def _peaks(lists: ActionLists, num_microbatches: int) -> Peaks | None:
-    """Returns the peaks of this stage's action list, or None if the schedule has no list for `num_microbatches`."""
     try:
         steps = lists.training(num_microbatches)
     except SleyError:
@@ -247,9 +238,7 @@ class StageTooLargeError(Exception):
 
 
 def build_rank0_draft(plan: Plan, size: int) -> Draft:
-    """Returns the draft of the first of `size` ranks. Raises PlanError for each failed check of the plan, and the errors of
-    `build_draft`.
-    """
+    """Returns the draft of rank 0 of `size`. Raises PlanError for each failed check, and the errors of `build_draft`."""
     if problems := check_plan(plan, size):
         raise PlanError.from_diagnostics(problems)
     with World.fake(0, size) as world:
@@ -257,9 +246,7 @@ def build_rank0_draft(plan: Plan, size: int) -> Draft:
 
 
 def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
-    """Returns the bytes of the first rank of each stage. cores: the number of parallel processes. Raises the errors of
-    `build_rank0_draft` and `run_stages`.
-    """
+    """Returns the bytes of the first rank of each stage. Raises the errors of `build_rank0_draft` and `run_stages`."""
     draft, stages = build_rank0_draft(plan, size), range(plan.topology(size).pp)
     return [memory for memory, _ in run_stages(plan, size, stages, draft, cores)]
 
@@ -328,17 +315,13 @@ def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[
 
 
 def max_pending_forwards(steps: Sequence[Step]) -> int:
-    """Returns the largest number of forwards in an action list that are waiting for their backward at the same time. A split
-    backward ends with its second half. steps: the list, lowered or not.
-    """
+    """Returns the largest number of pending forwards in an action list. A split backward ends with its second half."""
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
     return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
 
 
 def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashable]:
-    """Returns, by layer name, the texts in the plan that match the name of a module or parameter of the layer as patterns, each
-    with that name relative to the layer.
-    """
+    """Returns, by layer name, the texts in the plan that match names in the layer, each with its name relative to the layer."""
     values = (value if isinstance(value, list) else [value] for _, value in iterate_values(plan.tables))
     patterns = {text for texts in values for text in texts if isinstance(text, str)}
     return {

@@ -86,11 +86,8 @@ NO_LEAD = (0.0, 0.0, 0.0)
 
 
 class LayerBench:
-    """Times the layers of `model`, which is on meta, on one microbatch of the plan's data. Gradients are accumulated as in a
-    run.
-
-    dtype: the dtype of the working weights. num_calls: the number of timed calls of a layer, after one warm-up call. The result
-    is their median, not their minimum, since the same disturbances affect runs.
+    """Times the layers of `model`, which is on meta, on one microbatch of the plan's data. dtype: the dtype of the working
+    weights. num_calls: the number of timed calls of a layer, after one warm-up call; their median counts.
     """
 
     def __init__(
@@ -144,9 +141,7 @@ class LayerBench:
         return times, describe_next_input(outputs[-1], layer)
 
     def _median_parts(self, layer: Layer, value: Value | None, queue: WeightQueue | None, outputs: list[Any]) -> Parts:
-        """Returns the median seconds of the parts of a call. queue: the queue for the second half of a split backward; None for
-        a whole backward. outputs: is set to the output of the last call.
-        """
+        """Returns the median seconds of the parts of a call. queue: None for a whole backward. outputs: set to the last one."""
 
         def median_host_s() -> list[float]:
             calls = [self._time_call(layer, value, queue, outputs, NO_LEAD) for _ in range(NUM_HOST_CALLS)]
@@ -187,9 +182,7 @@ class LayerBench:
             yield
 
     def _load_micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
-        """Returns the first microbatch of the run, on the device. With `sp` > 1, it has the slices of the first rank of
-        `sp`.
-        """
+        """Returns the first microbatch on the device; with `sp` > 1, the slices of the first rank of `sp`."""
         plan, size = self.plan, self.plan.batch.global_size
         rows = range(plan.batch.micro_size)
         data: Any = plan.data.config
@@ -202,9 +195,7 @@ class LayerBench:
     def _time_call(
         self, layer: Layer, value: Value | None, queue: WeightQueue | None, outputs: list[Any], launch_s: Sequence[float]
     ) -> Parts:
-        """Times the parts of one call of the layer. launch_s: the seconds that the host needs to launch each part; 0 if
-        unknown.
-        """
+        """Times the parts of one call. launch_s: the host's seconds to launch each part; 0 if unknown."""
         in_flight, args, named = start_call(layer, value, self._fields)
         outputs.clear()
 
@@ -228,9 +219,7 @@ class LayerBench:
         return [*parts, PartSeconds(products_device_s(), products_s)]
 
     def _time_work(self, work: Callable[[], object], host_s: float) -> tuple[float, Callable[[], float]]:
-        """Runs `work` after a lead of at least `host_s` seconds. Returns the host's seconds, and a function that waits for the
-        device and returns its seconds.
-        """
+        """Runs `work` after a lead. Returns the host's seconds, and a function that waits and returns the device's seconds."""
         self._lead(host_s)
         start, start_s = self.device.moment(), time.perf_counter()
         work()
@@ -238,9 +227,7 @@ class LayerBench:
         return host_s, lambda: self.device.seconds_between(start, end)
 
     def _time_rows(self, layer: Layer, value: Value | None, queue: WeightQueue | None) -> tuple[float, float, float]:
-        """Runs several forwards and then as many backwards, without waiting for the device. Returns the mean seconds of the
-        host for each part of one call. queue: as in `_median_parts`.
-        """
+        """Runs forwards, then as many backwards, without waits. Returns the host's mean seconds for each part of one call."""
         calls = [start_call(layer, value, self._fields) for _ in range(ROW_LENGTH)]
         self.device.wait_until(self.device.moment())
         times = [time.perf_counter()]
@@ -267,9 +254,7 @@ class LayerBench:
 
 
 def time_empty_backward(device: Device) -> float:
-    """Returns the host's median seconds for a backward without operators. The time to launch a layer excludes it, since a run
-    starts one backward for many layers.
-    """
+    """Returns the host's median seconds for a backward without operators, which the time to launch a layer excludes."""
     value = torch.ones(1, device=device.torch_device)
     description, tensors = describe_output(value.requires_grad_())
     seconds = []
@@ -317,9 +302,7 @@ def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Mo
 
 
 def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
-    """Times each distinct layer of the plan's model on one microbatch of its data, with whole sequences. Returns the
-    `[[layers]]` tables of a machine file. Errors in the plan's dataset and layers are raised as they are.
-    """
+    """Times each distinct layer on whole sequences. Returns `[[layers]]` tables. Lets errors of the dataset and layers pass."""
     variant = {"activations": str(list_choices(plan).policies[0]), "micro_size": plan.batch.micro_size}
     plan = replace_values(plan, {("parallel", "sp"): 1})
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))

@@ -69,9 +69,7 @@ def measure_device(device: Device) -> dict[str, Any]:
 
 
 def fit_saturation(times: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Returns the `flops_per_s` and the non-negative `half_flops` of a `MatmulTable` that fit `times`, pairs of (FLOPs,
-    seconds), with the least squares of relative errors.
-    """
+    """Fits a `MatmulTable` to `times`, pairs of (FLOPs, seconds). Returns `flops_per_s` and `half_flops`, at least 0."""
     flops, seconds = np.array(times).T
     per_flop, constant = flops / seconds, flops.mean() / seconds  # solves 1 = per_flop / rate + constant x half / (rate x mean)
     slope, offset = np.linalg.lstsq(np.stack([per_flop, constant], axis=1), np.ones(len(times)))[0]
@@ -147,18 +145,14 @@ def measure_host(device: Device) -> dict[str, float]:
 
 
 def measure_host_bandwidth(device: Device) -> float:
-    """Returns the bytes per second that a fused AdamW on the host moves. It steps one bucket after another and rounds each to
-    bf16, while the next gradients arrive from `device` and the previous weights return to it.
-    """
+    """Returns the bytes per second that a fused AdamW on the host moves while gradients arrive and weights return."""
     stepping = HostOptimizerBench(device)
     stepping.step()  # creates the states
     return NUM_BUCKETS * BUCKET_NUMEL * STEP_BYTES / statistics.median(stepping.step() for _ in range(REPETITIONS))
 
 
 class HostOptimizerBench:
-    """Steps fp32 `parameters` on the host, one bucket after another. device_weights: the bf16 weights of the last bucket that
-    was copied to `device`.
-    """
+    """Steps fp32 `parameters` on the host. device_weights: the bf16 weights of the last bucket copied to `device`."""
 
     def __init__(self, device: Device) -> None:
         self.parameters = [torch.nn.Parameter(torch.ones(BUCKET_NUMEL)) for _ in range(NUM_BUCKETS)]
@@ -177,9 +171,7 @@ class HostOptimizerBench:
             stream.wait_for_device()
 
     def step(self) -> float:
-        """Steps all buckets once. Returns the seconds from the arrival of the first gradients to the end of the last
-        rounding.
-        """
+        """Steps all buckets once. Returns the seconds from the first arrival of gradients to the last rounding."""
         gradient_copies = [self._copy_gradient(index) for index in range(RING)]
         for event in gradient_copies:
             event.wait()
@@ -229,9 +221,7 @@ def _copy_start_s(device: Device) -> float:
 
 
 def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, tensor: torch.Tensor) -> tuple[float, float]:
-    """Copies `tensor`, a uint8 tensor, to the host, frees its memory, allocates it again, and copies the data back. Returns the
-    seconds to the host, with the free, and those back, with the allocation.
-    """
+    """Returns the seconds to copy the uint8 `tensor` to the host and free it, and to allocate it and copy it back."""
     moments = [device.moment()]
     stream.wait_for_device()
     stream.copy(memory.data, tensor)

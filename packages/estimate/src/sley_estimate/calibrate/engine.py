@@ -58,9 +58,7 @@ class Weights(nn.Module):
             self.register_parameter(f"weight{number}", nn.Parameter(torch.ones(1)))
 
     def forward(self, number: Tensor) -> Tensor:
-        """Returns a zero whose graph contains all parameters. number: a field of the batch, since a first layer must read
-        one.
-        """
+        """Returns a zero whose graph contains all parameters. number: a field of the batch; a first layer must read one."""
         zero: Tensor = _Zero.apply(*self._parameters.values())  # type: ignore[no-untyped-call]
         return zero
 
@@ -93,9 +91,7 @@ class IdentityLoss:
 
 
 def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]:
-    """Returns the table `[engine]` of a machine file. Takes about two seconds. plan: its `[precision]` sets the dtypes of
-    weights and gradients; without a plan, weights are bf16.
-    """
+    """Returns the table `[engine]` in about two seconds. plan: sets the dtypes; without a plan, weights are bf16."""
     precision = {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
     turns = []
     with ExitStack() as stack, device.preserve_random_state():
@@ -141,9 +137,7 @@ def _engine_plan(device: Device, precision: Mapping[str, str], num_weights: int,
 
 
 def mean_step_s(run: Run, num_steps: int) -> float:
-    """Returns the mean seconds of `num_steps` steps of `run`. Each step starts before the totals of the previous one are read,
-    as in `Run.train`.
-    """
+    """Returns the mean seconds of `num_steps` steps, each started before the totals of the previous one are read."""
     device = run.world.device
     current = run.launch(None)
     device.wait_until(device.moment())

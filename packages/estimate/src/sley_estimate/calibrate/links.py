@@ -1,6 +1,4 @@
-"""Measures a machine, including exchanges between its ranks, alone and while the ranks compute, with the transports of a
-run.
-"""
+"""Measures a machine and the exchanges between its ranks, alone and during computation, with the transports of a run."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
 
 
 def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> dict[str, float]:
-    """Returns the `latency_s` and `bandwidth` with which `step.links` computes about `small_s` seconds for an exchange of
-    SMALL_BYTES bytes, and `large_s` for LARGE_BYTES. size: the number of ranks in the exchange.
-    """
+    """Fits a link for `size` ranks: exchanges of SMALL_BYTES take about `small_s` seconds, and of LARGE_BYTES `large_s`."""
     rounds = (2 if exchange_type == "sum" else 1) * (size - 1)
     share = 1.0 if exchange_type == "send" else rounds / size
     slope = max(large_s - small_s, 1e-3 * large_s) / (LARGE_BYTES - SMALL_BYTES)
@@ -92,9 +88,7 @@ def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> d
 def prepare_exchanges(
     stage: Group, shards: Group, slices: Group, stages: Group, device: torch.device, num_bytes: int
 ) -> dict[str, BeginExchange]:
-    """Returns, by kind of exchange, a function that starts it with full tensors of about `num_bytes` bytes on `device`. Each of
-    the groups has all ranks. Messages are sent between the first two stages, in both directions at the same time.
-    """
+    """Returns, by kind, a function that starts an exchange of about `num_bytes` bytes. Messages go both ways between stages."""
     full, received = (torch.ones(stage.size, math.ceil(num_bytes / 4 / stage.size), device=device) for _ in range(2))
     shard, message = full[:1].clone(), torch.ones(2, num_bytes // 4, device=device)
     scratch = torch.empty(shards.transport(REDUCE).num_scratch_rows(1), *full.shape[1:], device=device)

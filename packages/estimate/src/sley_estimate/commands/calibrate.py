@@ -52,9 +52,7 @@ def calibrate(
 
 
 def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
-    """Measures this machine in a process that is the only rank, or one rank of a local launch. Rank 0 writes the file `out`.
-    plan: the path of a plan, or None. Returns the exit code.
-    """
+    """Measures this machine, alone or as a rank of a local launch. Rank 0 writes the file `out`. Returns the exit code."""
     from sley_core.comm.world import World
     from sley_estimate.calibrate.links import measure_machine
 

@@ -118,9 +118,7 @@ def estimate(
 
 
 def load_machine_with_ranks(file: Path, per_node: int | None) -> MachineFile:
-    """Returns the machine in `file`, with `per_node` ranks on each host unless it is None. Raises the errors of
-    `load_machine`.
-    """
+    """Returns the machine in `file`, with `per_node` ranks on each host unless it is None. Raises as `load_machine` does."""
     machine = load_machine(file)
     if per_node is None:
         return machine
@@ -159,9 +157,7 @@ def memory_lines(stages: Sequence[RankBytes], world_size: int, limit: int | None
 
 
 def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
-    """Yields a drawing of an estimated step of `plan` on `size` ranks, then the lines of `seconds_lines`. Raises the errors of
-    `estimate_plan`, with their places in the plan.
-    """
+    """Yields a drawing of an estimated step, then `seconds_lines`. Raises the errors of `estimate_plan`, with their places."""
     from sley_estimate.step.estimate import estimate_plan
 
     try:

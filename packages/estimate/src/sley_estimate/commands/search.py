@@ -107,9 +107,7 @@ def result_lines(result: SearchResult, skip_reasons: Sequence[str], limit: int |
 
 
 def plan_text(plan: Plan, world: int, best: VerifiedLayout) -> str:
-    """Returns the text of a plan file with the layout `best` of `plan`. A comment at its top describes the layout and its
-    estimate. world: the number of ranks.
-    """
+    """Returns a plan file with the layout `best` of `plan`, whose first comment describes the layout and its estimate."""
     size = format_bytes(best.num_bytes)
     head = f"# {world} ranks: {best.seconds:.4g} s per step, {size} at the peak of a rank, verified by estimate\n"
     return f"{head}# {best.layout}\n" + "\n".join(plan_sections(best.layout.apply(plan, world).tables))

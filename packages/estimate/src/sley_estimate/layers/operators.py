@@ -50,9 +50,7 @@ class Operator:
 
 @dataclass(frozen=True, eq=False)
 class LayerWork:
-    """The operators of one layer on one microbatch, by phase and in order. output_bytes: the bytes of the layer's output.
-    saved_bytes: the bytes of the tensors that are saved for the backward.
-    """
+    """The operators of one layer on one microbatch, by phase. saved_bytes: the bytes of tensors saved for the backward."""
 
     forward: tuple[Operator, ...]
     recompute: tuple[Operator, ...]
@@ -85,9 +83,7 @@ LOOKUP_OPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.n
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators that run within the mode under `phase`; None means not to record. Counts the saved tensors that are
-    passed to `record_saved_tensor`. last: the name of the latest operator.
-    """
+    """Records the operators that run within the mode under `phase`, unless it is None, and counts the saved tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -102,9 +98,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(self._operators.get(phase, ()))
 
     def record_saved_tensor(self, tensor: Tensor) -> Tensor:
-        """Counts the storage of a tensor that is saved for the backward, unless it is shared or that of a parameter. Returns
-        the tensor.
-        """
+        """Counts the storage of a saved tensor once, unless it is that of a parameter or shared. Returns the tensor."""
         storage = tensor.untyped_storage()
         is_weight = isinstance(tensor, nn.Parameter) or (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
         if not is_weight and storage._cdata not in self.shared:
@@ -168,9 +162,7 @@ def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def attention_operator(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_causal: bool) -> Operator:
-    """Returns an attention as one operator named "attention". If it is causal, it needs half of the FLOPs. context: its
-    output.
-    """
+    """Returns an attention as one operator. If it is causal, it needs half of the FLOPs. context: its output."""
     key_shape = (
         *query.shape[:-2],
         *key.shape[-2:],
@@ -183,18 +175,14 @@ def attention_operator(query: Tensor, key: Tensor, value: Tensor, context: Tenso
 def attention_backward(
     query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, results: Sequence[Tensor], *, is_causal: bool
 ) -> Operator:
-    """Returns the backward of an attention as one operator. It also reads the context, the output of the forward. gradient: the
-    gradient of the context. results: the gradients of query, key and value.
-    """
+    """Returns the backward of an attention as one operator, which also reads the context, the output of the forward."""
     forward = attention_operator(query, key, value, gradient, is_causal=is_causal)
     num_bytes = forward.num_bytes + _total_bytes(gradient, *results)
     return replace(forward, num_bytes=num_bytes, flops=int(forward.flops * BACKWARD_FACTOR))
 
 
 def _varlen_attention_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
-    """Returns torch's attention over documents of different lengths, or its backward. The query has the shape [positions,
-    heads, width]. FLOPs are counted as if all documents were as long as the longest.
-    """
+    """Returns an attention over documents, or its backward, with the FLOPs as if all were as long as the longest."""
     named = _arguments_by_name(func, args, kwargs)
     query, max_length = named["query"], named["max_q"]
     positions, heads, width = query.shape
@@ -210,9 +198,7 @@ def _arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors that an operator without results writes in place, such as a fused optimizer step; [] for other
-    operators.
-    """
+    """Returns the tensors that an operator without results writes in place; [] for other operators."""
     if func._schema.returns:
         return []
     named = _arguments_by_name(func, args, kwargs)
@@ -251,9 +237,7 @@ def imitate_cuda(record: RecordOperator | None = None) -> Iterator[None]:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Makes attention, RMSNorm and dropout one kernel per direction within the mode. record: a function called with each of
-    these kernels that torch does not see as one operator.
-    """
+    """Makes attention, RMSNorm and dropout one kernel per direction. record: called with kernels of several torch operators."""
 
     def __init__(self, record: RecordOperator | None = None) -> None:
         super().__init__()

@@ -156,9 +156,7 @@ Result = TypeVar("Result")
 
 
 def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes `method` compute once for each tuple of positional arguments. Its results, and each SleyError that it raises, are
-    stored in the object of the method.
-    """
+    """Makes `method` compute once for each tuple of positional arguments. The object stores its results and SleyErrors."""
 
     @wraps(method)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -179,9 +177,7 @@ def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
 @dataclass(frozen=True)
 class Variant:
-    """The conditions under which layers run: the activation policy, the number of samples in a microbatch, and the number of
-    ranks that share a sequence.
-    """
+    """The conditions of layers: policy, samples in a microbatch, and the number of ranks that share a sequence."""
 
     policy: Choice
     micro_size: int
@@ -213,7 +209,6 @@ class LayerPrices:
 
     @cached_property
     def _measured_seconds(self) -> dict[str, LayerSeconds]:
-        """Returns the measured seconds of layers by key."""
         return {table.key: LayerSeconds.from_table(table) for table in self.machine.layers}
 
     @memoize
@@ -263,9 +258,7 @@ class LayerPrices:
 
     @cached_property
     def _measured_variants(self) -> list[MeasuredVariant | None]:
-        """Returns the measured variant of each layer, or None; equal layers share one. Ignores policies that copy tensors to
-        the host.
-        """
+        """Returns the measured variant of each layer, or None. Ignores policies that copy tensors to the host."""
         measured: list[MeasuredVariant | None] = [None] * len(self.model.layers)
         sizes = {self.plan.batch.micro_size, *(table.micro_size for table in self.machine.layers if table.micro_size)}
         shared: dict[str, MeasuredVariant] = {}
@@ -320,9 +313,7 @@ def scale_work(single: LayerWork, double: LayerWork, samples: float) -> LayerWor
 
 
 def add_copies(work: LayerWork) -> LayerWork:
-    """Returns `work` with the copies of q, k, v and output that each attention over slices of a sequence makes in the forward,
-    the recomputation and the backward.
-    """
+    """Returns `work` with the copies of q, k, v and output that attention over slices of a sequence makes in each phase."""
 
     def with_copies(operators: Sequence[Operator], forward: Sequence[Operator]) -> tuple[Operator, ...]:
         """Returns `operators` followed by copies of the tensors that each attention in `forward` reads or writes."""
@@ -339,9 +330,7 @@ def add_copies(work: LayerWork) -> LayerWork:
 
 
 def _scale_operators(single: Sequence[Operator], double: Sequence[Operator], samples: float) -> tuple[Operator, ...]:
-    """Returns the operators of `double`, scaled to `samples` samples. Each is paired with the operator in `single` that has the
-    same name and the same position among those of this name, if both lists have equally many.
-    """
+    """Returns `double` scaled to `samples` samples. Pairs operators of the same name if both lists have equally many."""
     firsts: dict[str, list[Operator]] = defaultdict(list)
     for operator in single:
         firsts[operator.name].append(operator)
@@ -364,9 +353,7 @@ def _extrapolate(single: int, double: int, samples: float) -> int:
 
 @dataclass(frozen=True)
 class PricedLayer:
-    """The seconds of a layer, without exchanges of slices, and their source. seconds: None if they must be computed from the
-    operators of a recorded step.
-    """
+    """The seconds of a layer, without exchanges of slices, and their source. seconds: None if a recorded step gives them."""
 
     name: str
     seconds: LayerSeconds | None
@@ -374,9 +361,7 @@ class PricedLayer:
 
 
 def price_layers(plan: Plan, model: Model, dataset: AnyDataset, machine: MachineFile) -> list[PricedLayer]:
-    """Returns every layer of `model`, which is on meta, with its seconds if they follow from the measured layers of
-    `machine`.
-    """
+    """Returns each layer of `model`, on meta, with its seconds if they follow from the measured layers of `machine`."""
     priced: Sequence[tuple[LayerSeconds, Source] | None] = [None] * len(model.layers)
     if machine.layers:
         policies = list_choices(plan).policies

@@ -164,9 +164,7 @@ def _record_layer(
 def start_call(
     layer: Layer, value: Value | None, fields: Mapping[str, Tensor]
 ) -> tuple[InFlight, tuple[Any, ...], Mapping[str, Tensor]]:
-    """Returns the state of a new call of `layer`, its positional arguments, and its fields by name. value: the input of the
-    layer; None for the first layer.
-    """
+    """Returns the state of a new call, its positional arguments, and its fields. value: None for the first layer."""
     in_flight = InFlight()
     args: tuple[Any, ...] = () if value is None else (in_flight.build_input(*value),)
     return in_flight, args, {name: fields[name] for name in layer.fields}
@@ -175,9 +173,7 @@ def start_call(
 def make_output_gradients(
     in_flight: InFlight, output: Any, make_gradient: Callable[[Tensor], Tensor] = torch.ones_like
 ) -> list[Tensor]:
-    """Returns the gradients that start the backward: ones for the loss, if there is one, or else `make_gradient` of each output
-    that has a gradient. In the latter case also sets `in_flight.edges`.
-    """
+    """Returns the gradients that start the backward: ones for a loss, else `make_gradient` of each output with a gradient."""
     if in_flight.loss is not None:
         return [torch.ones_like(in_flight.loss)]
     description, tensors = describe_output(output)
@@ -193,9 +189,7 @@ def run_backward(in_flight: InFlight, gradients: list[Tensor]) -> None:
 
 @contextmanager
 def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
-    """Makes the module's plain linear layers put the computation of their weights' gradients into `queue` within the block. The
-    queued work adds these gradients to memory in `dtype`.
-    """
+    """Makes plain linear layers put their weights' gradients into `queue`. The queued work adds them in `dtype`."""
 
     def add(accumulated: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """Adds `rows`^T `inputs` to `accumulated`, in one kernel if the dtypes are equal, as in a run."""
@@ -277,9 +271,7 @@ def module_signature(module: nn.Module, location: str) -> Any:
 
 
 def plain_value(value: Any, location: str) -> Any:
-    """Returns nested plain values whose `repr` determines `value`, or `location`, which is unique to the layer, if there are
-    none.
-    """
+    """Returns nested plain values whose `repr` determines `value`, or `location` if there are none."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, Tensor):
@@ -320,9 +312,7 @@ def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mappi
 
 
 def _policy_key(plan: Plan, policy: ActivationPolicy, layer: Layer) -> Any:
-    """Returns the policy's part of a layer key: None if the policy does not affect the layer. For a policy that lists no layers
-    in `names`, it includes the layer's name.
-    """
+    """Returns the policy's part of a layer key; None if the policy does not affect the layer."""
     names = getattr(policy, "names", None)
     if type(policy) is Keep or (isinstance(names, frozenset) and layer.name not in names):
         return None

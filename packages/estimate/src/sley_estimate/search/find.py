@@ -35,9 +35,7 @@ SIMILARITY = 0.01  # layouts count as nearly equal if their seconds and bytes di
 
 
 class VerifiedLayout(NamedTuple):
-    """A layout and its estimate from its own steps, as `train-cli estimate` computes it. seconds: the seconds of a step.
-    num_bytes: the peak bytes of the fullest stage. sources: where the times of its layers come from.
-    """
+    """A layout and its estimate from its own steps: the seconds of a step, and the peak bytes of the fullest stage."""
 
     layout: Layout
     seconds: float

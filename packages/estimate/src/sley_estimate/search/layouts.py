@@ -63,9 +63,7 @@ CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep"
 
 
 def plugin_hints(plugin: Plugin) -> Mapping[str, Hint]:
-    """Returns a plugin's hints by the full name of the record. Raises PluginError "plugin-invalid" if the hook fails, or
-    returns invalid hints.
-    """
+    """Returns a plugin's hints by full record name. Raises PluginError "plugin-invalid" for a failing hook or invalid hints."""
     if plugin.name == CORE:
         return CORE_HINTS
     hook = getattr(plugin.hooks, sley_estimate_hints.__name__, None)
@@ -89,9 +87,7 @@ def component_hint(component: Component) -> Hint:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to fill a table. name: the full name of the record. options: the keys of the table except `use`. record, config:
-    the record and its config with these options. offloads_activations: as in `sley_estimate_hints`.
-    """
+    """One way to fill a table. name: the full name of the record. options: the keys of the table except `use`."""
 
     name: str
     options: Mapping[str, Any]
@@ -209,9 +205,7 @@ class Layout(NamedTuple):
         return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
 
     def apply(self, plan: Plan, world_size: int) -> Plan:
-        """Returns `plan` in this layout. Removes an explicit list of stage lengths, which may not fit. Raises PlanError for
-        invalid tables.
-        """
+        """Returns `plan` in this layout, without a list of stage lengths. Raises PlanError for invalid tables."""
         schedule, tables = self.schedule, dict(plan.document.tables)
         sizes = {"dp": world_size // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}
         # The gradient handlers are the reducer, the schedule's handler of tied weights, and the plan's other handlers.
@@ -277,9 +271,7 @@ class Layouts:
                 yield Layout(pp, sp, wp, micro_size, schedule, policy, reducer, weights, attention)
 
     def sizes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (pp, sp, wp, micro_size) for every even division of the ranks and the batch. Only powers of two are tried as
-        micro_size, unless it is kept.
-        """
+        """Yields (pp, sp, wp, micro_size) for every even division. Tries only powers of two as micro_size, unless kept."""
         parallel, world, choices, batch = self.plan.parallel, self.world, self.choices, self.plan.batch
         stages = [parallel.pp] if "pp" in self.keep else divisors(world) if choices.schedules else [1]
         slices = [parallel.sp] if "sp" in self.keep else divisors(world, MAX_SLICES) if choices.attention else [1]

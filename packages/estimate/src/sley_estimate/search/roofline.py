@@ -111,9 +111,7 @@ class Roofline:
         self._totals_s = sum(collective_cost("sum", TOTALS_BYTES, range(world), machine.links)) if world > 1 else 0.0
 
     def estimate(self, layout: Layout) -> RooflineEstimate:
-        """Returns the estimate of a layout. Raises SleyError for a layout that cannot be assembled, or whose time cannot be
-        computed.
-        """
+        """Returns the estimate of a layout. Raises SleyError if it cannot be assembled, or its time cannot be computed."""
         split, num_microbatches = (
             self._split_stages(layout.pp, layout.schedule),
             layout.num_microbatches(self.plan, self.world),
@@ -202,9 +200,7 @@ class Roofline:
 
     @memoize
     def _shard_exchanges(self, wp: int, weights: Choice | None) -> tuple[Floats, Floats]:
-        """Returns the seconds of each layer's gather, and those of its reduction. Both have shape [2, layers]: the part that
-        can overlap with computing, and the exposed part.
-        """
+        """Returns the seconds of each layer's gather and reduction, both [2, layers]: parts that can overlap; the rest."""
         if weights is None:
             none = np.zeros((2, len(self._num_trained)))
             return none, none
@@ -217,9 +213,7 @@ class Roofline:
         )
 
     def _exchange_s(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
-        """Returns the seconds of exchanges of `sizes` bytes, [sizes], in the slowest group, as [2, sizes]: the part that can
-        overlap with computing, and the exposed part.
-        """
+        """Returns the seconds of exchanges of `sizes` bytes as [2, sizes]: the part that can overlap, and the exposed part."""
         costs = {size: slowest_cost(collective, int(size), topology, axis, self.machine.links, None) for size in sizes}
         return np.array([(costs[size].latency_s + costs[size].work_s, costs[size].member_work_s) for size in sizes]).T
 
@@ -244,9 +238,7 @@ class Roofline:
         return sums[0], gathers[0], sums[1] + gathers[1], owned * self._update_s, held_bytes
 
     def _update_costs(self) -> tuple[float, float]:
-        """Returns the cost of an update per element of the weights: the seconds for the norm, the update and the copies of the
-        plan's offload, and the bytes of master weights and states on the device.
-        """
+        """Returns the seconds of an update, and the device's bytes of master weights and states, per element of weights."""
         plan, num_states = self.plan, count_states(self.plan)
         offload = next((manager for manager in plan.offload if component_hint(manager).moves_every_step(manager.config)), None)
         device, states = self.machine.device, num_states * self._master_bytes
@@ -269,9 +261,7 @@ class Roofline:
 
     @memoize
     def _split_stages(self, pp: int, schedule: Choice | None) -> StageSplit:
-        """Returns how `schedule` divides the model into `pp` stages. Raises PlanError "partition-empty" if there are fewer
-        layers than stages.
-        """
+        """Returns how `schedule` divides the model. Raises PlanError "partition-empty" for fewer layers than stages."""
         reducer = self.choices.reducers[0] if self.world > pp else None
         plan = Layout(pp, 1, 1, 1, schedule, self.choices.policies[0], reducer).apply(self.plan, self.world)
         if pp > len(self.model.layers):
@@ -307,9 +297,7 @@ def trained_parameters(layers: Sequence[Layer]) -> list[list[nn.Parameter]]:
 
 
 def update_bytes_per_element(plan: Plan, num_states: int) -> int:
-    """Returns the bytes per element that the norm, clipping, the update and the copy of master weights to working weights read
-    and write. num_states: as `count_states` returns it.
-    """
+    """Returns the bytes per element that an update with `num_states` states reads and writes, with norm and clipping."""
     config: Any = plan.optimizer.config
     times = 2 if config.clip_norm is None else 4
     working, stepped = weight_dtypes(plan)

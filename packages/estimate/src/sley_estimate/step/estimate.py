@@ -66,9 +66,6 @@ class _OperatorSeconds(NamedTuple):
 class _StepPricer:
     """Computes the seconds of recorded steps. If every layer of a chunk was measured, the times of an action's operators are
     scaled so that they add up to the measured time.
-
-    records: the record of the first rank of each stage. measured: the measured seconds of chunks. host_waits: whether the host
-    waits for its device before an update.
     """
 
     records: Sequence[RankRecord]
@@ -218,9 +215,7 @@ def list_instructions(
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """The estimate of a plan. step: the simulated step. layers: the layers in model order. memory: the memory of the first rank
-    of each stage whose steps ran: all stages, or one per kind of work.
-    """
+    """The estimate of a plan. layers: in model order. memory: that of the first rank of each stage whose steps ran."""
 
     step: StepTime
     layers: Sequence[PricedLayer]
@@ -267,9 +262,7 @@ def estimate_plan(
 def record_stages(
     plan: Plan, size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
 ) -> tuple[list[RankBytes], list[RankRecord]]:
-    """Returns the bytes of the first rank of each stage whose steps ran, and the record of the first rank of every stage. The
-    parameters are those of `estimate_plan`. Raises the errors of `run_stages`.
-    """
+    """Returns the bytes of each stage that ran, and the record of every stage's first rank. Raises as `run_stages` does."""
     representatives = representative_stages(plan, plan.topology(size), draft)
     stages = range(len(representatives)) if all_stages else sorted(set(representatives))
     results = run_stages(plan, size, stages, draft, cores, max_bytes=max_bytes)

@@ -34,9 +34,7 @@ class Cost(NamedTuple):
     member_work_s: float = 0.0
 
     def split_overlap(self, share: float) -> Cost:
-        """Returns the cost if only `share` of latency and transfer overlaps with computing. The rest is added to
-        `member_work_s`.
-        """
+        """Returns the cost if only `share` of it overlaps with computing; `member_work_s` contains the rest."""
         return Cost(
             self.latency_s * share, self.work_s * share, self.member_work_s + (1 - share) * (self.latency_s + self.work_s)
         )
@@ -82,9 +80,7 @@ def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links:
 
 
 def message_cost(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
-    """Returns the cost of a message while all other ranks of the sender's host send too. Raises PlanError "machine-links" if
-    the machine file lacks the link.
-    """
+    """Returns the cost of a message while all ranks of the host send. Raises PlanError "machine-links" for a missing link."""
     is_local = sender // links.ranks_per_host == receiver // links.ranks_per_host
     link = _require_link(links, "same_host" if is_local else "other_host")
     table = link.send or link
@@ -134,17 +130,13 @@ def slowest_cost(
     links: LinksTable,
     ranks: tuple[int, ...] | None = None,
 ) -> Cost:
-    """Returns the cost of a collective in the slowest of `concurrent_groups`. Raises PlanError "machine-links", as
-    `collective_cost` does.
-    """
+    """Returns the cost of a collective in the slowest of `concurrent_groups`. Raises as `collective_cost` does."""
     groups = concurrent_groups(topology, axis, links.ranks_per_host, ranks)
     return max((collective_cost(collective, num_bytes, group, links) for group in groups), key=sum)
 
 
 def slowest_message_cost(num_bytes: int, stages: tuple[int, int], topology: Topology, links: LinksTable) -> Cost:
-    """Returns the cost of the slowest message from the first to the second of `stages`. Raises PlanError "machine-links", as
-    `message_cost` does.
-    """
+    """Returns the cost of the slowest message between two `stages`. Raises as `message_cost` does."""
     size, per_host = topology.ranks_per_stage, links.ranks_per_host
     firsts = [stage * size for stage in stages]
     pairs = {

@@ -122,9 +122,7 @@ class RankRecord:
 
 
 class Recording:
-    """Records a step of a fake run, from `begin` to `end`. Earlier exchanges are also numbered, since the step may wait for
-    them. tensors: the mode that makes the tensors of the run.
-    """
+    """Records a step of a fake run, from `begin` to `end`. Numbers earlier exchanges too, since the step may wait for them."""
 
     def __init__(self, tensors: FakeTensors) -> None:
         self._tensors = tensors
@@ -181,9 +179,7 @@ class Recording:
         return ExchangeReference(queue, len(self._queues[queue]) - self._queues[queue].index(number))
 
     def record_kernel(self, operator: Operator) -> None:
-        """Records `operator` if it runs between `begin` and `end`. Other modules call this for kernels that torch does not see
-        as one operator.
-        """
+        """Records a kernel that torch does not see as one operator, if it runs between `begin` and `end`."""
         if self._is_recording:
             self._operators.append(operator)
 
@@ -226,9 +222,7 @@ class Recording:
             self._events = self._closing
 
     def _record_operator(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Records one call of torch's operator `func`. Ignores calls within transfers. key: equal for calls with equal work, or
-        None.
-        """
+        """Records one call of torch's `func`, except within transfers. key: equal for equal work, or None."""
         if isinstance(self._entry, Transfer):
             return
         try:

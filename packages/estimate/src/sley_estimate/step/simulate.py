@@ -28,9 +28,7 @@ from sley_core.errors import PlanError
 
 
 class Compute(NamedTuple):
-    """A computation of the rank. action: the action that it is part of; None outside the action list. host_s: the
-    seconds that the host needs to launch it.
-    """
+    """A computation. action: None outside the action list. host_s: the seconds that the host needs to launch it."""
 
     seconds: float
     action: Action | None = None
@@ -84,11 +82,7 @@ class ExposedWait(NamedTuple):
 
 @dataclass
 class _Running:
-    """An exchange that has not ended.
-
-    remaining_s: the seconds that its remaining bytes need on idle links, as of `updated_s`. share: its share of the bandwidth.
-    version: the number of times that its end was computed.
-    """
+    """An exchange that has not ended. remaining_s: the seconds that it still needs on idle links, as of `updated_s`."""
 
     exchange: Exchange
     ready_members: set[int] = field(default_factory=set)
@@ -159,9 +153,7 @@ class ProgramSimulator:
         self.ends_s[rank] = now_s
 
     def _finish_wait(self, exchange: Exchange, rank: int, wait_start_s: float, now_s: float) -> None:
-        """Ends a wait that began at `wait_start_s`. The rank then does its own part of the exchange, and continues. Records
-        both as exposed time.
-        """
+        """Ends a wait that began at `wait_start_s`, then does the rank's own part. Records both as exposed time."""
         end_s = now_s + exchange.member_work_s
         if end_s > wait_start_s:
             self.exposed.append(ExposedWait(rank, exchange.channel, exchange.key, wait_start_s, end_s))
@@ -182,9 +174,7 @@ class ProgramSimulator:
         self._start_if_ready(exchange.key, now_s)
 
     def _start_if_ready(self, key: Hashable, now_s: float) -> None:
-        """Starts an exchange if all members have begun it, it comes first in its channel at each of them, and the exchange
-        `after` has ended.
-        """
+        """Starts an exchange if all members have begun it, it is first in its channels, and `after` has ended."""
         running = self._running[key]
         exchange = running.exchange
         if len(running.ready_members) < len(exchange.members) or running.start_s >= 0:
@@ -242,7 +232,6 @@ class ProgramSimulator:
             self._finish_wait(exchange, rank, wait_start_s, now_s)
 
     def _schedule(self, time_s: float, event: Callable[[float], None]) -> None:
-        """Schedules the call `event(time_s)` at time `time_s`."""
         self._count += 1
         heapq.heappush(self._events, (time_s, self._count, event))
 
@@ -279,9 +268,7 @@ class StepTime:
 
 
 def simulate_programs(programs: Sequence[Program]) -> StepTime:
-    """Returns the simulated step of `programs`, one per stage. Raises PlanError "schedule-deadlock" if a program would wait
-    forever.
-    """
+    """Returns the simulated step of `programs`, one per stage. Raises PlanError "schedule-deadlock" if one never ends."""
     simulator = ProgramSimulator(programs)
     simulator.run()
     computing, updating = [0.0] * len(programs), [0.0] * len(programs)
