@@ -145,9 +145,7 @@ def _checksum_call(attention: Callable[..., Tensor], options: Sequence[Any], kwa
 
 
 class AllToAllAttention(SequenceCommunicator):
-    """Makes attention modules work on slices of sequences: core's `Attention`, `SequenceAttention`, and those that the plan
-    names.
-    """
+    """Makes attentions work on slices: core's `Attention`, `SequenceAttention`, and modules that the plan names."""
 
     def __init__(self, config: AllToAllConfig, group: Group) -> None:
         self.patterns = config.modules
@@ -199,8 +197,8 @@ class AllToAllAttention(SequenceCommunicator):
     def call_layer(
         self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall
     ) -> Any:
-        """Returns `call(args, fields)`. Raises RunError "sequence-mixing" if the layer mixes positions outside its attention,
-        which only its first call checks.
+        """Returns `call(args, fields)`. The first call of a layer raises RunError "sequence-mixing" if the layer mixes
+        positions outside its attention.
         """
         return self._probe.call(layer, args, fields, call, rerun)
 

@@ -72,9 +72,8 @@ class Counters(SentBytes):
 
 
 class Communicator(WeightCommunicator):
-    """Gathers sharded weights before each use, and reduces their gradients.
-
-    action: the running action of a step or an evaluation, or None if a program calls the model by hand.
+    """Gathers sharded weights before each use, and reduces their gradients. action: the running action of a step or an
+    evaluation, or None.
     """
 
     def __init__(self, config: CommunicatorConfig) -> None:
@@ -94,10 +93,8 @@ class Communicator(WeightCommunicator):
         self._undo = ExitStack()
 
     def prepare(self, layers: Sequence[Layer]) -> None:
-        """Checks that the model fits the options `head`, `embedding`, `launch` and `groups`.
-
-        Raises PlanError "launch-point" if no module matches `launch`, "group-unmatched" if a group gets no parameter, and the
-        errors of `find_head` and `check_embeddings`.
+        """Checks that the model fits the options. Raises PlanError "launch-point" if no module matches `launch`,
+        "group-unmatched" if a group gets no parameter, and the errors of `find_head` and `check_embeddings`.
         """
         if self.config.head == "vocabulary":
             self.head = find_head(layers)
@@ -118,9 +115,8 @@ class Communicator(WeightCommunicator):
             raise PlanError("group-unmatched", message, path=("weights", "groups", index, "match"), hint=hint)
 
     def shard_dim(self, locations: Sequence[tuple[nn.Module, str]]) -> int | None:
-        """Returns the dim along which the parameter at `locations` is sharded, or None if it cannot be sharded.
-
-        The dim is 1 for embedding tables that are sharded by columns, and 0 for all other parameters.
+        """Returns the dim along which the parameter at `locations` is sharded: 1 for embedding tables that are sharded by
+        columns, and 0 for all other parameters. Returns None if the parameter cannot be sharded.
         """
         if not all(is_shardable(module, attribute) for module, attribute in locations):
             return 0 if can_gather_for_layer(locations) else None
@@ -211,9 +207,7 @@ class Communicator(WeightCommunicator):
         self._undo.close()
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Begins a step or an evaluation. Discards the state of a failed step and, with `overlap`, publishes the shards over
-        `wp`.
-        """
+        """Begins a step or an evaluation. Discards a failed step's state and, with `overlap`, publishes shards over `wp`."""
         self._close_layer()
         self.action = None
         self._phase = phase
@@ -234,9 +228,7 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def wrap_action(self, action: Action) -> Iterator[None]:
-        """Prepares for `action`, which runs in the block. After the last action that makes gradients of a chunk, waits for all
-        reductions.
-        """
+        """Prepares for `action`. After the last action that makes gradients of a chunk, waits for all reductions."""
         self._action_index += 1
         is_pass = action.kind is not Kind.WEIGHT_GRADIENT
         if is_pass:
@@ -258,7 +250,6 @@ class Communicator(WeightCommunicator):
                 self.counters.end_step()
 
     def counts(self) -> dict[str, float]:
-        """Returns the counts of the last training step and the peaks of all steps and evaluations."""
         return self.counters.counts()
 
     @property
@@ -268,7 +259,7 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def unshard(self, group: ParamGroup, *, num_holds: int = 0, is_launch: bool = False) -> Iterator[UnshardedGroup]:
-        """Unshards `group` for a use in the block, which must call `wait` on the yielded object before it reads weights.
+        """Unshards `group` for the block, which must call `wait` on the yielded object before it reads weights.
 
         num_holds: +1 to hold the group after a recomputation until its backward, -1 in that backward. is_launch: whether the
         next module to run is one that `launch` names. During an action, the prefetch policy decides when to reshard the group.
@@ -295,10 +286,7 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def unshard_layer(self, layer: ShardedLayer) -> Iterator[list[UnshardedGroup]]:
-        """Unshards the groups of `layer`, waits for their weights, and holds them during the block.
-
-        If another layer is open for its backward, closes that layer first.
-        """
+        """Unshards the groups of `layer`, waits for them, and holds them during the block. Closes another open layer first."""
         if self._open_layer is not None and self._open_layer[0] is not layer:
             self._close_layer()
         with ExitStack() as stack:
@@ -311,9 +299,8 @@ class Communicator(WeightCommunicator):
             yield unsharded_groups
 
     def open_layer(self, layer: ShardedLayer) -> list[UnshardedGroup]:
-        """Returns the groups of `layer` for its backward. They stay unsharded until another layer is used or the backward ends.
-
-        Meanwhile, the layer's modules also have the full parameters, since the layer may recompute parts of itself.
+        """Returns the groups of `layer` for its backward. The layer's modules have full parameters until another layer is used
+        or the backward ends, since the layer may recompute parts of itself.
         """
         if self._open_layer is None or self._open_layer[0] is not layer:
             unsharded_groups = self._open_stack.enter_context(self.unshard_layer(layer))
@@ -324,12 +311,10 @@ class Communicator(WeightCommunicator):
         return self._open_layer[1]
 
     def _close_layer(self) -> None:
-        """Ends the use of the layer that is open for its backward, if any."""
         self._open_layer = None
         self._open_stack.close()
 
     def _apply(self, decision: Decision) -> None:
-        """Reshards and unshards the groups of `decision`, in this order."""
         for group in cast(list[ParamGroup], decision.reshard):
             unsharded = self._unsharded.pop(group)
             unsharded.reshard()
@@ -365,7 +350,6 @@ class Communicator(WeightCommunicator):
     @torch.no_grad()
     def reduce(self, group: ParamGroup, gradients: Mapping[Param, WriteGradient]) -> None:
         """Adds gradients of parameters of `group` to their buckets. Outside of actions, also completes their reductions.
-
         gradients: the function that writes the gradient of each parameter.
         """
         for param in gradients:

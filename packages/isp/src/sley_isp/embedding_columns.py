@@ -3,10 +3,9 @@
     forward    ids [n] ──all_gather──> [wp n] ──local columns──> [wp, n, h / wp] ──all_to_all──> local tokens' vectors [n, h]
     backward   g [n, h] ──all_to_all, in the background──> local columns' g [wp n, h / wp] ──summed by id──> store
 
-Here n is the number of tokens of a rank, h the size of a vector, and wp the number of ranks. Tables are not gathered and their
-gradients are not reduced, so no rank holds them in full. Forward and backward each exchange as many elements as the tokens'
-vectors have. Each rank sums its columns' gradient over the tokens of all ranks, so no reduction over `wp` follows. Ranks may
-have different numbers of tokens, which are padded to the largest number.
+Here n is the number of tokens of a rank, h the size of a vector, and wp the number of ranks. No rank holds a full table. Each
+rank sums its columns' gradient over the tokens of all ranks, so no reduction over `wp` follows. Ranks may have different
+numbers of tokens, which are padded to the largest number.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ class TokenGather:
         self.counters = counters
 
     def gather_with_padding(self, tensors: Sequence[Tensor], fill_values: Sequence[int], label: str) -> list[Tensor]:
-        """Gathers `tensors` [n, ...] of all ranks, each padded to the largest n, and returns them as [size x largest n, ...].
-
-        fill_values: the padding value of each tensor. Makes two exchanges, of which the first finds the largest n. Blocks.
-        """
+        """Gathers `tensors` [n, ...] of all ranks as [size x largest n, ...], padded with `fill_values`. Blocks."""
         num_tokens, device = len(tensors[0]), self.device.torch_device
         counts = torch.empty(self.group.size, dtype=torch.int64, device=device)
         self.gather([counts], [torch.full((1,), num_tokens, dtype=torch.int64, device=device)], "numbers of tokens")
@@ -57,9 +53,7 @@ class TokenGather:
         return full
 
     def gather(self, full: Sequence[Tensor], tensors: Sequence[Tensor], label: str) -> None:
-        """Fills each of `full` [size x n, ...] with the corresponding one of `tensors` [n, ...] of all ranks. Blocks until
-        sends are complete.
-        """
+        """Fills each of `full` [size x n, ...] with one of `tensors` [n, ...] of all ranks. Blocks until sends are complete."""
         work = self.group.transport("gather").all_gather(full, tensors, label=label)
         for tensor in full:
             self.counters.add(tensor, self.group, passes=1)
@@ -74,9 +68,8 @@ class TokenGather:
 
 
 class ColumnEmbedding(ShardedModule):
-    """Replaces the forward of an embedding whose table is sharded by columns.
-
-    All ranks of the group must call it for the same microbatches in the same order, since it makes exchanges.
+    """Replaces the forward of an embedding whose table is sharded by columns. All ranks of the group must call it for the same
+    microbatches in the same order.
     """
 
     def compute(self, x: Tensor, *, num_holds: int = 0) -> tuple[Tensor, Tensor]:
@@ -92,8 +85,8 @@ class ColumnEmbedding(ShardedModule):
         return vectors.reshape(*x.shape, -1), ids
 
     def _reduce(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """Starts to send the gradient [n, h] of the vectors to the ranks that hold the columns, and to add what this rank
-        receives to the store. inputs: the tokens of all ranks.
+        """Starts to send the gradient [n, h] of the vectors to the ranks that hold the columns. A callback adds the received
+        gradients to the store. inputs: the tokens of all ranks.
         """
         gather, store = self.communicator.token_gather, self.parts.store
         store.check_open(self.weight)  # before anything is sent
@@ -113,9 +106,8 @@ class ColumnEmbedding(ShardedModule):
 
 
 def check_embeddings(layers: Sequence[Layer]) -> None:
-    """Raises PlanError "embedding-hidden" if there is no plain embedding, or if another module also holds a table.
-
-    For example, a head that is tied to a table needs the table's full rows.
+    """Raises PlanError "embedding-hidden" if there is no plain embedding, or if another module, such as a tied head, also holds
+    a table and needs its full rows.
     """
 
     def is_table(module: nn.Module, attribute: str) -> bool:

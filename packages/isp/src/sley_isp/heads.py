@@ -6,14 +6,10 @@
                      losses, the logits' gradient P, in place;   P W ──reduce_scatter──> dx [n, h]   while   P^T x ──> store
 
 Here n is the number of tokens of a rank, c that of a chunk, h the size of a hidden state, v the size of the vocabulary, and wp
-the number of ranks.
+the number of ranks. Without `chunk_tokens`, a vocabulary-parallel head has one chunk, of the tokens of all ranks.
 
-Both heads compute the gradients in the forward, so their backward does not communicate. The weight of the vocabulary-parallel
-head is not gathered and its gradient is not reduced. Instead, there are two exchanges as large as the hidden states. Without
-`chunk_tokens` it has one chunk, whose logits need as much memory as those of one rank's tokens over the full vocabulary.
-
-Megatron-LM computes the same cross-entropy with three all-reduces, of maxima, targets and sums (Shoeybi et al. 2019, section
-3). This module needs one gather, of the statistics of each slice.
+Both heads compute the gradients in the forward, so their backward does not communicate. The vocabulary-parallel head gathers
+statistics once, while Megatron-LM makes three all-reduces (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -41,10 +37,9 @@ NO_TARGET = -(1 << 62)
 
 
 def find_head(layers: Sequence[Layer]) -> HeadChunks:
-    """Returns the model's last linear as a head with a single chunk.
-
-    Raises PlanError "head-chunks" unless the last layer has exactly one plain linear, and "head-vocabulary" if another module
-    holds the same weight and needs it in full. The first forward checks that the layer returns the linear's output.
+    """Returns the model's last linear as a head with a single chunk. Raises PlanError "head-chunks" unless the last layer has
+    exactly one plain linear, and "head-vocabulary" if another module holds the same weight and needs it in full. The first
+    forward checks that the layer returns the linear's output.
     """
     head = HeadChunks.find(layers, sys.maxsize, *VocabularyHead.refusal)
     weight = cast(nn.Parameter, layers[-1].module.get_submodule(head.path).weight)
@@ -56,10 +51,7 @@ def find_head(layers: Sequence[Layer]) -> HeadChunks:
 
 
 class GatheredHead(LogitsHead):
-    """A head whose weight is gathered once per microbatch. All ranks of `wp` must compute losses in the same order.
-
-    sharded: the module that gathers the weight.
-    """
+    """A head whose weight `sharded` gathers once per microbatch. All ranks of `wp` must compute losses in the same order."""
 
     is_collective = True
 
@@ -89,17 +81,12 @@ class GatheredHead(LogitsHead):
             yield unsharded.full_tensors[sharded.weight], None if sharded.bias is None else unsharded.full_tensors[sharded.bias]
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
-        """Adds a chunk's part of the gradients of weight and bias, from the logits' `gradient` [c, classes] and the `inputs`
-        [c, h].
-        """
+        """Adds a chunk's weight and bias gradients, from the logits' `gradient` [c, classes] and the `inputs` [c, h]."""
         self.sharded.sink(gradient, inputs)
 
 
 class VocabularyHead(GatheredHead):
-    """The vocabulary-parallel head: each rank of `wp` multiplies the tokens of all ranks by its rows of the weight.
-
-    All ranks of `wp` run the same microbatches in the same chunks and order, and so make the same exchanges.
-    """
+    """The vocabulary-parallel head: each rank of `wp` multiplies the tokens of all ranks by its rows of the weight."""
 
     refusal = (("weights", "head"), 'set `head = "gather"`')
 
@@ -126,7 +113,6 @@ class VocabularyHead(GatheredHead):
         return logits.apply(output.transpose(0, 1).flatten(1)[: len(x), : self.classes.total].view(logits.shape))
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
-        """Adds a chunk's part of the gradients of this rank's shards, for the tokens of all ranks of `wp`, to the store."""
         for param in self.sharded.trainable_params:
             if param is self.sharded.bias:
                 self.store.add(param, gradient.sum(0, dtype=self.store.dtype))
@@ -134,10 +120,8 @@ class VocabularyHead(GatheredHead):
                 self.store.add_product(param, gradient, inputs)
 
     def sum_losses(self, loss: HeadLoss, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sum of the losses of this rank's `hidden` [n, h] with `labels` [n]. A collective over `wp`.
-
-        If gradients are needed, also computes them: reduce-scatters the gradient of `hidden` into `loss.hidden_gradient` while
-        it computes the last chunk's part of the weight's gradient.
+        """Returns the sum of the losses of this rank's `hidden` [n, h] with `labels` [n]. A collective over `wp`. If gradients
+        are needed, also reduce-scatters the gradient of `hidden` into `loss.hidden_gradient`.
         """
         targets = labels.masked_fill(labels == loss.ignore_index, NO_TARGET)
         inputs, targets = self.token_gather.gather_with_padding([hidden, targets], [0, NO_TARGET], "the head's inputs")
@@ -191,10 +175,9 @@ class ClassRange(NamedTuple):
 
 
 def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoothing: float) -> Tensor:
-    """Returns statistics of a slice's `logits` [n, size] as [2, n], or [3, n] with smoothing, in fp32 or higher precision.
-
-    The rows are the log-sum-exp of the logits; the target's logit, or -inf if the slice does not contain the target; and with
-    smoothing the sum of the logits. targets: int64 [n], indices over all classes, or NO_TARGET.
+    """Returns statistics of a slice's `logits` [n, size] as [2, n], or [3, n] with smoothing, in fp32 or higher precision:
+    their log-sum-exp; the target's logit, or -inf if the slice does not contain the target; and with smoothing the sum of the
+    logits. targets: int64 [n], indices over all classes, or NO_TARGET.
     """
     result = logits.new_full(
         (3 if smoothing else 2, len(logits)), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32)
@@ -216,8 +199,7 @@ def token_losses(statistics: Tensor, targets: Tensor, num_classes: int, smoothin
     """Returns the cross-entropy [n] with label smoothing, and the log-sum-exp [n] of all logits.
 
     statistics: the statistics of all slices, [slices, 2 or 3, n]. The loss is log_sum - (1 - smoothing) * (target's logit) -
-    smoothing * (mean logit), and 0 for tokens without a target. If no slice contains the target, it is infinite. The run then
-    ends when it reads the loss, so no device synchronisation is needed here.
+    smoothing * (mean logit), 0 for tokens without a target, and infinite if no slice contains the target.
     """
     log_sum = statistics[:, 0].logsumexp(0)
     losses = log_sum - (1.0 - smoothing) * statistics[:, 1].amax(0)
@@ -229,10 +211,8 @@ def token_losses(statistics: Tensor, targets: Tensor, num_classes: int, smoothin
 def logits_to_gradient(
     logits: Tensor, targets: Tensor, classes: ClassRange, log_sum: Tensor, scale: Tensor, smoothing: float
 ) -> None:
-    """Overwrites a slice's `logits` [n, size] with the gradient of the sum of losses, times the scalar `scale`.
-
-    The gradient is the softmax minus the smoothed target, and 0 for tokens without a target. log_sum: the log-sum-exp [n] over
-    all classes.
+    """Overwrites a slice's `logits` [n, size] with the gradient of the sum of losses, times the scalar `scale`. The gradient is
+    0 for tokens without a target. log_sum: the log-sum-exp [n] over all classes.
     """
     if not classes.size:
         return

@@ -35,15 +35,12 @@ MIXING_TYPES = (
     *(nn.MultiheadAttention, nn.RNNBase, nn.BatchNorm1d, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm1d),
     *(nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
 )
-"""Types of modules that mix positions. `nn.MultiheadAttention` is one, since it includes its projections and cannot be wrapped.
-"""
+"""Types of modules that mix positions. `nn.MultiheadAttention` includes its projections, so it cannot be wrapped."""
 
 
 def check_module_types(layer: Layer, attention_modules: Collection[nn.Module]) -> None:
-    """Raises PlanError "sequence-mixing" if `layer` has a module whose type mixes positions, or a convolution with overlapping
-    windows.
-
-    attention_modules: the modules within attentions, which are not checked since they see full sequences.
+    """Raises PlanError "sequence-mixing" if a module of `layer` outside of `attention_modules` has a type that mixes positions,
+    or is a convolution with overlapping windows.
     """
     for name, module in layer.module.named_modules(prefix=layer.name):
         is_convolution = isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
@@ -54,14 +51,10 @@ def check_module_types(layer: Layer, attention_modules: Collection[nn.Module]) -
 
 
 class PositionProbe:
-    """Probes each layer once, in its first call in training, except layers that match `unchecked_layers`.
+    """Probes each layer once, in its first call in training, except layers that match `unchecked_layers`. The two positions
+    with other inputs are not mirror images of each other, so the probe also detects a reversal of positions.
 
-    The probe runs a layer twice, with inputs that differ at the first and the second-last position. These are not mirror images
-    of each other, so the probe also detects a reversal of positions. The first run records the calls of the layer's attentions,
-    and in the second run they return the recorded contexts.
-
-    data: the declaration of the data. num_slices: the number of slices of each sequence. length: the number of positions of a
-    slice. dim: their dim in the layer's inputs and output.
+    length: the number of positions of a slice. dim: their dim in the layer's inputs and output.
     """
 
     def __init__(self, data: DataInfo, num_slices: int, unchecked_layers: Sequence[str]) -> None:
@@ -73,9 +66,8 @@ class PositionProbe:
         self._probed_layers: set[str] = set()
 
     def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall) -> Any:
-        """Returns `call(args, fields)`. If the layer was not probed before, also calls `rerun` with perturbed inputs, and
-        raises RunError "sequence-mixing" if the layer mixes positions. All ranks that share sequences call it for the same
-        layers.
+        """Returns `call(args, fields)`. In the layer's first call, also calls `rerun` with perturbed inputs, and raises
+        RunError "sequence-mixing" if the layer mixes positions. All ranks that share sequences must call the same layers.
         """
         is_probed = layer.name in self._probed_layers
         self._probed_layers.add(layer.name)

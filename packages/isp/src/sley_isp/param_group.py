@@ -56,10 +56,7 @@ def encode(shard: Tensor) -> Tensor:
 
 
 def decode(rows: Tensor, full: Tensor) -> None:
-    """Writes the decoded shards of all ranks into `full` [size x n, ...], a contiguous full parameter.
-
-    rows: the result of `encode` for each rank's shard, uint8 [size, 132 x blocks].
-    """
+    """Decodes `rows`, uint8 [size, 132 x blocks], the shards of all ranks, into `full` [size x n, ...], which is contiguous."""
     if not full.numel():
         return
     size, num_blocks = len(rows), rows.shape[1] // (BLOCK + SCALE_BYTES)
@@ -83,10 +80,9 @@ def remove_padding(full: Tensor, param: Param) -> Tensor:
 class ParamGroup:
     """The sharded parameters of a layer or of one of its modules. Includes tied parameters only once.
 
-    name: the group's name in labels. layer: the layer's name. options: the plan's options for the parameters. pool: the pool
-    that lends memory for full parameters and gradients. can_prefetch: whether any use may start prefetches, and not only a
-    module that `launch` names. has_linear: whether a backward needs the weights, as that of a linear does, unlike that of an
-    embedding.
+    layer: the layer's name. options: the plan's options. pool: the pool for full parameters and gradients. can_prefetch:
+    whether any use may start prefetches, and not only a module that `launch` names. has_linear: whether a backward needs the
+    weights, unlike that of an embedding.
     """
 
     name: str
@@ -123,9 +119,7 @@ class UnshardedGroup:
     """Holds the full weights of `group` in a buffer that is leased until `reshard`. The constructor starts to gather them, and
     they are complete after `wait`. Local shards must not be written before `wait_sent` returns.
 
-    source: the transport or the published shards that gather the weights. shards: the group's `shards_to_send`. size: the
-    number of ranks. version: the group's version at the start. full_tensors: the full parameters without padding, valid from
-    `wait` until `reshard`. num_received_bytes: the size of the peers' shards in bytes.
+    size: the number of ranks. full_tensors: the full parameters without padding, valid from `wait` until `reshard`.
     """
 
     def __init__(self, group: ParamGroup, source: Transport | Published, shards: Sequence[Tensor], size: int) -> None:
@@ -177,8 +171,7 @@ class UnshardedGroup:
 class PublishedShards:
     """Publishes shards, so that peers can read them during a step without a message from this rank for each all-gather.
 
-    is_due: a function that takes a layer's name, and returns whether its weights are not current yet. resharded_groups: the
-    resharded groups whose shards peers may still be receiving from this rank.
+    is_due: a function that takes a layer's name, and returns whether its weights are not current yet.
     """
 
     def __init__(self, group: Group, is_due: Callable[[str], bool]) -> None:
@@ -199,10 +192,8 @@ class PublishedShards:
             self._published = self._group.transport("gather").publish(shards, label=label)
 
     def gather(self, group: ParamGroup, *, is_unchanged: bool) -> UnshardedGroup:
-        """Starts the all-gather of `group`, from the published shards if the group's shards are still the same.
-
-        is_unchanged: whether every write since the publication has changed the group's version. All ranks of `wp` must make the
-        same choice.
+        """Starts the all-gather of `group`, from the published shards if the shards are unchanged. is_unchanged: whether every
+        write since the publication has changed the group's version, with the same value on all ranks of `wp`.
         """
         version, shards = self._shards.get(group, (None, []))
         if is_unchanged and self._published is not None and version == group.version:

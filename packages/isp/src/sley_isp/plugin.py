@@ -20,9 +20,7 @@ ANYWHERE = "*"
 """The `launch` pattern that matches every sharded module."""
 
 FP8_BYTES = 1 + 4 / 128
-"""The bytes that are sent per element with `gather_precision = "fp8"`: one e4m3 number, and a share of the fp32 scale of a
-block of 128 elements.
-"""
+"""The bytes sent per element with `gather_precision = "fp8"`: one e4m3 number, and 1/128 of the fp32 scale of its block."""
 
 FP8_TOLERANCE = 2**-4
 """The largest relative error of e4m3 numbers, which have 3 bits of mantissa."""
@@ -53,9 +51,7 @@ class CommunicatorConfig(Table):
     """Shards parameters along their first dim, and all-gathers them just before each use."""
 
     overlap: bool = True
-    """Whether to prefetch and reduce in the background. If false, the run waits for each exchange at once. The results are the
-    same bit for bit.
-    """
+    """Whether to prefetch and reduce in the background, or wait for each exchange. The results are the same bit for bit."""
 
     unit: Literal["layer", "module"] = "layer"
     """The weights that one all-gather gathers: all sharded weights of a layer, or those of one plain linear or embedding."""
@@ -64,35 +60,27 @@ class CommunicatorConfig(Table):
     """The number of layers or modules to prefetch."""
 
     launch: str = ANYWHERE
-    """The modules before whose forwards prefetches start: a name within the layer or a pattern of such names, such as
-    `"attention"`, `"attention.output"` or `"feed_forward"`. By default, and in layers without a match, prefetches start before
-    every sharded module. In a backward they do so in any case.
+    """The modules before whose forwards prefetches start: a name or pattern within the layer, such as `"attention"` or
+    `"attention.output"`. By default, in backwards, and in layers without a match, prefetches start before every sharded module.
     """
 
     reduce: Literal["micro_batch", "step"] = "micro_batch"
-    """Whether weight gradients are reduced after every microbatch or once per step.
-
-    `"step"` saves exchanges but needs more memory, since every sharded weight has a full-size gradient of dtype
-    `precision.gradients` from its first backward in a step to its last.
+    """Whether weight gradients are reduced after every microbatch or once per step. `"step"` saves exchanges but needs a
+    full-size gradient of dtype `precision.gradients` for every sharded weight, from its first backward in a step to its last.
     """
 
     head: Literal["gather", "vocabulary"] = "gather"
-    """How ranks compute the model's last linear. `gather` gathers its weight like any other. With `vocabulary`, each rank
-    computes the logits of its slice of the vocabulary for the tokens of all `wp` ranks. This needs a loss that accepts split
-    logits, such as `core.cross_entropy`.
+    """How ranks compute the model's last linear. `gather` gathers its weight. With `vocabulary`, each rank computes the logits
+    of its vocabulary slice for the tokens of all `wp` ranks. This needs a loss for split logits, such as `core.cross_entropy`.
     """
 
     embedding: Literal["gather", "hidden"] = "gather"
-    """How ranks compute plain embeddings. `gather` shards tables by rows and gathers them. `hidden` shards them by columns, and
-    exchanges the tokens and the slices of their vectors instead.
-    """
+    """How ranks compute plain embeddings: `gather` gathers tables, `hidden` shards them by columns and exchanges vectors."""
 
     gather_precision: Literal["full", "fp8"] = "full"
     """The precision in which ranks send weights. `full` sends them in their dtype, `fp8` as e4m3 numbers with one scale for
-    each block of 128 elements.
-
-    `fp8` sends about half as many bytes as bf16. All ranks compute with the rounded weights, whose relative error is at most
-    2^-4. Gradients and the weights that the optimizer updates are not rounded.
+    each block of 128 elements: about half as many bytes as bf16. All ranks compute with the rounded weights, whose relative
+    error is at most 2^-4. Gradients and the weights that the optimizer updates are not rounded.
     """
 
     groups: Array[WeightGroupConfig] = ()
@@ -112,9 +100,7 @@ class AllToAllConfig(SequenceConfig):
     """Exchanges slices of all heads for full sequences of some heads before attention, and does the reverse after it."""
 
     modules: Array[str] = ()
-    """Patterns of the names of additional attention modules, such as `"*.attend"`. They must take `q, k, v` and return the
-    context.
-    """
+    """Patterns of names of more attention modules, as `"*.attend"`. They must take `q, k, v` and return the context."""
 
     unchecked_layers: Array[str] = ()
     """Patterns of the names of layers that the run does not check for operations that mix positions."""

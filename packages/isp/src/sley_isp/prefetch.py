@@ -33,9 +33,7 @@ Key = Hashable
 
 
 class Decision(NamedTuple):
-    """The groups to reshard, and the groups to unshard after that, in order. If the current group must be unsharded, it is the
-    first of these.
-    """
+    """The groups to reshard, and then those to unshard, in order: first the current group if needed, then prefetches."""
 
     reshard: list[Group]
     unshard: list[Group]
@@ -46,11 +44,9 @@ NO_CHANGE = Decision([], [])
 
 
 class PrefetchPolicy:
-    """Decides which groups one rank unshards and reshards.
+    """Decides which groups one rank unshards and reshards. unsharded: the groups that are full-size or in flight.
 
-    ahead: the number of units to prefetch. A unit is a single group, unless `add_group` joins several. unsharded: the groups
-    that are full-size or in flight. The cost of a `use` depends on `ahead` and the number of groups on hold, but not on the
-    total number of groups.
+    ahead: the number of units to prefetch. A unit is a single group, unless `add_group` joins several.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -68,9 +64,8 @@ class PrefetchPolicy:
         self._has_prefetched = False
 
     def add_group(self, group: Group, *, unit: Hashable, ahead: int) -> None:
-        """Sets the unit of `group`, and by how many units its prefetch may precede its use.
-
-        By default, a group is its own unit. The `ahead` of the policy is the upper limit.
+        """Sets the unit of `group`, by default its own, and by how many units its prefetch may precede its use. The `ahead` of
+        the policy is the upper limit.
         """
         self._units[group], self._aheads[group] = unit, ahead
 
@@ -86,10 +81,9 @@ class PrefetchPolicy:
         self._reset_pass()
 
     def use(self, group: Group, *, num_holds: int = 0, can_prefetch: bool = True) -> Decision:
-        """Returns the groups to reshard and unshard for a use of `group`, including prefetches of later groups.
-
-        num_holds: +1 in a recomputation, whose backward uses the group again, and -1 in that backward. can_prefetch: whether
-        prefetches may start. `group` itself is always unsharded, before any prefetch.
+        """Returns the groups to reshard and unshard for a use of `group`, including prefetches of later groups. num_holds: +1
+        in a recomputation, whose backward uses the group again, and -1 in that backward. can_prefetch: whether prefetches may
+        start. `group` itself is always unsharded, before any prefetch.
         """
         if num_holds:
             self.change_holds(group, num_holds)
@@ -132,10 +126,7 @@ class PrefetchPolicy:
         return Decision(reshard, unshard)
 
     def _next_groups(self, current: Group | None) -> Iterator[Group]:
-        """Yields the next groups other than `current` whose units are at most their own `ahead` units away.
-
-        If `current` is None, the limit is one unit more, since no unit is in use.
-        """
+        """Yields the next groups that are at most their `ahead` units away, or one unit more if `current` is None."""
         current_unit = self._units.get(current, current)
         groups: set[Group] = set()
         units: set[Hashable] = set()

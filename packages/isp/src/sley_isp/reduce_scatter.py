@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from sley_isp.param_group import ParamGroup
 
 WriteGradient = Callable[[Tensor, bool], None]
-"""A function `(full, accumulate)` that writes a gradient into `full`, a tensor of the store's dtype, or adds the gradient to it
-if `accumulate` is true.
-"""
+"""A function `(full, accumulate)` that writes a gradient into `full`, of the store's dtype, or adds it if `accumulate`."""
 
 MAX_IN_FLIGHT = 2
 """The maximum number of reductions in flight, including the one being written, if they may overlap with the backward."""
@@ -43,10 +41,8 @@ MAX_IN_FLIGHT = 2
 class Bucket:
     """Describes parameters whose gradients are reduced in one exchange, and holds their gradients until it starts.
 
-    number: the bucket's index in layer order. group: the group of the parameters. chunks: the chunks that use the parameters,
-    for one reduction per step. users: the groups whose backwards add to each parameter's gradient. full_gradients: the full
-    gradients with padding while the bucket is open. written_params: the parameters whose full gradients have been written.
-    lease: the lease of the gradients' memory.
+    number: the index in layer order. chunks: the chunks that use the parameters, for one reduction per step. users: the groups
+    whose backwards add to each parameter's gradient. full_gradients: the gradients with padding while the bucket is open.
     """
 
     number: int
@@ -59,10 +55,8 @@ class Bucket:
 
 
 class Reduction(NamedTuple):
-    """An exchange of gradients in flight.
-
-    add_sums: a function that adds the result to the store once `handles` are done. lease: the lease of the memory in use.
-    sent: a tensor outside the leased memory that must stay alive until peers have received it, or None.
+    """An exchange of gradients in flight. add_sums: a function that adds the result to the store once `handles` are done. sent:
+    a tensor outside the leased memory that must stay alive until peers have received it, or None.
     """
 
     handles: list[Work]
@@ -125,11 +119,9 @@ class GradientReducer:
         bucket.written_params.add(param)
 
     def flush(self, *, all_buckets: bool = False) -> None:
-        """Starts the reduction of every open bucket to which no later action of the list can add. With one reduction per
-        microbatch, these are all open buckets. Called at the end of an action.
+        """Starts the reduction of every open bucket to which no later action of the list can add. Called when an action ends.
 
-        all_buckets: whether to reduce all open buckets in any case. Used after each contribution of a backward outside a step,
-        since the last one is not known.
+        all_buckets: whether to reduce all open buckets in any case, as after each contribution of a backward outside a step.
         """
         for bucket in self._ordered_buckets():
             if all_buckets or bucket.group.options.reduce != "step" or self.store.state.are_gradients_final(bucket.chunks):
@@ -170,9 +162,7 @@ class GradientReducer:
             self._release(self._reductions.popleft())
 
     def _ordered_buckets(self) -> list[Bucket]:
-        """Returns the open buckets, those of later layers first. The order of opening may depend on the data, so it differs
-        between ranks.
-        """
+        """Returns the open buckets, those of later layers first, since the order of opening may differ between ranks."""
         return sorted(self._open_buckets, key=lambda bucket: -bucket.number)
 
     def _is_complete(self, bucket: Bucket) -> bool:
@@ -215,9 +205,7 @@ class GradientReducer:
         self.enqueue(reduction)
 
     def enqueue(self, reduction: Reduction) -> None:
-        """Adds `reduction`, which has started, to those in flight. Finishes the oldest ones beyond the limit, in the same order
-        on all ranks.
-        """
+        """Adds `reduction`, which has started, to those in flight, and finishes the oldest ones beyond the limit."""
         self._reductions.append(reduction)
         self.finish(self.max_in_flight)
 
@@ -236,10 +224,8 @@ class GradientReducer:
         return Reduction([handle], add_sums, bucket.lease)
 
     def _start_all_to_all(self, bucket: Bucket, microbatches: range) -> Reduction:
-        """Starts to exchange the gradients. This rank receives its rows of every rank's gradients, and the store sums them in a
-        fixed order.
-
-        microbatches: the numbers of the microbatches that the ranks have run, in rank order.
+        """Starts an all-to-all of the gradients, whose parts for this rank the store sums in a fixed order. microbatches: the
+        numbers of the microbatches that the ranks have run, in rank order.
         """
         transport, gradients, group = self.group.transport("reduce"), bucket.full_gradients, bucket.group
         shapes = [(self.group.size, param.row_shard.size, *param.shape[1:]) for param in gradients]
@@ -256,9 +242,7 @@ class GradientReducer:
         return Reduction(handles, add_sums, bucket.lease)
 
     def _lease(self, group: ParamGroup, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
-        """Leases one buffer of the store's dtype from the pool of `group` until `lease` closes, and returns a view for each of
-        `shapes`.
-        """
+        """Leases a buffer of the store's dtype from the pool of `group` until `lease` closes. Returns a view per shape."""
         dtype, device = self.store.dtype, self.store.device
         layout = FlatLayout(shapes, ALIGNMENT_BYTES // dtype.itemsize)
         if not layout.numel:

@@ -110,10 +110,7 @@ class ShardedLayer:
         return output
 
     def make_full_leaves(self, unsharded_groups: Sequence[UnshardedGroup]) -> dict[Param, Tensor]:
-        """Returns the full parameters as leaves, whose gradients go to the sinks.
-
-        unsharded_groups: the unsharded group for each group of `params`.
-        """
+        """Returns the full parameters in `unsharded_groups`, one for each group of `params`, as leaves that feed the sinks."""
         tensors = {}
         for unsharded, params in zip(unsharded_groups, self.params.values(), strict=True):
             for param in params:
@@ -169,9 +166,7 @@ class ShardedLayer:
             yield
 
     def _read_saved(self, saved: _Position) -> Tensor:
-        """Returns the tensor at the position `saved`. If the running backward has not gathered the layer's groups yet, gathers
-        them.
-        """
+        """Returns the tensor at the position `saved`. Gathers the layer's groups if the backward has not done so yet."""
         buffer = self.communicator.open_layer(self)[saved.group].buffer.view(saved.dtype)
         return buffer.as_strided(saved.shape, saved.stride, buffer.storage_offset() + saved.offset)
 
