@@ -69,7 +69,9 @@ def measure_device(device: Device) -> dict[str, Any]:
 
 
 def fit_saturation(times: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Fits a `MatmulTable` to `times`, pairs of (FLOPs, seconds). Returns `flops_per_s` and `half_flops`, at least 0."""
+    """Returns the `flops_per_s` and the non-negative `half_flops` of a `MatmulTable` that fit `times`, pairs of (FLOPs,
+    seconds), with the least squares of relative errors.
+    """
     flops, seconds = np.array(times).T
     per_flop, constant = flops / seconds, flops.mean() / seconds  # solves 1 = per_flop / rate + constant x half / (rate x mean)
     slope, offset = np.linalg.lstsq(np.stack([per_flop, constant], axis=1), np.ones(len(times)))[0]

@@ -77,7 +77,9 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
 
 
 def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> dict[str, float]:
-    """Fits a link for `size` ranks: exchanges of SMALL_BYTES take about `small_s` seconds, and of LARGE_BYTES `large_s`."""
+    """Returns the `latency_s` and `bandwidth` with which `step.links` computes about `small_s` seconds for an exchange of
+    SMALL_BYTES bytes, and `large_s` for LARGE_BYTES. size: the number of ranks in the exchange.
+    """
     rounds = (2 if exchange_type == "sum" else 1) * (size - 1)
     share = 1.0 if exchange_type == "send" else rounds / size
     slope = max(large_s - small_s, 1e-3 * large_s) / (LARGE_BYTES - SMALL_BYTES)
@@ -88,7 +90,9 @@ def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> d
 def prepare_exchanges(
     stage: Group, shards: Group, slices: Group, stages: Group, device: torch.device, num_bytes: int
 ) -> dict[str, BeginExchange]:
-    """Returns, by kind, a function that starts an exchange of about `num_bytes` bytes. Messages go both ways between stages."""
+    """Returns, by kind of exchange, a function that starts it with full tensors of about `num_bytes` bytes on `device`. Each of
+    the groups has all ranks. Messages are sent between the first two stages, in both directions at the same time.
+    """
     full, received = (torch.ones(stage.size, math.ceil(num_bytes / 4 / stage.size), device=device) for _ in range(2))
     shard, message = full[:1].clone(), torch.ones(2, num_bytes // 4, device=device)
     scratch = torch.empty(shards.transport(REDUCE).num_scratch_rows(1), *full.shape[1:], device=device)
