@@ -106,9 +106,7 @@ def _row_rectangles(row: int, shape: Sequence[int], first: int, last: int) -> It
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A piece of a tensor to save. name, shape: of the whole tensor. rectangle: the piece's position in the tensor. tensor: the
-    piece, often a view of live memory.
-    """
+    """A piece to save of the tensor `name` of `shape`, at `rectangle`. `tensor` is often a view of live memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -141,9 +139,7 @@ class Region(NamedTuple):
         return shape if self.elements is None else self.elements.stepped_shape(shape)
 
     def split(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        """Splits the rank's tensor `shard` into rectangles of the whole tensor. Yields each rectangle with its view of `shard`;
-        leaves out padding.
-        """
+        """Yields the rectangles of the whole tensor that `shard` holds, each with its view of `shard`; leaves out padding."""
         assert tuple(shard.shape) == self.own_shape, f"a tensor of {list(shard.shape)} for {self}"
         for rectangle, view in self._split_shard(shard):
             if self.shard is None:
@@ -274,15 +270,11 @@ class TrainingState(Protocol):
     notes: list[str]
 
     def agree(self, label: str) -> None:
-        """Raises RunError "ranks-differ" unless all ranks call it with the same `label`. A collective of all ranks. label: the
-        operation, such as "saving a checkpoint".
-        """
+        """Raises RunError "ranks-differ" unless all ranks call it with the same `label`. A collective of all ranks."""
 
     def all_or_none(self, work: Callable[[], T], label: str, code: str = "checkpoint-load") -> T:
-        """Calls `work` and returns its result. A collective of all ranks. Raises RunError `code` on all ranks if `work` fails
-        on any rank.
-
-        label: a description of the work for errors, such as "load the checkpoint".
+        """Calls `work`, such as "load the checkpoint" (`label`), and returns its result. A collective of all ranks. Raises
+        RunError `code` on all ranks if `work` fails on any.
         """
         ...
 
@@ -300,9 +292,7 @@ class TrainingState(Protocol):
         ...
 
     def describe(self, step: int) -> SavedRun:
-        """Returns the description of the run after `step` steps. It is the same on all ranks, except that only rank 0 has the
-        lineage.
-        """
+        """Returns the description of the run after `step` steps, the same on all ranks. Only rank 0 has the lineage."""
         ...
 
     def restore(self, saved: CheckpointReader) -> list[str]:

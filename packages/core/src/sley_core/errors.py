@@ -47,9 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One problem. message: a sentence without the final period. path: the path in the plan, or (). source_line: the text of
-    the line at `place`.
-    """
+    """One problem. message: a sentence without the final period. path: in the plan, or (). source_line: the text at `place`."""
 
     code: str
     message: str
@@ -98,9 +96,7 @@ class RunError(SleyError):
 
 
 class StateError(RunError):
-    """The call is not possible in the present state of the run, for example while its memory is offloaded or a step is in
-    progress.
-    """
+    """The call is not possible in the present state of the run, for example while its memory is offloaded."""
 
     @staticmethod
     def offloaded_error(part: str, caller: str) -> StateError:

@@ -29,9 +29,7 @@ COPIES = {
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Atomically replaces the content of the file `path` by `text` in UTF-8. If that fails, raises OSError with the file name
-    and keeps the old file.
-    """
+    """Replaces the file `path` by `text` in UTF-8, atomically. If that fails, raises OSError and keeps the old file."""
     with replace_atomically(path) as file:
         file.write(text.encode())
 
@@ -77,7 +75,6 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _replace_nonfinite(value: Any) -> Any:
-    """Replaces floats that are not finite by None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

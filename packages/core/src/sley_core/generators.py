@@ -71,9 +71,7 @@ _outer_states: list[State] = []
 
 
 def host_state() -> State:
-    """Returns the states of the generators that `seed_host` seeds. During a seeded use in another thread, returns the states
-    before it.
-    """
+    """Returns the states of the generators of `seed_host`; during another thread's seeded use, those before it."""
     with _STATE_LOCK:
         return _outer_states[-1] if _outer_states else _read_state()
 
@@ -175,18 +173,13 @@ def function_generators(function: Any) -> list[Any]:
 
 
 def optimizer_generators(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns the generators that are reachable from the attributes and functions of an optimizer. Raises PlanError
-    "model-random" for a generator that cannot be seeded.
-    """
+    """Returns the generators reachable from an optimizer. Raises PlanError "model-random" if one cannot be seeded."""
     owner = f"the optimizer {type(optimizer).__name__}"
     generators = _attribute_generators(optimizer, ("state", "param_groups"), set())
     return [_check_seedable(generator, owner, "optimizer") for generator in generators]
 
 
 def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[int]) -> Iterator[Any]:
-    """Yields the generators that are reachable from the attributes of an object, except `excluded`, and of its classes, except
-    torch's.
-    """
     bases = [base for base in type(owner).__mro__ if base is not object and not base.__module__.startswith("torch.")]
     values = [value for key, value in vars(owner).items() if key not in excluded]
     for value in (*values, *(value for base in bases for value in vars(base).values())):
@@ -194,9 +187,7 @@ def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[i
 
 
 def iterate_leaves(value: Any, visited: set[int], depth: int = _MAX_DEPTH) -> Iterator[Any]:
-    """Yields the generators, modules and tensors that are reachable from `value` in at most `depth` steps. visited: the ids of
-    objects to skip; is extended.
-    """
+    """Yields the generators, modules and tensors within `depth` steps of `value`. visited: the ids to skip; is extended."""
     if id(value) in visited or depth == 0:
         return
     visited.add(id(value))
@@ -232,7 +223,6 @@ def _referenced_objects(value: Any) -> Iterator[Any]:
 
 
 def _code_names(code: CodeType) -> Iterator[str]:
-    """Yields the names of globals and attributes in the code of a function and of its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -249,9 +239,7 @@ def _is_generator(value: Any) -> bool:
 
 
 def _check_seedable(generator: Any, owner: str, table: str) -> Any:
-    """Returns `generator`. Raises PlanError "model-random" if it cannot be seeded. owner, table: its owner and the owner's
-    table, for the error.
-    """
+    """Returns `generator`. Raises PlanError "model-random" if it cannot be seeded. owner, table: for the error."""
     try:
         if isinstance(generator, random.SystemRandom):
             raise TypeError("it draws from the operating system")

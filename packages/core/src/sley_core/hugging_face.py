@@ -39,9 +39,7 @@ class HuggingFaceModel:
 
 
 def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the description with `names` and with `config`, to which it adds the dtype of the weights and, if missing, the
-    end token.
-    """
+    """Returns the description with `names` and `config`, to which it adds the weights' dtype and, if missing, the end token."""
     dtype = _DTYPES[source.kind(next(iter(names))).dtype]
     content = {**config, "torch_dtype": dtype, "dtype": dtype}  # transformers 4 reads `torch_dtype`, transformers 5 `dtype`
     if content.get("eos_token_id") is None:
@@ -60,9 +58,7 @@ def start_folder(plan: Plan) -> Path | None:
 
 
 def run_of(path: Path) -> Path | None:
-    """Returns the folder of the run if `path` is a run's folder, or a checkpoint in one, such as
-    `runs/x/checkpoints/step-00000100`; None for any other folder.
-    """
+    """Returns the run's folder if `path` is one, or a checkpoint in one (`runs/x/checkpoints/step-00000100`); else None."""
     run = path.absolute().parent.parent if path.parent.name == CHECKPOINTS else path
     return run if (run / PLAN).is_file() else None
 

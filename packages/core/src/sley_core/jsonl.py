@@ -60,7 +60,6 @@ class JsonlWriter(MetricsWriter):
             raise RunError("metrics-file", f"cannot truncate `{self.path}` after step {step}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Closes the file. Further calls do nothing."""
         self._file.close()
 
     def _ends_with_newline(self) -> bool:
@@ -78,7 +77,6 @@ def read_rows(folder: Path) -> Iterator[dict[str, float | int]]:
 
 
 def _step_of(line: bytes) -> int:
-    """Returns the step of a row, or 0 for an invalid line."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -106,13 +106,9 @@ class OffloadManager(Protocol):
         """
         ...
 
-    def where(self, part: Part) -> Where:
-        """Returns the location of `part`."""
-        ...
+    def where(self, part: Part) -> Where: ...
 
-    def moved(self, part: Part) -> Moved:
-        """Returns the cost of all transfers of `part`."""
-        ...
+    def moved(self, part: Part) -> Moved: ...
 
     def host(self, part: Part) -> Mapping[int, Tensor]:
         """Returns the host copies, uint8 [bytes], of those storages of `part` that are not on the device, by `storage_id`. The
@@ -121,9 +117,7 @@ class OffloadManager(Protocol):
         return {}
 
     def detach(self) -> None:
-        """Called when the run closes. Moves weights and buffers back to the device, so that the layers are ordinary modules
-        again.
-        """
+        """Called when the run closes. Moves weights and buffers back to the device."""
 
 
 NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
@@ -131,9 +125,7 @@ NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class StorageEntry(NamedTuple):
-    """A storage on the device. memory: a tensor over the whole storage, uint8 [bytes]. tensors: the tensors in the storage, by
-    name.
-    """
+    """A storage on the device. memory: all of it, uint8 [bytes]. tensors: the tensors in it, by name."""
 
     memory: Tensor
     tensors: dict[str, Tensor]
@@ -171,9 +163,7 @@ class MemoryInventory:
         return iter(self._sources[part]())
 
     def tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and value of each tensor of `part` that belongs to the device, offloaded or not, except scalar
-        optimizer states.
-        """
+        """Yields name and value of each tensor of `part` on the device, offloaded or not, except scalar optimizer states."""
         for name, tensor in self._sources[part]():
             if self._is_state(tensor) if part == "optimizer_states" else tensor.device == self.device:
                 yield name, tensor
@@ -203,7 +193,6 @@ class MemoryInventory:
         return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for _, tensor in self.tensors(part)}.values())
 
     def _storage_ids_before(self, part: Part) -> set[int]:
-        """Returns the `storage_id` of each storage on the device that a part before `part` uses."""
         return {storage_id(tensor) for earlier in PARTS[: PARTS.index(part)] for _, tensor in self.tensors(earlier)}
 
     def _is_state(self, tensor: Tensor) -> bool:
@@ -276,9 +265,7 @@ class _Block:
         self._view = self.memory
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor over the block's first bytes. Returns the same object again if the shape and dtype are those of the
-        last call.
-        """
+        """Returns a tensor over the first bytes: the same object if shape and dtype are those of the last call."""
         if (self._view.shape, self._view.dtype) != (shape, dtype):
             with torch.inference_mode(False):
                 self._view = self.memory[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -304,7 +291,6 @@ class DevicePool:
 
     @property
     def num_lent(self) -> int:
-        """The number of lent blocks."""
         return len(self._lent)
 
     @property
@@ -353,7 +339,6 @@ class DevicePool:
         return [*self._lent, *(block for blocks in self._free.values() for block in blocks)]
 
     def _acquire(self, num_bytes: int, device: torch.device) -> _Block:
-        """Returns a block that fits `num_bytes`, and marks it as lent."""
         key = device, block_bytes(num_bytes)
         block = self._pop_free(key) if key in self._free else self._pop_larger(*key)
         if block is None:

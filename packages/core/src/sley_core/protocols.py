@@ -48,9 +48,7 @@ class StageLink(Protocol):
     """
 
     def prepare(self, parts: Parts) -> None:
-        """Prepares the link. Called once, after the groups are created. Messages use the channels `up` and `down` of the group
-        `pp`.
-        """
+        """Called once, after the groups are created. Messages use the channels `up` and `down` of the group `pp`."""
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
         """Starts the exchanges of one list of actions; called at the start of a step or an evaluation.
@@ -119,9 +117,7 @@ class WeightCommunicator(Protocol):
         ...
 
     def attach(self, parts: Parts) -> None:
-        """Installs the communicator in the modules. Called once, after the weights are sharded and the handlers are attached.
-        Must leave all modules unchanged if it raises.
-        """
+        """Installs the communicator, once, after sharding. If it raises, it must leave all modules unchanged."""
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         """Called before a step or an evaluation runs `actions`, in this order."""
@@ -133,9 +129,7 @@ class WeightCommunicator(Protocol):
         ...
 
     def detach(self) -> None:
-        """Called when the run closes or its assembly fails. Restores the modules, but leaves the stand-ins of sharded weights
-        in place.
-        """
+        """Called when the run closes or its assembly fails. Restores the modules, but not the stand-ins of sharded weights."""
 
 
 class SequenceCommunicator(Protocol):
@@ -259,9 +253,7 @@ class Loss(Protocol):
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Returns the weight of these samples, computed on the host: for cross-entropy, the number of labels that are not
-        ignored.
-        """
+        """Returns the weight of these samples, computed on the host: for cross-entropy, the number of labels not ignored."""
         ...
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -442,9 +434,7 @@ class Checkpointer(Protocol):
         return False
 
     def wants_save(self) -> bool:
-        """Returns whether this rank votes for a save after the current step. A single vote causes `request_save` on all
-        ranks.
-        """
+        """Returns whether this rank votes to save after this step. One vote causes `request_save` on all ranks."""
         return False
 
     def request_save(self) -> None:
@@ -487,9 +477,7 @@ class CheckpointFiles(Protocol):
         ...
 
     def describe(self, path: str) -> SavedRun | None:
-        """Returns the description of the checkpoint at `path`, or None if there is no checkpoint. Raises RunError
-        "checkpoint-damaged" if its description cannot be read.
-        """
+        """Returns the description of the checkpoint, or None. Raises RunError "checkpoint-damaged" if it cannot be read."""
         ...
 
     def is_whole(self, path: str) -> bool:

@@ -155,9 +155,7 @@ class OptimizerRecord(Record):
 
 
 class LRScheduleRecord(Record):
-    """`build(config, num_steps) -> Callable[[int], float]`: a function that returns the factor of every group's `lr` at step 0,
-    1, ...
-    """
+    """`build(config, num_steps) -> Callable[[int], float]`: the factor of every group's `lr` at step 0, 1, ..."""
 
 
 class AveragingRecord(Record):

@@ -215,7 +215,5 @@ def load_plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
 
 
 def join_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """Returns the nested state whose leaves are `leaves`, by name. tree: the structure of the state, with names in place of the
-    leaves; None for a flat dict.
-    """
+    """Returns the nested state of `leaves`, by name. tree: the structure with names as leaves; None for a flat dict."""
     return dict(leaves) if tree is None else tree_map(leaves.__getitem__, tree)

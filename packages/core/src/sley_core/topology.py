@@ -150,9 +150,7 @@ class Topology:
                     yield GroupEntry(axis, channel, ranks, backend)
 
     def partition(self, axis: str, stage: int | None = None) -> list[tuple[int, ...]]:
-        """Returns the ranks of every group of `axis`, ordered by the first rank. stage: returns only groups with ranks of this
-        stage.
-        """
+        """Returns the ranks of every group of `axis`, by first rank. stage: only groups with ranks of this stage."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for coordinates in map(self.coordinates, range(self.world)):
             shared = tuple(getattr(coordinates, name) for name in SHARED_COORDINATES[axis])

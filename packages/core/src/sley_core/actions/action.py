@@ -136,9 +136,7 @@ _KIND_TEXTS = {
 
 
 def in_words(entry: str) -> str:
-    """Returns a readable form of an action's text: `the forward of chunk 0 on microbatch 3 (F0.3)` for `F0.3`. Other texts are
-    returned unchanged.
-    """
+    """Returns `the forward of chunk 0 on microbatch 3 (F0.3)` for `F0.3`, and other texts unchanged."""
     match = re.match(r"([FBIWC])(\d+)(?:\.(\d+))?(.*)$", entry)
     if match is None:
         return entry
@@ -190,7 +188,6 @@ class Placement:
 
     @cached_property
     def stages(self) -> int:
-        """Returns the number of stages."""
         return max(self.route) + 1
 
     @cached_property
@@ -245,7 +242,6 @@ class Placement:
 
     @cached_property
     def _positions(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the positions by [stage][chunk]."""
         by_stage: list[list[int]] = [[] for _ in range(self.stages)]
         for position, stage in enumerate(self.route):
             by_stage[stage].append(position)
@@ -271,9 +267,7 @@ def loop(stages: int, chunks: int = 1) -> Placement:
 
 
 def v_placement(stages: int, chunks: int = 2) -> Placement:
-    """Returns the V placement: a sample passes through all stages in ascending and then in descending order. Raises PlanError
-    "placement-wrong" unless `chunks` is 2.
-    """
+    """Returns the V placement: up all stages, then down. Raises PlanError "placement-wrong" unless `chunks` is 2."""
     if chunks != 2:
         raise placement_error(f"is a V, which needs two chunks per stage, not {chunks}")
     return Placement((*range(stages), *reversed(range(stages))))

@@ -50,9 +50,7 @@ NEEDED_KIND = {
     Kind.INPUT_GRADIENT: Kind.FORWARD,
     Kind.WEIGHT_GRADIENT: Kind.INPUT_GRADIENT,
 }
-"""By the type of an action, the type of the action that must precede it on the same chunk and microbatch; None if no action
-must.
-"""
+"""The type of the action that must precede each type on the same chunk and microbatch; None if none must."""
 
 EXCLUDED_KIND = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWARD}
 """By type, the type that it excludes on the same chunk and microbatch: a backward is either whole or split."""
@@ -80,7 +78,6 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
 
 
 def _find_fault(action: Action, earlier_actions: set[Action], chunks: int, micros: int, training: bool) -> str:
-    """Returns a description of the fault of `action` after `earlier_actions`; "" if it is valid."""
     kind, chunk, micro = action.kind, action.chunk, action.micro
     if kind not in NEEDED_KIND:
         return "is not a compute action"
@@ -100,7 +97,6 @@ def _find_fault(action: Action, earlier_actions: set[Action], chunks: int, micro
 
 
 def _missing_actions(earlier_actions: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
-    """Yields the actions of a complete list that are not in `earlier_actions`."""
     for chunk in range(chunks):
         for micro in range(micros):
             if (Kind.FORWARD, chunk, micro) not in earlier_actions:
@@ -224,7 +220,6 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
 
 
 def _lower_stage(actions: Sequence[Action], stage: int, placement: Placement, order: Mapping[Delivery, int]) -> Lowered:
-    """Returns one stage's actions with sends, posts and CHUNK_DONE entries. order: the index of each transfer."""
     positions = placement.positions(stage)
     outputs = [placement.output_of(action, positions[action.chunk]) for action in actions]
     posts = schedule_posts(actions, outputs, stage, placement, order)

@@ -51,9 +51,8 @@ class ScheduleSimulator:
         self._ready = deque(range(len(lists)))
 
     def run(self) -> None:
-        """Runs all lists to their ends. The results are in `spans`, `sent_s` and `posted_s`.
-
-        Raises PlanError "schedule-deadlock", which names each blocked stage's position and the action for which it waits.
+        """Runs all lists to their ends. Raises PlanError "schedule-deadlock" with each blocked stage's position and awaited
+        action.
         """
         while self._ready:
             self._advance(self._ready.popleft())
@@ -96,7 +95,6 @@ class ScheduleSimulator:
         return True
 
     def _record_transfer(self, stage: int, step: Transfer) -> None:
-        """Records one end of a transfer, and the arrival of the value once both ends are recorded."""
         if step.op == "post":
             delivery = Delivery(step.flow, self._positions[stage][step.chunk], step.micro)
             channel = step.peer, stage
@@ -112,7 +110,6 @@ class ScheduleSimulator:
             self._record_arrival(delivery, end_s)
 
     def _describe_blocked_stage(self, stage: int, delivery: Delivery) -> str:
-        """Returns a text that names the action at which `stage` is blocked, and the action for which it waits."""
         before = select_actions(self.lists[stage][: self._next_index[stage]])
         action = self.lists[stage][self._next_index[stage]]
         source = self.placement.holder(delivery.origin)
@@ -122,7 +119,6 @@ class ScheduleSimulator:
         return f"{location} waits for {awaited} of stage {source.stage}"
 
     def _record_arrival(self, delivery: Delivery, at_s: float) -> None:
-        """Records that `delivery` arrives at `at_s`. A stage that waits for it becomes ready."""
         self._arrived_s[delivery] = at_s
         waiting = self._waiting.pop(delivery, None)
         if waiting is not None:
@@ -266,9 +262,7 @@ class Costs:
         weight_gradient: float = 1.0,
         link: float = 0.0,
     ) -> Costs:
-        """Returns equal costs for all `positions`, with times in seconds and 0 bytes. A full backward takes as long as its two
-        halves together.
-        """
+        """Returns equal costs for all `positions`, with 0 bytes. A full backward takes as long as its two halves together."""
         seconds = {
             Kind.FORWARD: forward,
             Kind.BACKWARD: input_gradient + weight_gradient,

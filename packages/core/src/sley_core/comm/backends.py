@@ -61,7 +61,6 @@ class CollectiveTransport(ChannelTransport):
     def _start(
         self, operation: str, label: str, tensors: Sequence[Tensor], contents: int, start: Callable[[], list[Any]]
     ) -> Work:
-        """Logs an exchange of `tensors`, calls `start`, which starts it and returns its works, and returns its handle."""
         mark = Mark.from_tensors(operation, label, tensors, contents)
         self._log.add(self._name, mark)
         turn = begin_turn(operation, self.members, label, self._name, mark.num_bytes)

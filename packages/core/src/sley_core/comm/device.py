@@ -111,9 +111,7 @@ class _CudaEvent(CopyEvent):
 
 
 class CudaStream(CopyStream):
-    """Runs copies on a separate CUDA stream. Copies from and to page-locked memory do not block the host. main: the stream on
-    which the run computes.
-    """
+    """Runs copies on a separate stream; those from and to page-locked memory do not block the host. main: the run's stream."""
 
     def __init__(self, main: torch.cuda.Stream) -> None:
         self._main = main
@@ -277,9 +275,7 @@ class Device:
             current.wait_stream(self.stream)
 
     def read(self, values: Tensor, usual: list[float]) -> list[float]:
-        """Waits for the device, and returns the elements of `values`. usual: the result on a device whose tensors have no
-        values; unused in this class.
-        """
+        """Waits for the device, and returns the elements of `values`. usual: the result on a device without values."""
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:
@@ -334,9 +330,7 @@ class Device:
         return tensor.to(self.torch_device, non_blocking=True)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` on the host. On CUDA, the result is in page-locked memory, and complete when the device has reached
-        a later `moment`.
-        """
+        """Returns `tensor` on the host; on CUDA page-locked, and complete once the device has reached a later `moment`."""
         if not self.is_async:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

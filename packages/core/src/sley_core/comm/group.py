@@ -59,7 +59,6 @@ class Group(Members):
 
     @property
     def has_peers(self) -> bool:
-        """Returns whether this group has other ranks to exchange values with."""
         return self.size > 1 and self.simulation is None
 
     def channel(self, name: str = DEFAULT_CHANNEL) -> dist.ProcessGroup:
@@ -252,9 +251,7 @@ def axes_with_cma(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str,
 
 
 def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Returns a new communicator, or None on a rank outside the group. All ranks of the world call this. Raises RunError
-    `group-failed` if torch cannot create it.
-    """
+    """Returns a new communicator; None outside the group. All ranks call it. Raises RunError `group-failed` if torch fails."""
     try:
         with _unbind_default_group() if backend == "gloo" else nullcontext():
             group = dist.new_group(list(entry.ranks), backend=backend, timeout=timeout, group_desc=entry.label)

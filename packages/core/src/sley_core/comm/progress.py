@@ -54,18 +54,15 @@ class ActionProgress:
     follow: Callable[[object], None] | None = None
 
     def begin(self, step: int) -> None:
-        """Records the start of the optimizer step `step`, counted from 1."""
         self.step, self.layer = step, ""
         self.begin_entry(BEGINNING)
 
     def begin_entry(self, entry: object) -> None:
-        """Records the start of `entry` and the end of the previous entry."""
         self.finished, self.pending = self.pending, entry
         if self.follow is not None:
             self.follow(entry)
 
     def begin_layer(self, layer: str) -> None:
-        """Records the start of a call of `layer`."""
         self.layer = layer
 
 
@@ -114,7 +111,6 @@ class Progress:
         return Wait(turn, failed_at - self._wait_start_s, end, peer)
 
     def add_turn(self, turn: Turn) -> None:
-        """Records that this rank starts the exchange `turn`."""
         self.numbers[turn.queue] = turn.number
         turns = self.recent.get(turn.queue)
         if turns is None:
@@ -122,13 +118,11 @@ class Progress:
         turns.append(turn)
 
     def begin_wait(self, turn: Turn) -> None:
-        """Records that this rank starts to wait for the exchange `turn`."""
         self._failure = None
         self._wait_start_s = time.perf_counter()
         self._turn = turn
 
     def end_wait(self) -> None:
-        """Records the end of a successful wait."""
         turn, self._turn = self._turn, None
         if self.follow_wait is not None and turn is not None:
             self.follow_wait(turn, self._wait_start_s)

@@ -47,9 +47,7 @@ MISMATCH_HINT = (
 
 
 class Mark(NamedTuple):
-    """Identifies an exchange. label: describes the content. number: a 31-bit checksum that ranks compare. num_bytes: the total
-    size of this rank's tensors.
-    """
+    """Identifies an exchange by its `label`, a 31-bit checksum and the total size of this rank's tensors."""
 
     label: str
     number: int
@@ -132,7 +130,6 @@ class ExchangeLog:
         self._last = mark.label
 
     def clear(self) -> None:
-        """Discards the log. Called at the start of a step or an evaluation."""
         self._channels: dict[str, int] = {}
         self._count = 0
         self._last = ""
@@ -158,9 +155,7 @@ class Work:
     """
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would certainly return at once. Does not block, but advances an exchange that makes progress
-        only in calls.
-        """
+        """Returns whether `wait` would certainly return at once. Does not block, but may advance the exchange."""
         return True
 
     def wait(self) -> None:
@@ -201,7 +196,6 @@ class Transport(Published, Protocol):
         return self
 
     def wait_sent(self) -> None:
-        """Returns at once, since each gather has its own handle."""
         return
 
     def num_scratch_rows(self, num_rows: int) -> int:
@@ -218,9 +212,7 @@ class Transport(Published, Protocol):
         """Starts to exchange rows: row i of `sent` [size, ...] goes to member i, and row i of `received` comes from it."""
 
     def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        """Starts to sum `tensor` in place over the group. The result is bitwise equal on all ranks. Only some transports
-        compare marks.
-        """
+        """Starts to sum `tensor` in place. The sum is bitwise equal on all ranks. Only some transports compare marks."""
 
 
 def copy_shard(shard: Tensor, target: Tensor) -> None:

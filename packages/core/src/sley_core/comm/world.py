@@ -38,9 +38,7 @@ class Rendezvous(Protocol):
     store: Store
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context manager for work that each rank does. At the end of the block, either all ranks continue or all
-        raise RunError.
-        """
+        """Returns a context manager for each rank's work. At its end, all ranks continue or all raise RunError."""
 
 
 @dataclass
@@ -127,9 +125,7 @@ class World(AbstractContextManager["World"]):
         return cls(rank, size, rank_device, owns_default_group=True, simulation=simulation or Simulation())
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context manager for work that may fail on any rank. With a rendezvous, all ranks continue or all raise
-        RunError; without one, it does nothing.
-        """
+        """Returns a context manager for work that may fail. With a rendezvous, all ranks continue or all raise RunError."""
         return self.rendezvous.all_or_none(timeout_s) if self.rendezvous is not None else nullcontext()
 
     def groups(
@@ -181,7 +177,6 @@ def _pick_device(device: str | Device, local_rank: int = 0, local_size: int = 1)
 
 
 def _environment_integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """Returns the integer in the environment variable `name`; raises RunError `rendezvous-failed` if there is none."""
     value = environ.get(name, default)
     if value is None or not value.isdecimal():
         message = f"the environment variable {name} must be a number, but is {'not set' if value is None else repr(value)}"
@@ -217,10 +212,7 @@ def open_store(environ: Mapping[str, str], rank: int, size: int, timeout: timede
 
 
 def unused_part(store: Store, environ: Mapping[str, str], purpose: str) -> PrefixStore:
-    """Returns an unused part of `store`, the same on all ranks if they call this the same number of times for `purpose`.
-
-    environ: the launcher's environment, which identifies the store.
-    """
+    """Returns an unused part of `store`, the same on all ranks that call this equally often for `purpose`."""
     key = (purpose, *(environ.get(name) for name in _STORE_KEYS))
     _num_uses_by_purpose[key] += 1
     # After a restart the store still has the addresses of ended ranks, which gloo must not use. Several hosts count their

@@ -97,9 +97,7 @@ def collate_function(dataset: Any) -> Collate:
 
 
 def stack_samples(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Batch:
-    """Returns the batch of `samples`: stacks each field along a new dim, its `batch_dim`. Raises RunError "data-sample" for
-    samples that do not have the declared fields and dtypes, or have different shapes.
-    """
+    """Stacks each field of `samples` along its `batch_dim`. Raises RunError "data-sample" for a wrong field, dtype or shape."""
     for row, sample in enumerate(samples):
         if not isinstance(sample, Mapping):
             message = f"row {row} of the batch is a {type(sample).__name__}, not a dict of tensors"
@@ -143,7 +141,6 @@ def check_tokens(batch: Mapping[str, Tensor], info: DataInfo, samples: Sequence[
 
 
 def _token_error(name: str, value: Tensor, field: Field, vocab_size: int, samples: Sequence[int] | None) -> RunError:
-    """Returns the error for the first invalid id in `value`."""
     is_invalid = value >= vocab_size
     if field.ids == "token":
         is_invalid |= value < 0
@@ -239,9 +236,7 @@ class SequenceSlicer:
         return self._slice(batch, self.index)
 
     def _slice(self, batch: Mapping[str, Tensor], index: int) -> Batch:
-        """Returns slice `index` of `batch`. Adds `positions`, the indices in the full sequence, int64 [b, s / num_slices], if
-        the data has none.
-        """
+        """Returns slice `index`, with `positions` in the full sequence, int64 [b, s / num_slices], if the data has none."""
         part = narrow_batch(batch, self.fields, index, self.num_slices, dim="sequence")
         if POSITIONS not in part:
             field, value = self.fields[self._sequence], part[self._sequence]
@@ -253,5 +248,4 @@ class SequenceSlicer:
 
 
 def _sequence_field(fields: Mapping[str, Field]) -> str | None:
-    """Returns the name of the first field with a sequence dim, or None."""
     return next((name for name, field in fields.items() if field.sequence_dim is not None), None)

@@ -112,9 +112,7 @@ class Dataset(Protocol):
         """The declaration of a batch. Must be cheap, because it is also read when only the model is built."""
         ...
 
-    def __len__(self) -> int:
-        """Returns the number of samples in an epoch."""
-        ...
+    def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Sample: ...
 
@@ -196,9 +194,7 @@ class DataConfig(Table):
         return self.model_copy(update={key: value for key, value in empty.items() if key in type(self).model_fields})
 
     def check_num_samples(self, num_samples: int, path: KeyPath = ("data",)) -> None:
-        """Raises PlanError "data-changed" if the plan sets `samples_per_epoch` to a number other than `num_samples`. path: the
-        path of the table.
-        """
+        """Raises PlanError "data-changed" if the plan sets another `samples_per_epoch` than `num_samples`."""
         if self.samples_per_epoch not in (None, num_samples):
             message = f"it has {num_samples} samples per epoch, but the plan expects {self.samples_per_epoch}"
             hint = "remove `samples_per_epoch` to train on the present data"
@@ -269,9 +265,7 @@ class Order:
         return self._num_samples
 
     def __getitem__(self, position: int) -> int:
-        """Returns the number of the sample at `position`, in constant time on average. Raises IndexError outside [0,
-        num_samples).
-        """
+        """Returns the number of the sample at `position`. Raises IndexError outside [0, num_samples)."""
         if not 0 <= position < self._num_samples:
             raise IndexError(position)
         if not self._shuffle:
@@ -282,13 +276,11 @@ class Order:
         return sample
 
     def _permute(self, value: int) -> int:
-        """Applies the Feistel network to `value`; argument and result are in [0, side^2)."""
         left, right = divmod(value, self._side)
         for number in range(NUM_ROUNDS):
             left, right = right, (left + self._hash_round(number, right)) % self._side
         return left * self._side + right
 
     def _hash_round(self, number: int, value: int) -> int:
-        """Returns a pseudorandom integer in [0, 2**64) for the round `number` and the half `value`."""
         digest = blake2b(value.to_bytes(8, "little"), digest_size=8, key=self._key, salt=bytes([number])).digest()
         return int.from_bytes(digest, "little")

@@ -156,7 +156,6 @@ def _factory_error(message: str, hint: str | None = None) -> PlanError:
 
 
 def _are_token_ids(values: Mapping[str, Tensor], num_dims: int) -> bool:
-    """Returns whether `values` consists of int64 `tokens` and `labels` of equal shape with `num_dims` dims."""
     if values.keys() != TOKEN_FIELDS.keys():
         return False
     types = {(value.dtype, value.shape) for value in values.values()}

@@ -96,8 +96,6 @@ CLOSE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class _Item:
-    """A batch of this rank's rows, the number of each row's sample, and the feed's state after the batch."""
-
     batch: Batch
     samples: tuple[int, ...]
     state: dict[str, Any]
@@ -170,25 +168,18 @@ class Feed:
         return item.batch
 
     def state(self) -> dict[str, Any]:
-        """Returns the position after the last batch that `next` returned, which is the same on every rank of every layout. The
-        state may contain a digest of the data.
-        """
+        """Returns the position after the last batch of `next`, equal on all ranks in all layouts. It may contain a digest."""
         is_read = self._prefetch is not None and self._state["samples"] > 0
         digest = self.digest if is_read and (self._will_save or self.is_digest_exact) else None
         return deepcopy(self._state) | ({} if digest is None else {"digest": digest})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Moves to the position `state`, which is a result of the method `state`, or `{"samples": 0}` for the start. Ends the
-        thread.
-        """
+        """Moves to the position `state`, a result of the method `state`; `{"samples": 0}` is the start. Ends the thread."""
         self.close()
         self._state = deepcopy(dict(state))
 
     def describe_change(self, state: Mapping[str, Any]) -> str:
-        """Describes how the data differ from those of `state`; returns "" if they are equal or cannot be compared.
-
-        Reads the samples that `digest` needs. The feed's thread must not run.
-        """
+        """Describes how the data differ from those of `state`; "" if they are equal or not comparable."""
         old, new = state.get("digest"), None if "digest" not in state else self.digest
         if None in (old, new) or old == new:
             return ""
@@ -224,9 +215,8 @@ class Feed:
         return f"{num_samples}:{first}" if first == second else None
 
     def close(self) -> None:
-        """Ends the thread and discards the prefetched batch, which a later `next` reads again.
-
-        Raises RunError "data-timeout" if the thread does not end within `CLOSE_TIMEOUT_S` or `timeout_s`, whichever is shorter.
+        """Ends the thread and discards the prefetched batch. Raises RunError "data-timeout" if the thread does not end within
+        the shorter of `CLOSE_TIMEOUT_S` and `timeout_s`.
         """
         if self._prefetch is not None:
             self._prefetch.close(min(self._timeout_s, CLOSE_TIMEOUT_S))
@@ -239,7 +229,6 @@ class Feed:
         self.close()
 
     def _checked_batches(self, state: Mapping[str, Any]) -> Iterator[_Item]:
-        """Yields the batches after the position `state` and calls `check` with each."""
         if self._reader is not None:
             items = self._stream_batches(self._reader, state)
         else:
@@ -250,7 +239,6 @@ class Feed:
             yield item
 
     def _dataset_batches(self, dataset: Dataset, done: int) -> Iterator[_Item]:
-        """Yields the batches of a map-style dataset after `done` samples. Reads only this rank's rows."""
         collate = collate_function(dataset)
         num_samples = len(dataset)
         if not num_samples:
@@ -278,9 +266,7 @@ class Feed:
             yield _Item(batch, tuple(indices), {"samples": done})
 
     def _stream_batches(self, reader: StreamReader, state: Mapping[str, Any]) -> Iterator[_Item]:
-        """Yields the batches of a stream. Every rank reads all samples and keeps only its rows, so batches are equal in all
-        layouts.
-        """
+        """Yields the batches of a stream. Every rank reads all samples and keeps its rows."""
         collate = collate_function(self._dataset)
         samples = reader.read(state, lambda note: self.notes.append(note))
         done = state["samples"]
@@ -310,9 +296,7 @@ class Feed:
 
 
 def read_sample(dataset: Dataset, index: int) -> Sample:
-    """Returns the sample `index`. Converts StopIteration and SystemExit, which would silently end the thread or process, to
-    RunError "data-sample".
-    """
+    """Returns sample `index`. StopIteration and SystemExit become RunError "data-sample", since they would end the thread."""
     try:
         sample = dataset[index]
     except (StopIteration, SystemExit) as error:
@@ -363,9 +347,7 @@ class SamplesDigest:
         self._hash = blake2b(digest_size=16)
 
     def add(self, value: Any) -> None:
-        """Adds a sample, or a value of a sample. Of values other than dicts, tensors, numbers, text and bytes, only the type
-        counts.
-        """
+        """Adds a sample or a value. Only the type of values other than dicts, tensors, numbers, text and bytes counts."""
         if isinstance(value, Mapping):
             for key in sorted(value, key=str):
                 self._hash.update(f"{key}=".encode())
@@ -412,7 +394,6 @@ class StreamReader:
         self._start = self.position()
 
     def position(self) -> dict[str, Any]:
-        """Returns the present position."""
         state = {} if self._methods is None else {"stream": deepcopy(getattr(self._stream, self._methods[0])())}
         return {"epoch": self._epoch, **state}
 
@@ -462,9 +443,7 @@ class StreamReader:
             self._epoch += 1
 
     def _read_epoch(self) -> Iterator[Sample]:
-        """Yields the samples of one epoch. Adds the origin to errors of the stream; converts SystemExit to RunError
-        "data-sample".
-        """
+        """Yields the samples of one epoch. Errors get the stream's origin; SystemExit becomes RunError "data-sample"."""
         try:
             yield from self._stream
         except SystemExit as error:  # would end this process without a message

@@ -109,9 +109,7 @@ class Agreement:
         return self
 
     def check(self) -> None:
-        """Waits for the sum, and sets `weight` and `counts`. Raises RunError `ranks-differ`, or the first rank's refusal, on
-        all ranks.
-        """
+        """Waits for the sum; sets `weight` and `counts`. Raises `ranks-differ` or the first rank's refusal on all ranks."""
         if self._pending is None:
             if self._refusal is not None:
                 raise self._refusal
@@ -171,7 +169,6 @@ class Agreement:
 
 
 def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
-    """Returns a text that names the first rank with an unusual view, a rank with the most common view, and both values."""
     usual_checksum, _ = Counter(number for _, number in views.values()).most_common(1)[0]
     peer = next(rank for rank, (_, number) in views.items() if number == usual_checksum)
     rank = next(rank for rank, (_, number) in views.items() if number != usual_checksum)

@@ -80,10 +80,7 @@ def rebuild_container(cls: Any, context: Context, parts: Sequence[Any]) -> Any:
 
 
 def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """Yields each tensor in `values` and in nested containers and objects once. Does not search modules, classes and functions.
-
-    visited: the visited values by id.
-    """
+    """Yields each tensor in nested containers and objects once. Does not search modules, classes and functions."""
     visited = {} if visited is None else visited
     for value in values:
         if id(value) in visited:
@@ -134,7 +131,6 @@ _ATOMIC_TYPES = Tensor, nn.Module, type, ModuleType, *_FUNCTION_TYPES, *_PLAIN_T
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object by name, including those in slots."""
     if isinstance(value, _ATOMIC_TYPES):
         return {}
     slots: list[str] = []
@@ -182,7 +178,6 @@ class Leaf:
         return _SAME_AS_FACTOR * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
     def with_flags(self, flags: int) -> Leaf:
-        """Returns this leaf with other `flags`, a value of the property `flags`."""
         first = flags // _SAME_AS_FACTOR
         return replace(
             self,
@@ -234,7 +229,6 @@ class Description:
         return all(left.dtype == right.dtype and left.shape == right.shape for left, right in pairs)
 
     def with_flags(self, flags: bytes) -> Description:
-        """Returns this description with other `flags`, a value of the property `flags`."""
         if flags == self.flags:
             return self
         pairs = zip(self.leaves, struct.unpack(f"<{len(self.leaves)}I", flags), strict=True)
@@ -281,9 +275,7 @@ def _address_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
-    """Returns the structure of `part`, and appends its tensors to `leaves`. This is not a closure within `flatten`, since a
-    recursive closure is a reference cycle, which would keep the tensors alive until the next garbage collection.
-    """
+    """Returns the structure of `part`, and appends its tensors to `leaves`. As a closure, it would keep the tensors alive."""
     if part is None:
         return None
     if isinstance(part, Tensor):

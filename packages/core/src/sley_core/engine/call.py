@@ -104,9 +104,7 @@ class Recompute(ActivationPolicy):
 
 
 def _read_versions(inputs: Any, *, with_bits: bool) -> list[tuple[int, int]]:
-    """Returns the version of each tensor in `inputs` with a hash of its values; without `with_bits`, the hashes are 0. Waits
-    for the hashes.
-    """
+    """Returns each tensor's version and hash of values (0 without `with_bits`). Waits for the hashes."""
     versions_and_hashes = [(version_of(tensor), sum_of_bits(tensor) if with_bits else None) for tensor in tensors_in((inputs,))]
     return [(version, 0 if bits is None else int(bits)) for version, bits in versions_and_hashes]
 
@@ -116,9 +114,7 @@ def build_keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPoli
 
 
 def build_recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for the first blocks. Their number is `config.fraction` of all blocks, rounded half up. Blocks
-    are all layers except the first and the last.
-    """
+    """Builds `core.recompute` for the first blocks: `config.fraction` of all layers but the first and last, rounded half up."""
     blocks = layer_names[1:-1]
     # The decimal number in the plan: the float 0.285 is slightly less, so 0.285 x 100 would round to 28.
     share = Decimal(str(config.fraction)) * len(blocks)
@@ -162,9 +158,7 @@ class LayerCaller:
         self._generators: dict[str, list[Any]] = {}
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Returns the output of `layer.module(*args, **fields)`, called under the policy. args: the output of the previous
-        layer; () for the first layer.
-        """
+        """Calls `layer.module(*args, **fields)` under the policy. args: the previous layer's output; () for the first layer."""
         call_layer = self._run_layer if self._keeps_all or micro.phase is Phase.EVALUATE else self._call_with_policy
         if self.sequence is not None and micro.phase is Phase.TRAIN:
             return self.sequence.call_layer(
@@ -181,7 +175,6 @@ class LayerCaller:
         self.device.seed((derive_seed(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN) % (1 << 63))
 
     def _call_with_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Calls the layer through the policy, and reports its recomputation to the scheduler hooks."""
         num_runs = 0
 
         def run_layer(*args: Any, **fields: Any) -> Any:
@@ -197,7 +190,6 @@ class LayerCaller:
         return self.policy.call(layer.name, run_layer, args, fields, micro)
 
     def _run_layer(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Waits for the layer's weights, seeds the generators, and calls the layer; recomputation uses the same seed."""
         self.step_progress.begin_layer(layer.name)
         self.waits.wait_for(layer.name)
         is_first_call = layer.name not in self._generators
@@ -260,9 +252,7 @@ class LayerCaller:
             )
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
-        """Returns the seed of a call. Hashes only once per layer and once per step, since a hash takes as long as a small
-        layer.
-        """
+        """Returns the seed of a call. Hashes once per layer and step, since a hash takes as long as a small layer."""
         if layer not in self._layer_seeds:
             self._layer_seeds[layer] = derive_seed(self.seed, "layer", layer, *self._slice)
         if micro.step != self._step:

@@ -77,9 +77,7 @@ class CanonicalReduction(Reduction):
         return covering_nodes(first, last, self.num_leaves)
 
     def pad_losses(self, losses: Tensor) -> Tensor:
-        """Returns this rank's `losses` with zeros in place of other ranks' losses, [all microbatches]. Their sum over ranks is
-        exact.
-        """
+        """Returns `losses` with zeros in place of other ranks' losses, [all microbatches]. Their sum over ranks is exact."""
         group = self.groups["dp"]
         spaced = losses.new_zeros(group.size, losses.numel())
         spaced[group.coord] = losses
@@ -254,7 +252,6 @@ class CanonicalAccumulator(Accumulator):
         return self.view
 
     def _open_leaf(self) -> Tensor:
-        """Returns the memory for the sum of the open leaf, with arbitrary contents."""
         self._is_fresh = False
         group = self.reduction.groups[self.param.reduce_group]
         first, _ = leaf_range(group.coord, group.size, self.reduction.num_leaves)
@@ -283,7 +280,6 @@ Use = tuple[str, nn.Module, int]
 
 
 def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
-    """Yields a diagnostic "canonical-tie" for each shared parameter whose gradients cannot be summed in one order."""
     uses: dict[int, dict[str, list[Use]]] = {}  # of each parameter, by layer
     for stage, layers in stages:
         for layer in layers:

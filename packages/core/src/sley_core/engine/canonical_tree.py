@@ -139,9 +139,7 @@ class PartialSums:
         return sorted(self._sums_by_node)
 
     def put(self, use: int, node: Node, value: Tensor) -> None:
-        """Stores `value`, the sum of `node`, and takes over its memory. While the node's sibling is stored, adds both into
-        their parent's sum.
-        """
+        """Stores `value`, the sum of `node`, and takes over its memory. Adds it to that of a stored sibling, and so on."""
         while True:
             other = sibling(node, self.num_leaves)
             stored = self._sums_by_node.pop((use, other), None) if other is not None else None
@@ -251,9 +249,7 @@ class _TreeSum:
         sent.add(self._outgoing_rows, group, passes=1)
 
     def sum_rows(self) -> None:
-        """Waits for the exchange, adds the rows in the order of the tree, and starts to gather the sum unless the buffer is
-        sharded.
-        """
+        """Waits for the exchange, adds rows in the order of the tree, and starts to gather the sum of an unsharded buffer."""
         if self._is_summed:
             return
         self._is_summed = True

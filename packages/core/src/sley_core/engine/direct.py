@@ -108,9 +108,7 @@ class WeightGradientSink:
     _copies: bool | None = field(default=None, init=False)
 
     def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
-        """Multiplies or queues the output gradient `rows` [n, out] and `inputs`: [n, in], or an embedding's tokens [n].
-        is_shared: the result of `shares_memory`.
-        """
+        """Multiplies or queues output gradient `rows` [n, out] and `inputs` [n, in], or an embedding's tokens [n]."""
         if not self.queue.is_collecting:
             self.multiply(rows, inputs)
             return
@@ -119,9 +117,7 @@ class WeightGradientSink:
         self.queue.put(work, self.param)
 
     def shares_memory(self, gradient: Tensor) -> bool:
-        """Returns whether `gradient` will be queued and other tensors share its memory. Must be called before a view of it
-        exists.
-        """
+        """Returns whether `gradient` will be queued and others share its memory. Must be called before a view exists."""
         if not self.queue.is_collecting:
             return False
         storage = gradient.untyped_storage()

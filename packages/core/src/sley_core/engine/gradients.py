@@ -144,9 +144,7 @@ class GradientStore:
         return self._buffer_of.get(param)
 
     def partial_sums(self, param: Param) -> list[Tensor]:
-        """Returns the partial sums for a reducer with a fixed order of sums: one per use of the parameter and node of the tree.
-        The first is the gradient's view.
-        """
+        """Returns the partial sums for a fixed order: one per use and node of the tree. The first is the gradient's view."""
         return self._accumulators[param].rows
 
     def norm_groups(self) -> Iterator[NormGroup]:
@@ -212,9 +210,7 @@ class GradientStore:
         self._end_contribution(accumulator, counts_pass)
 
     def add_microbatches(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
-        """Adds contributions, keyed by global microbatch number, for a fixed order of sums. They may be those of other ranks'
-        microbatches.
-        """
+        """Adds contributions by global microbatch number, of this rank or of others, for a fixed order of sums."""
         for micro, gradient in gradients.items():
             accumulator = self._begin_contribution(param, layer, micro)
             accumulator.accumulate(gradient)
@@ -280,9 +276,7 @@ class GradientStore:
         self._has_memory = True
 
     def begin_step(self) -> None:
-        """Starts a step, and discards the previous step's gradients. The first contribution overwrites them. Raises RunError if
-        the store is closed, and StateError if the gradients are offloaded.
-        """
+        """Starts a step, and discards earlier gradients. Raises RunError if the store is closed, StateError if offloaded."""
         if self._is_closed:
             raise run_closed_error("gradient store")
         if not self._has_memory:
@@ -403,7 +397,6 @@ class GradientStore:
             self._report()
 
     def _report(self) -> None:
-        """Reports complete parameters up to the first open one, in the store's order."""
         while self._next < len(self._order) and not self._order[self._next].is_open:
             accumulator = self._order[self._next]
             accumulator.finalize()

@@ -70,7 +70,6 @@ class Each(GradientHandler):
         return self._sent.counts()
 
     def _plan_layout(self, params: list[Param]) -> Layout:
-        """Returns a layout with one buffer per reduced parameter."""
         loose = [param for param in params if self._groups[param.reduce_group].size == 1]
         return Layout([[param] for param in params if param not in loose], params, loose)
 

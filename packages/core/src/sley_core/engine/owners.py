@@ -88,9 +88,7 @@ class PartExchange:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], received_sizes: Sequence[Sequence[int]], label: str, like: Tensor | None = None
     ) -> list[Sequence[Tensor]]:
-        """Sends `sent[i]` to rank i of the group, and returns the flat tensors that each rank sent. like: a tensor of the dtype
-        and device to use if nothing is sent.
-        """
+        """Sends `sent[i]` to rank i and returns the flat tensors from each rank. like: dtype and device if nothing is sent."""
         flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
         outgoing = torch.cat(flat) if flat or like is None else like.new_empty(0)
         send_splits = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
@@ -186,7 +184,6 @@ class MatrixOwners:
         return parts
 
     def _gather(self, parts: dict[Param, Tensor], label: str) -> dict[Param, Tensor]:
-        """Returns the full tensors of the parameters in `parts` that this rank owns."""
         for exchange in self._ordered_exchanges():
             local = {param: parts.pop(param) for param in exchange.owners if param in parts}
             if local:

@@ -92,9 +92,7 @@ class StepState:
 
     @property
     def was_taken(self) -> bool:
-        """Returns whether the last step changed weights. If not, gradient handlers must discard what they kept of its
-        gradients.
-        """
+        """Returns whether the last step changed weights. If not, handlers must discard what they kept of its gradients."""
         if callable(self._was_taken):
             self._was_taken = self._was_taken()
         return self._was_taken
@@ -214,9 +212,7 @@ class StepNumbers:
         self._combinations[name] = of
 
     def fraction(self, param: Param) -> float:
-        """Returns the factor for a share that is summed over the elements of `param`, so that the sum over all ranks counts
-        each element once: the ranks of its reduce group hold the same gradient, and so do the stages of a tie.
-        """
+        """Returns the factor for a share summed over `param`, so that the sum over all ranks counts each element once."""
         return 1.0 / (self._groups[param.reduce_group].size * len(param.stages))
 
     def agree(self) -> None:

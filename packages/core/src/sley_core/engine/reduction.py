@@ -116,9 +116,7 @@ class Accumulator:
         )
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Prepares for a contribution from `layer` in the global microbatch `micro`, which is the running one by default. Both
-        matter only if sums have a fixed order; here this does nothing.
-        """
+        """Prepares for a contribution from `layer` in the global microbatch `micro`. Does nothing here."""
 
     def end_contributions(self) -> None:
         """Marks the end of the running action's contributions. Does nothing unless sums have a fixed order."""
@@ -151,9 +149,7 @@ class Accumulator:
         return self.has_hook and gradient is not None and gradient is not self.view
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right. Allocates no temporary tensor if all dtypes are equal, and otherwise at most `PRODUCT_BYTES` or
-        one row at a time.
-        """
+        """Adds left^T right. Allocates nothing if all dtypes are equal, else at most `PRODUCT_BYTES` or one row at a time."""
         if left.dtype != self.dtype:
             num_rows = max(1, PRODUCT_BYTES // max(1, right.shape[1] * right.element_size()))
             for start in uniform_items(range(0, len(self.view), num_rows)):
@@ -239,9 +235,7 @@ class UnbufferedAccumulator(Accumulator):
 
 
 def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
-    """Marks the number of passes as varying for gradients that a nested backward accumulated. tasks: for each gradient, the
-    action and autograd's graph task that accumulated it.
-    """
+    """Marks the number of passes as varying after a nested backward. tasks: each gradient's action and autograd graph task."""
     outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
     for action, task in tasks.values():
         outermost[action] = min(task, outermost.get(action, task))
@@ -364,15 +358,11 @@ class Reduction:
         return None
 
     def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums | None:
-        """Returns the `Sums` that a reducer must use, or None if it may sum in any order. sent: counts the sent bytes. channel:
-        the groups' channel to use.
-        """
+        """Returns the `Sums` that a reducer must use, or None for any order. channel: the groups' channel to use."""
         return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> Totals:
-        """Returns the totals of a step. The arguments are as in `Totals`, but `loss` has an element per microbatch if sums have
-        a fixed order.
-        """
+        """Returns the totals of a step. `loss` has an element per microbatch if sums have a fixed order."""
         return Totals(self.groups, gradients, loss, norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
@@ -410,9 +400,7 @@ embedding's gradient, the relative error without rows is 1.2e-6 (measured).
 
 
 def combined_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Returns the p-norm of all elements of `tensors`, which have one device and dtype, as a float64 scalar. norm_type: p,
-    which may be inf.
-    """
+    """Returns the p-norm over `tensors` of one device and dtype, a float64 scalar. norm_type: p, which may be inf."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
     min_rows_numel: float = MIN_ROWS_NUMEL if norm_type == 2 else ROW_NUMEL  # other powers lose more
     if tensors and tensors[0].device.type != "cpu":

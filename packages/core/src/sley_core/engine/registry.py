@@ -118,7 +118,6 @@ class Param:
 
     @property
     def trainable(self) -> bool:
-        """Returns the current `requires_grad`. Programs may freeze parameters between steps."""
         return self.parameter.requires_grad
 
     def __repr__(self) -> str:
@@ -189,9 +188,7 @@ class ParameterRegistry:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Returns whether `module` is a normalization layer: of one of torch's classes, or of a class whose name ends with "norm"
-    in any case (`LlamaRMSNorm`).
-    """
+    """Returns whether `module` is a norm: one of torch's, or of a class whose name ends with "norm" in any case."""
     return isinstance(module, NORM_CLASSES) or type(module).__name__.lower().endswith("norm")
 
 
@@ -222,7 +219,6 @@ def _index_parameters(stages: Stages) -> dict[int, Param]:
 
 
 def _named_holders(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder, nn.Parameter]]:
-    """Yields the full name, the holder and the parameter of each attribute that holds a parameter."""
     for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield f"{prefix}.{attribute}", Holder(module, attribute, chunk), parameter

@@ -104,8 +104,6 @@ COMPARE_EVERY = 256
 
 
 class _TensorSlot(NamedTuple):
-    """Names the location of the parameter or buffer `name`: the entry `key` of the module's dict `values`."""
-
     name: str
     module: nn.Module
     values: Mapping[str, Tensor | None]

@@ -200,9 +200,7 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def replace(cls, params: Iterable[Param]) -> None:
-        """Replaces the sharded parameters among `params` by stand-ins in their modules. `Param.parameter` still returns the
-        shard.
-        """
+        """Replaces the sharded `params` by stand-ins in their modules. `Param.parameter` still returns the shard."""
         for param in params:
             if param.shard is not None:
                 placeholder = cls(param)
@@ -249,7 +247,6 @@ class StandIn(nn.Parameter):
 
 
 def _stand_ins(value: Any) -> Iterator[StandIn]:
-    """Yields the stand-ins in `value` and in its nested lists, tuples and dicts."""
     if isinstance(value, StandIn):
         yield value
     elif isinstance(value, list | tuple | dict):
@@ -334,9 +331,7 @@ def refuse_unregistered(model: Model, local_layers: Iterable[Layer]) -> None:
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
-    """Raises PlanError "model-hook", the same on all ranks, if a parameter has a gradient hook but no rank has its full
-    gradient. num_slices: the number of slices of each sequence.
-    """
+    """Raises PlanError "model-hook" on all ranks for a gradient hook on a parameter whose full gradient no rank has."""
     names: dict[int, str] = {}
     parts: dict[int, set[int]] = {}
     for index, (_, layers) in enumerate(stages):

@@ -193,7 +193,6 @@ class BatchSplitter:
         return count_microbatches(piece, self.info.fields, self.micro_size)
 
     def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
-        """Slices `whole`, checks weights, and cuts microbatches. counts: the number of microbatches of each piece."""
         slices = [self.slices(piece) for piece in whole]
         weighed = whole if self.weighs_whole else slices
         if self.loss is not None:
@@ -280,9 +279,7 @@ class ModelOutputs:
 
 
 def gather_along_dim(tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
-    """Returns the tensors of all ranks of `group`, concatenated along `dim`. Blocks. The backward returns this rank's slice of
-    the gradient, and does not communicate.
-    """
+    """Returns the tensors of all ranks, concatenated along `dim`. Blocks. The backward does not communicate."""
     joined: Tensor = _GatherFunction.apply(tensor, dim, group, label)  # type: ignore[no-untyped-call]
     return joined
 
@@ -337,9 +334,7 @@ def needs_whole_sequences(plan: Plan) -> bool:
 
 
 class WholeSequences:
-    """Gathers the inputs of a loss over `sp`. fields: the declared fields of slices. counts: whether this rank's loss is
-    counted.
-    """
+    """Gathers the inputs of a loss over `sp`. fields: those of slices. counts: whether this rank's loss is counted."""
 
     def __init__(self, fields: Mapping[str, Field], sp: Group) -> None:
         self.fields = fields

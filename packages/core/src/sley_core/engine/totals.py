@@ -144,9 +144,7 @@ class LossScale:
         self._num_good = 0
 
     def update(self, step: int, *, overflowed: bool) -> None:
-        """Adjusts the scale after step `step`, counted from 0. Raises RunError `loss-scale-exhausted` if gradients overflow at
-        the smallest scale.
-        """
+        """Adjusts the scale after `step`. Raises RunError `loss-scale-exhausted` for an overflow at the smallest scale."""
         config = self.config
         if overflowed:
             if self.value <= config.min_scale:
@@ -192,9 +190,7 @@ class Skips:
         self._unread = totals
 
     def settle(self, totals: StepTotals | None = None) -> None:
-        """Waits for the last step's totals, and counts the step once. totals: if passed, does nothing unless these are the last
-        step's totals.
-        """
+        """Waits for the last step's totals and counts it once. totals: if passed, acts only if they are the last step's."""
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
         read, self._unread = self._unread, None
@@ -216,9 +212,7 @@ MAX_SHOWN = 16
 
 
 class RankReport(NamedTuple):
-    """One rank's report: its share of the loss, the index and name of its first parameter with a non-finite gradient, or None,
-    and its first samples.
-    """
+    """One rank's share of the loss, the index and name of its first non-finite gradient (or None), and its first samples."""
 
     loss: float
     bad: tuple[int, str] | None
@@ -271,7 +265,6 @@ def build_refusal(
 
 
 def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
-    """Returns a text with the ranks whose loss is not finite, the first non-finite gradient, and those ranks' samples."""
     bad = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
     text = ""
     if bad:
@@ -289,7 +282,6 @@ def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
 
 
 def _describe_samples(ranks: Sequence[int], reports: Sequence[RankReport]) -> str:
-    """Returns a text with the first samples of `ranks` in the step; "" if the samples are unknown."""
     numbers = list(dict.fromkeys(number for rank in ranks for number in reports[rank].samples))
     if not numbers:
         return ""

@@ -89,9 +89,7 @@ class WeightStore:
         self._is_laid_out = False
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
-        """Returns a buffer without memory for each pair in `lists`: parameters, and the number of parts. Must be called before
-        masters are made.
-        """
+        """Returns a buffer without memory for each (parameters, number of parts). Must be called before masters are made."""
         assert not self._is_laid_out, "weights are laid out before masters are made"
         buffers = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
         for buffer in buffers:
@@ -153,9 +151,7 @@ class WeightStore:
         return bool(self._completions) and not self.is_eager
 
     def start_completions(self) -> None:
-        """Starts the exchanges that complete the updated weights, and waits for them if `is_eager`. All ranks call this after
-        the update.
-        """
+        """Starts the exchanges that complete the weights, and waits if `is_eager`. All ranks call this after the update."""
         for completion in self._completions:
             completion.start()
         if self.is_eager:
@@ -281,7 +277,6 @@ class Masters:
         return sum(flat.num_bytes for flat in self._flats)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the value of each master weight."""
         for stepped in self._masters.values():
             yield stepped.name, stepped.parameter
 

@@ -82,7 +82,6 @@ class HeadChunks:
 
     @property
     def name(self) -> str:
-        """Returns the full name of the linear."""
         return f"{self.layer}.{self.path}" if self.path else self.layer
 
     @contextmanager
@@ -95,9 +94,7 @@ class HeadChunks:
             self.is_active = False
 
     def slices(self, num_tokens: int, num_classes: int, itemsize: int) -> Iterator[slice]:
-        """Yields slices of the tokens, of equal sizes except for the last, which may be smaller. itemsize: the bytes of a
-        logit.
-        """
+        """Yields slices of the tokens, of equal sizes except for a smaller last one. itemsize: the bytes of a logit."""
         max_tokens = self.max_tokens or max(1, AUTO_CHUNK_BYTES // (num_classes * itemsize))
         size = max(1, -(-num_tokens // -(-num_tokens // max_tokens))) if num_tokens else 1
         return uniform_items(slice(start, start + size) for start in range(0, num_tokens, size))
@@ -209,9 +206,7 @@ def patch_head(parts: Parts, chunks: HeadChunks) -> Callable[[], None]:
 
 
 class LazyLogits(SplitLogits):
-    """The logits of `hidden` [..., h], which only the loss computes. functions: the elementwise functions that follow the
-    linear, in order.
-    """
+    """The logits of `hidden` [..., h], which only the loss computes. functions: the elementwise functions after the linear."""
 
     def __init__(self, head: LogitsHead, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...] = ()) -> None:
         self.hidden = hidden
@@ -221,7 +216,6 @@ class LazyLogits(SplitLogits):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of all logits."""
         return (*self.hidden.shape[:-1], self._head().num_classes)
 
     @property
@@ -358,7 +352,6 @@ class _LossSum(torch.autograd.Function):
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes the linear in the dtype of `inputs`, to which weight and bias are cast."""
     return F.linear(inputs, weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
 
 

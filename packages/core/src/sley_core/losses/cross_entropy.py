@@ -225,5 +225,4 @@ def _is_shifted(labels: Tensor, tokens: Tensor, has_weight: Tensor, dim: int) ->
 
 
 def _is_equal(labels: Tensor, tokens: Tensor, has_weight: Tensor) -> bool:
-    """Returns whether labels and tokens are equal wherever `has_weight` is true."""
     return bool(torch.where(has_weight, labels == tokens, True).all())

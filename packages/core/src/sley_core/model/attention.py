@@ -113,13 +113,11 @@ def attention_mask(cu_seqlens: Tensor | None, window: int | None, x: Tensor) -> 
 @lru_cache(maxsize=2)
 @torch.no_grad()
 def _causal_mask(num_positions: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Computes the mask of `attention_mask` for one document per row."""
     one_document = torch.tensor([[0, num_positions]], device=device)
     return _compute_mask(one_document, window, torch.empty((1, num_positions), dtype=dtype, device=device))
 
 
 def _compute_mask(cu_seqlens: Tensor, window: int | None, x: Tensor) -> Tensor:
-    """Computes the mask of `attention_mask`, on the device of `cu_seqlens`."""
     positions = torch.arange(x.shape[1], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.searchsorted(cu_seqlens.contiguous(), positions.expand(len(cu_seqlens), -1).contiguous(), right=True)
     is_hidden = document[:, :, None] != document[:, None, :]

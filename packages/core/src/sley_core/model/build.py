@@ -173,9 +173,7 @@ class MetaParameters:
 
 
 class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skips random in-place operations such as `normal_` on meta tensors, which torch runs slowly in Python after importing its
-    compiler.
-    """
+    """Skips in-place draws such as `normal_` on meta, which torch runs slowly after importing its compiler."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -246,9 +244,7 @@ MAX_NAMES = 3
 
 
 def is_per_rank(name: str, patterns: Sequence[str]) -> bool:
-    """Returns whether training may write the buffer `name`, i.e. whether it matches one of `patterns`
-    (`Model.per_rank_buffers`).
-    """
+    """Returns whether training may write the buffer `name`: whether it matches `patterns` (`Model.per_rank_buffers`)."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -187,7 +187,6 @@ class Model:
 
     @torch.no_grad()
     def _initialise(self, module: nn.Module, name: str, initialised_ids: set[int]) -> None:
-        """Calls `init_weights` for `module` and its submodules, children first. initialised_ids: ids of initialised modules."""
         if id(module) in initialised_ids:
             return
         assert self.init_weights is not None, name
@@ -275,7 +274,6 @@ def _type_label(value: Any) -> str:
 
 
 def _factory_error(message: str) -> PlanError:
-    """Returns PlanError "model-factory" for an invalid result of a factory."""
     hint = "return modules, (name, module) pairs, an nn.Sequential, or sley_core.model.layers.Model(layers, ...)"
     return PlanError("model-factory", message, path=MODEL, hint=hint)
 

@@ -39,9 +39,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor | None:
-    """Returns the `fingerprint` of a tensor, or None if it is not a plain strided tensor with memory. Unlike the version
-    counter, it shows every write.
-    """
+    """Returns the `fingerprint`, which shows every write; None if it is not a plain strided tensor with memory."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -99,9 +97,7 @@ def select_parameter_dtype(name: str, dtype: torch.dtype, keep: Sequence[str]) -
 
 
 def select_buffer_dtype(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a buffer in a model with parameters of `dtype`: its own dtype, except that fp32 becomes fp64 if
-    `dtype` is fp64.
-    """
+    """Returns the buffer's own dtype, except fp64 for fp32 buffers of a model of fp64 parameters."""
     return dtype if dtype is torch.float64 and buffer.dtype is torch.float32 else buffer.dtype
 
 
@@ -186,9 +182,7 @@ _CONTAINER_TYPES = (dict, OrderedDict)
 
 
 class ReferencedTensor(NamedTuple):
-    """A tensor to which the attribute `attribute` of a layer leads. in_module: whether it is a parameter of a module outside
-    all layers.
-    """
+    """A tensor to which a layer's attribute leads. in_module: whether it is a parameter of a module outside all layers."""
 
     attribute: str
     tensor: Tensor
@@ -288,9 +282,7 @@ def _check_memory(spans: Iterable[_Span]) -> None:
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Returns the address of the tensor's first byte and the address after its last byte; (0, 0) if it is empty. On meta, the
-    addresses are imaginary.
-    """
+    """Returns the addresses of the tensor's first byte and after its last; (0, 0) if it is empty; imaginary on meta."""
     if not tensor.numel():
         return 0, 0
     item = tensor.element_size()
@@ -302,7 +294,6 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _search_roots(name: str, layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values to search: attributes of modules and parameters, hooks, and class attributes."""
     types: dict[type, None] = {}
     for prefix, module in layer.named_modules(prefix=name):
         for name, value in vars(module).items():
@@ -328,7 +319,6 @@ def _is_from_torch(value: Any) -> bool:
 
 
 def _reachable_tensors(attribute: str, root: Any, visited: set[int], layer_modules: set[int]) -> Iterator[ReferencedTensor]:
-    """Yields the tensors that are reachable from `root` through at most `MAX_OBJECTS` objects."""
     pending = [root]
     num_visited = 0
     while pending and num_visited < MAX_OBJECTS:

@@ -112,9 +112,7 @@ class HostModel:
         return parameters
 
     def drop_unowned(self, parameters: Mapping[int, nn.Parameter], owned: Collection[str]) -> None:
-        """Drops the values of all layers except `owned`; keeps `parameters`, a result of `load_values`. No values can be loaded
-        afterwards.
-        """
+        """Drops the values of all layers except `owned`; keeps `parameters`, a result of `load_values`. No load may follow."""
         for layer in self.model.layers:
             if layer.name not in owned:
                 metas = [meta for _, _, _, meta in _parameter_locations(layer.name, layer.module)]
@@ -195,7 +193,6 @@ def _check_structure(model: Model, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _describe_structure(modules: Iterable[tuple[str, nn.Module]], declared_ties: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yields the name and description of each module, parameter and buffer. declared_ties: the names that `Model.ties` ties."""
     first_names: dict[nn.Parameter, str] = {}
     for layer_name, module in modules:
         for path, submodule in module.named_modules(prefix=layer_name, remove_duplicate=False):

@@ -159,7 +159,6 @@ def scale_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None
 
 
 def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
-    """Returns the index of the first group whose pattern matches `name`, or None."""
     for index, group in enumerate(groups):
         if fnmatchcase(name, group.match):
             return index
@@ -169,7 +168,6 @@ def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
 def _unmatched_diagnostic(
     index: int, names: Sequence[str], groups: Sequence[GroupConfig], aliases: Mapping[str, str]
 ) -> Diagnostic:
-    """Returns the diagnostic of group `index`, to which no parameter belongs because of an earlier group, a tie or a typo."""
     pattern = groups[index].match
     path = ("optimizer", "groups", index, "match")
     matches = [name for name in names if fnmatchcase(name, pattern)]

@@ -72,7 +72,6 @@ def _decay_factor(shape: Shape, warmup_steps: int, last_full: int, decay_steps: 
     """
 
     def factor(step: int) -> float:
-        """Returns the share of the full rate at `step`."""
         if step <= last_full:
             return _warmup(step, warmup_steps)
         if step >= last_full + decay_steps:
@@ -127,9 +126,7 @@ def shares_digest(factor: Factor, num_steps: int) -> str:
 
 
 def check_learning_rate(plan: Plan) -> Iterable[Problem]:
-    """Yields a problem if warm-up and decay of `core.warmup_stable_decay` are longer than the run; core's other schedules fit
-    any run.
-    """
+    """Yields a problem if warm-up and decay of `core.warmup_stable_decay` are longer than the run."""
     config = plan.learning_rate.config
     if isinstance(config, WarmupStableDecayConfig):
         try:

@@ -41,9 +41,7 @@ def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
 
 
 def set_values(optimizer: torch.optim.Optimizer, values: Shared) -> None:
-    """Puts `values` at their locations in the optimizer, and removes all its other values. Dicts at these locations stay the
-    same objects.
-    """
+    """Puts `values` at their locations, and removes all other values. Dicts there stay the same objects."""
     owners = dict(_wrapped_optimizers(optimizer))
     for location in shared_values(optimizer).keys() - values.keys():
         _find_containing_dict(optimizer, owners, location).pop(location[2])
@@ -141,7 +139,6 @@ def copy_attributes(optimizer: torch.optim.Optimizer) -> Shared:
 def _find_containing_dict(
     optimizer: torch.optim.Optimizer, owners: Mapping[str, torch.optim.Optimizer], location: tuple[str, Any, Any]
 ) -> dict[Any, Any]:
-    """Returns the dict that contains the value of a location."""
     kind, owner_path, _ = location
     if kind == "attribute":
         return vars(owners[owner_path])
@@ -173,9 +170,7 @@ def can_compare(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Returns whether `value` is plain data: None, numbers, strings, bytes, tensors of at most one element, and lists, tuples
-    and dicts of these.
-    """
+    """Returns whether `value` is None, a number, text, bytes, a tensor of at most one element, or a nest of these."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return True
     if isinstance(value, Tensor):
@@ -186,7 +181,6 @@ def is_plain(value: Any) -> bool:
 
 
 def extra_states(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """Returns the states of the optimizer whose keys are not parameters."""
     return {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
@@ -214,7 +208,6 @@ def _is_shared(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> bo
 
 @cache
 def _torch_attributes() -> frozenset[str]:
-    """Returns the names of the attributes that any torch optimizer may have."""
     names = vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0))
     return (
         frozenset(names)
@@ -275,9 +268,7 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_if(optimizer: torch.optim.Optimizer, allowed: Tensor) -> None:
-    """Calls `optimizer.step()` so that it changes nothing if `allowed`, a bool tensor on the device, is false. Does not
-    synchronise.
-    """
+    """Calls `optimizer.step()`, which changes nothing if the device's bool tensor `allowed` is false. Does not synchronise."""
     fused: Any = optimizer
     fused.grad_scale, fused.found_inf = None, (~allowed).float()
     try:

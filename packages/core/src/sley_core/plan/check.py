@@ -91,7 +91,6 @@ def _check_parts(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
-    """Builds and checks the schedule's action lists for this layout, and returns their problems."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
     # Imported only if there is a schedule, so that other plans are checked faster.
@@ -123,7 +122,6 @@ SCOPE_HINT = ', or set `scope = "elementwise"` or "matrix" if an update reads on
 
 
 def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
-    """Yields a problem if the optimizer needs whole matrices or the whole model but no rank has them."""
     scope = scope_of(plan.optimizer.record, plan.optimizer.config)
     sharders = [handler.name for handler in plan.gradient_handlers if getattr(handler.record, "result", None) == "shard"]
     hosts = [manager.name for manager in plan.offload if records.steps_on_host(manager.record)]
@@ -278,9 +276,7 @@ GRADIENT_DTYPES = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32",
 
 
 def _check_precision(plan: Plan) -> Iterator[records.Problem]:
-    """Yields the contradictions in [precision], with the codes "precision-unsupported", "loss-scale-unused",
-    "loss-scale-range".
-    """
+    """Yields [precision] problems: "precision-unsupported", "loss-scale-unused", "loss-scale-range"."""
     compute, gradients, scale = plan.precision.compute, plan.precision.gradients, plan.precision.loss_scale
     if gradients not in GRADIENT_DTYPES[compute]:
         dtypes = " or ".join(GRADIENT_DTYPES[compute])
@@ -297,7 +293,6 @@ def _check_precision(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_profile(plan: Plan) -> Iterator[records.Problem]:
-    """Yields a problem if [profile] names steps that the run does not have."""
     first, last = plan.profile.steps if plan.profile else (1, 1)
     if not first <= last <= plan.run.steps:
         message = f"the run has {plan.run.steps} steps, so steps {first} to {last} cannot be recorded"
@@ -314,7 +309,6 @@ def check_data(data: Component, model: Component, *, evaluates: bool) -> Iterato
 
 
 def _check_all_data(plan: Plan) -> Iterator[records.Problem]:
-    """Yields the problems of [data] and of the data of each evaluation set."""
     evaluates = plan.evaluation is not None and plan.evaluation.held_out
     for problem in check_data(plan.data, plan.model, evaluates=evaluates):
         if problem.code == "held-out" and plan.evaluation_sets:
@@ -326,9 +320,7 @@ def _check_all_data(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
-    """Yields a problem if the plan cannot keep the best checkpoint, or if its evaluations do not compute the metric of
-    `keep_best`.
-    """
+    """Yields a problem if the plan cannot keep the best checkpoint, or does not compute the metric of `keep_best`."""
     best = plan.evaluation.best if plan.evaluation is not None else None
     if plan.evaluation is None or best is None:
         return
@@ -348,7 +340,6 @@ def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_batch(batch: BatchTable, dp: int) -> Iterator[records.Problem]:
-    """Yields a problem, with valid sizes in its hint, if `global_size` is not a multiple of dp x micro_size."""
     size, micro = batch.global_size, batch.micro_size
     unit = dp * micro
     if size % unit:

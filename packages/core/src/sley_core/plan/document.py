@@ -30,9 +30,7 @@ class Override(NamedTuple):
 
 
 class KeySpan(NamedTuple):
-    """The places of a key and of its value in the text. For an array item, and a name that is part of a dotted key, they are
-    equal.
-    """
+    """The places of a key and of its value; equal for an array item, and for a name within a dotted key."""
 
     key: Place
     value: Place
@@ -76,9 +74,7 @@ class Document:
         return Diagnostic(code, make_printable(message), path=path, place=place, source_line=line, hint=hint)
 
     def place(self, path: KeyPath, at: Literal["key", "value"] = "value") -> tuple[Place, str | None]:
-        """Returns the place of `path`, or else of the closest enclosing table, and the text of its line; only the file and None
-        if no place is known.
-        """
+        """Returns the place of `path` or of its closest enclosing table, and its line; only the file and None if unknown."""
         for length in range(len(path), 0, -1):
             prefix = path[:length]
             if override := self._find_override(prefix):
@@ -166,8 +162,6 @@ _STRING = re.compile(
 
 
 class _Scanner:
-    """Scans a TOML text and collects the places of its keys in `spans`. offset: the index of the next character."""
-
     def __init__(self, text: str, file: str) -> None:
         self.text, self.file = text, file
         self.offset = 0
@@ -300,9 +294,7 @@ def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides
 
 
 def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
-    """Applies the overrides, in order, to the document's tables; returns the document with the overrides. Raises one PlanError
-    with all invalid overrides.
-    """
+    """Applies the overrides in order and returns the document. Raises one PlanError with all invalid overrides."""
     overrides: list[Override] = []
     problems: list[Diagnostic] = []
     for number, text in enumerate(texts, start=1):

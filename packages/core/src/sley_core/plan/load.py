@@ -62,9 +62,7 @@ def plan_from_dict(
 
 
 def replace_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
-    """Returns a copy of the plan with the `values` at their key paths. Checks the result like a new plan; raises the same
-    errors as `load_plan`.
-    """
+    """Returns a copy of the plan with `values` at their paths. Raises the errors of `load_plan`."""
     tables = deepcopy(plan.document.tables)
     for path, value in values.items():
         table: Any = tables
@@ -105,8 +103,6 @@ def resolve_plan(document: Document, loader: Loader) -> Plan:
 
 
 class _Resolver:
-    """Resolves the tables of one document. Collects problems and plugins."""
-
     def __init__(self, document: Document, loader: Loader) -> None:
         self.document = document
         self.loader = loader
@@ -247,7 +243,6 @@ class _Resolver:
     def _resolve_record(
         self, spec: ComponentTable, table: dict[str, Any], path: KeyPath, shared: Mapping[str, Any] | None
     ) -> Component | None:
-        """Returns the component that `use` names, with a valid config; None if it has a problem."""
         name = table["use"]
         use_path, prefix = (*path, "use"), ""
         record = self.schedule.record if self.schedule and not self.document.origin(use_path) else None
@@ -299,9 +294,7 @@ class _Resolver:
         return model_tables, components
 
     def _suggest_record(self, spec: ComponentTable) -> str | None:
-        """Returns a hint that names core's records for a table, or else a record of another Sley package; None if there is
-        none.
-        """
+        """Returns a hint with core's records for a table, or else with another Sley package's; None if there is none."""
         core = self.plugins.get(CORE)
         if core and (names := core.records_of(spec.record_type)):
             return "core has " + ", ".join(f'"{name}"' for name in names)
@@ -309,7 +302,6 @@ class _Resolver:
         return f'sley-{record.partition(".")[0]} has "{record}"' if record else None
 
     def _load_plugin(self, name: str, path: KeyPath, prefix: str = "") -> Plugin | None:
-        """Returns the plugin `name`, or None if it cannot be loaded. Tries to load it only once; records the problem."""
         if name not in self.plugins and name not in self._broken_plugins:
             try:
                 self.plugins[name] = self.loader.load(name)
@@ -319,7 +311,6 @@ class _Resolver:
         return self.plugins.get(name)
 
     def _validate(self, model: type[AnyTable], table: Any, path: KeyPath, owner: str) -> AnyTable | None:
-        """Returns `table` as an instance of `model`; None, with all problems recorded, if it is invalid."""
         if not isinstance(table, dict):
             self._add_problem("wrong-type", f"`{path[0]}` must be a table, not {describe_value(table)}", path)
             return None
@@ -330,7 +321,6 @@ class _Resolver:
             return None
 
     def _apply_source_folder(self) -> None:
-        """If the plan has a `source_folder`, makes it the folder in which relative paths start."""
         value, path = self.tables.get("source_folder"), ("source_folder",)
         if value is None:
             return
@@ -407,7 +397,6 @@ def _diagnostic(
     document: Document,
     owner: str,
 ) -> Diagnostic:
-    """Returns one diagnostic for all pydantic errors at `key_path` within the table at `table_path`."""
     types = {fault["type"] for fault in errors}
     path = (*table_path, *key_path)
     if "extra_forbidden" in types:
@@ -440,7 +429,6 @@ def _diagnostic(
 
 
 def _sibling_fields(model: type[Table], path: KeyPath) -> dict[str, FieldInfo]:
-    """Returns the fields of the table types that can contain the last part of `path`, starting at `model`."""
     models = [model]
     for part in path[:-1]:
         fields = [outer.model_fields[str(part)] for outer in models if part in outer.model_fields]
@@ -449,7 +437,6 @@ def _sibling_fields(model: type[Table], path: KeyPath) -> dict[str, FieldInfo]:
 
 
 def _table_types(annotation: Any) -> Iterator[type[Table]]:
-    """Yields the table types in the type of a field."""
     if isinstance(annotation, type) and issubclass(annotation, Table):
         yield annotation
     for argument in get_args(annotation):
@@ -457,7 +444,6 @@ def _table_types(annotation: Any) -> Iterator[type[Table]]:
 
 
 def _key_path(location: tuple[str | int, ...], error_type: str, table: Any) -> KeyPath:
-    """Returns pydantic's error location `location`, within `table`, without the names of union members."""
     path: KeyPath = ()
     value: Any = table
     for position, part in enumerate(location):

@@ -40,9 +40,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 @dataclass(frozen=True)
 class PluginSource:
-    """The metadata of an installed plugin. dist: the name of its distribution. import_module: a function that imports and
-    returns its module. requires: the `Requires-Dist` lines of the distribution.
-    """
+    """An installed plugin's metadata. dist: its distribution's name. requires: the `Requires-Dist` lines."""
 
     name: str
     dist: str
@@ -121,9 +119,7 @@ def unmet_requirement(plugin: PluginSource) -> str | None:
 
 @dataclass(frozen=True)
 class Plugin(PluginSource):
-    """A plugin that has been imported and checked. records: its records of all classes, by name. hooks: pluggy's callers of its
-    hooks.
-    """
+    """An imported, checked plugin. records: its records of all classes, by name. hooks: pluggy's callers."""
 
     records: Mapping[str, Record] = field(default_factory=dict)
     hooks: Any = field(default=None, compare=False, repr=False)
@@ -210,9 +206,7 @@ class Loader:
         return self._loaded[name]
 
     def record(self, record_type: type[AnyRecord], name: str) -> AnyRecord:
-        """Returns the record with the full name `name`, such as "core.each". Raises PlanError "unknown-record" if the plugin
-        has no such record of the class `record_type`, or the errors of `load`.
-        """
+        """Returns the record `name`, such as "core.each". Raises PlanError "unknown-record", or the errors of `load`."""
         plugin = self.load(name.partition(".")[0])
         records = plugin.records_of(record_type)
         if name in records:
@@ -222,9 +216,7 @@ class Loader:
         raise PlanError("unknown-record", message, hint=suggestion(name, records, hint))
 
     def _missing_error(self, name: str) -> PluginError:
-        """Returns the PluginError for a plugin that is not installed: "plugin-missing" for Sley's own, else
-        "plugin-unknown".
-        """
+        """Returns PluginError "plugin-missing" for Sley's own plugin, else "plugin-unknown"."""
         if name in FIRST_PARTY:
             return PluginError("plugin-missing", f"plugin `{name}` is not installed", hint=install_hint(name))
         installed = ", ".join(f"`{plugin}`" for plugin in self.names())

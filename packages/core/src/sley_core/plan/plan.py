@@ -193,18 +193,14 @@ class Plan:
                 yield plugin, result
 
     def world_size(self, num_available: int | None = None) -> int:
-        """Returns the number of ranks of the run: the number that the plan determines if it sets `dp`, else `num_available`, or
-        else the smallest possible number.
-        """
+        """Returns the number of ranks: what the plan determines by `dp`, else `num_available`, else the smallest possible."""
         sizes = self.parallel
         if sizes.dp != "auto":
             return sizes.pp * sizes.dp * sizes.sp
         return num_available or sizes.pp * lcm(sizes.sp, sizes.wp)
 
     def num_microbatches(self, topology: Topology) -> int:
-        """Returns the number of microbatches per rank and step, rounded down if the batch does not divide; `check_plan` rejects
-        such plans.
-        """
+        """Returns the microbatches per rank and step, rounded down; `check_plan` rejects plans that do not divide."""
         return self.batch.global_size // (topology.dp * self.batch.micro_size)
 
     def topology(self, world: int) -> Topology:
@@ -224,14 +220,11 @@ class Plan:
         return self.document.diagnostic(code, message, path, hint)
 
     def add_places(self, error: SleyError) -> SleyError:
-        """Adds places to the diagnostics of `error` that have only a path. Returns the same error: `raise
-        plan.add_places(error)`.
-        """
+        """Adds places to diagnostics of `error` that have only a path. Returns the same error, to be raised."""
         return add_places(error, self.document)
 
 
 def _suggest_size(sizes: ParallelTable, world: int, message: str) -> str:
-    """Returns a hint that names the closest world sizes that fit the layout, or a `dp` that fits."""
     if sizes.dp != "auto" and "x wp" in message:
         unit = sizes.wp // gcd(sizes.wp, sizes.sp)
         return f"use `dp = {-(-sizes.dp // unit) * unit}`; `wp` shards weights over the dp x sp ranks of a stage"
@@ -255,9 +248,7 @@ def digest_values(plan: Plan) -> dict[str, str]:
 
 
 def iterate_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields the path and value of every key at any depth. An empty table, and an array that does not consist of tables, is one
-    value.
-    """
+    """Yields the path and value of every key at any depth. An empty table or an array without tables is one value."""
     if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
             yield from iterate_values(inner, (*path, key))
@@ -337,9 +328,7 @@ class PlanChange(NamedTuple):
 
 
 def compare_plans(old: str, new: str) -> list[PlanChange]:
-    """Returns the differences between two resolved plans, given as TOML, in the order of their keys. Leaves out
-    `UNREPORTED_KEYS`.
-    """
+    """Returns the differences of two resolved TOML plans in the order of keys, without `UNREPORTED_KEYS`."""
     old_values, new_values = (
         {path: format_value(value) for path, value in iterate_values(tomli.loads(text))} for text in (old, new)
     )
@@ -352,9 +341,7 @@ def compare_plans(old: str, new: str) -> list[PlanChange]:
 
 
 def check_changes(changes: list[PlanChange]) -> None:
-    """Raises a PlanError with a diagnostic, "resume-differs" or "data-changed", for every change that a resumed run must not
-    have.
-    """
+    """Raises a PlanError with "resume-differs" or "data-changed" for every change that a resumed run must not have."""
     refused = [change for change in changes if change.is_refused]
     # If the record of a table changed, its other keys differ as well, so only the record is reported.
     changed_records = {change.path[0] for change in refused if change.path[1:] in _DECIDING_KEYS}

@@ -78,9 +78,7 @@ class WeightFiles:
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """Returns a copy of the tensor `name`, so that `file` does not stay mapped. Raises RunError "weight-files" if it cannot be
-    read.
-    """
+    """Returns a copy of the tensor `name`, so `file` does not stay mapped. Raises RunError "weight-files" if unreadable."""
     with open_safetensors(file, "pt") as content:
         tensor: Tensor = content.get_tensor(name).clone()
     return tensor
@@ -88,9 +86,7 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 @contextmanager
 def open_safetensors(file: Path, framework: str) -> Iterator[Any]:
-    """Opens a safetensors file for the block. Converts errors of files and of safetensors within the block to RunError
-    "weight-files".
-    """
+    """Opens a safetensors file for the block. File and safetensors errors become RunError "weight-files"."""
     try:
         with safe_open(file, framework=framework) as content:
             yield content

@@ -75,9 +75,7 @@ class Spec(NamedTuple):
 
 
 def split_by_size(items: Iterable[Item], size_of: Callable[[Item], float], cap: float) -> list[list[Item]]:
-    """Splits `items`, in their order, into parts whose total sizes are at most `cap`. An item larger than `cap` is a part by
-    itself.
-    """
+    """Splits `items`, in order, into parts of at most `cap` in total. A larger item is a part by itself."""
     parts: list[list[Item]] = []
     remaining = -1.0
     for item in items:
@@ -167,7 +165,6 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
                 self._file.close()
 
     def _open(self, name: str) -> BinaryIO:
-        """Opens a new file with its header and full size."""
         specs, self._file_name = self._files[name], name
         header, self._starts = build_header(specs, self._metadata)
         file = (self._folder / name).open("xb")
