@@ -116,10 +116,7 @@ def _diagnose_error(error: Exception) -> Diagnostic:
 
 
 def _find_user_code(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[Place | None, str | None]:
-    """Returns the place and source line of the innermost frame in user code, such as a model, dataset or plugin.
-
-    Returns (None, None) if no frame is in user code. frames: the outermost first. lines: the line number of each frame.
-    """
+    """Returns the place and source line of the innermost frame in user code, or (None, None). frames: the outermost first."""
     for frame, line in reversed([*zip(frames, lines, strict=True)]):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         is_known = package in _SLEY_MODULES | _LIBRARIES | {"__main__"} or package in sys.stdlib_module_names

@@ -134,20 +134,17 @@ class _LocalRanks:
         return list(failed_ranks.values())
 
     def kill_sessions(self) -> None:
-        """Kills all processes that remain in the process groups of the ranks."""
         _send_signal([process.pid for process in self._processes], signal.SIGKILL)
 
     def _error_file(self, rank: int) -> Path:
         return self._folder / f"error-{rank}.json"
 
     def _add_failed_ranks(self, failed_ranks: dict[int, FailedRank]) -> None:
-        """Adds the ranks that have failed since the last call."""
         for rank, process in enumerate(self._processes):
             if process.poll() and rank not in failed_ranks:
                 failed_ranks[rank] = FailedRank.read(rank, process.returncode, self._error_file(rank))
 
     def _running_pids(self) -> dict[int, int]:
-        """Returns the process ids, by rank, of the ranks that have not ended."""
         return {rank: process.pid for rank, process in enumerate(self._processes) if process.poll() is None}
 
     def _terminate(self) -> None:

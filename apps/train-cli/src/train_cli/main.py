@@ -110,10 +110,7 @@ def disable_gc() -> Iterator[None]:
 
 
 def run_to_exit_code(function: Callable[[], int | None]) -> int:
-    """Calls `function` and returns its exit code, or that of its KeyboardInterrupt, TerminationInterrupt or SystemExit.
-
-    None counts as exit code 0. Other exceptions propagate.
-    """
+    """Calls `function` and returns its exit code: 0 for None, or the code of an interrupt or SystemExit that it raises."""
     try:
         with disable_gc():  # imports allocate much and free little; training enables the collector
             return function() or EXIT_OK
@@ -128,10 +125,7 @@ def run_to_exit_code(function: Callable[[], int | None]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code, as listed at the end of `--help`.
-
-    argv: the arguments without the program name; by default this process's arguments.
-    """
+    """Runs one command and returns its exit code. argv: the arguments without the program name; by default this process's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     settings = Settings(traceback="--traceback" in arguments)
     arguments = [argument for argument in arguments if argument != "--traceback"]  # may stand before or after a command
@@ -214,10 +208,7 @@ def _load_command(name: str) -> Any:
 
 
 def import_optional(package: str, module: str, feature: str) -> Any:
-    """Imports and returns `module` of the distribution `sley-<package>`.
-
-    feature: what needs the package, for errors. Raises PluginError "command-missing" if the package is not installed.
-    """
+    """Imports `module` of `sley-<package>` for `feature`. Raises PluginError "command-missing" if it is not installed."""
     if find_spec(module.partition(".")[0]) is None:
         message = f"{feature} needs sley-{package}, which is not installed"
         raise PluginError("command-missing", message, hint=install_hint(package))

@@ -117,10 +117,7 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
 
 
 def meta_state(layer: Layer, dtype: torch.dtype, fp32_patterns: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Returns the layer's parameters and buffers on meta by name, in the dtypes of a run.
-
-    dtype: the dtype of parameters that no pattern in `fp32_patterns` matches.
-    """
+    """Returns the layer's parameters and buffers on meta by name. dtype: that of parameters that no `fp32_patterns` match."""
     state = {
         name: torch.empty_like(buffer, device="meta", dtype=select_buffer_dtype(buffer, dtype))
         for name, buffer in layer.module.named_buffers()

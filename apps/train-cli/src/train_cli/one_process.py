@@ -60,10 +60,7 @@ def has_layout(plan: Plan) -> bool:
 
 
 def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
-    """Returns the plan of the run in `folder`, with each `key=VALUE` of `data` set in `[data]`.
-
-    Raises UsageError "no-run" if `folder` has no plan, and the errors of loading a plan.
-    """
+    """Returns a run's plan with the changes `data` in `[data]`. Raises UsageError "no-run", and errors of loading a plan."""
     document = read_run_document(folder, [f"data.{change}" for change in data])
     changed_keys = {str(override.path[1]) for override in document.overrides}
     if changed_keys:

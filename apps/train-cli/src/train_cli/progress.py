@@ -163,10 +163,7 @@ def format_opening(run: Run, num_bytes: Mapping[str, int]) -> str:
 
 
 def describe_repetition(num_samples: int | None, plan: Plan) -> str:
-    """Returns a note if an evaluation of `plan` uses samples more than once, else "".
-
-    num_samples: the number of held-out samples; None if it is not known, as for a stream.
-    """
+    """Returns a note if an evaluation uses samples more than once, else "". num_samples: None if unknown, as for a stream."""
     assert plan.evaluation is not None, "the plan has no [evaluation]"
     used, size = plan.evaluation.steps * plan.batch.global_size, plan.batch.global_size
     if not num_samples or used <= num_samples:
@@ -224,7 +221,6 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._write(f"{note}\n")
 
     def _write(self, text: str) -> None:
-        """Writes `text` in place of the redrawn line."""
         self._stream.write(f"{ERASE_LINE}{text}" if self._redraws else text)
         self._stream.flush()
 

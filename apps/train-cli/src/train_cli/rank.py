@@ -45,10 +45,7 @@ if TYPE_CHECKING:
 
 
 def main(target: str, arguments: str) -> int:
-    """Calls the function `target` ("module:function") as one rank of a local launch, and returns its exit code.
-
-    arguments: the arguments of the function, as a JSON object.
-    """
+    """Calls `target` ("module:function") with `arguments`, a JSON object, as one local rank, and returns its exit code."""
     module, _, name = target.partition(":")
 
     def call_target() -> int:
@@ -60,10 +57,7 @@ def main(target: str, arguments: str) -> int:
 
 
 def train_plan(path: str, changes: Sequence[str], resume: str | None) -> int:
-    """Trains the plan at `path` as one rank of a local launch, and returns the exit code.
-
-    The launcher has checked the plan and created the run folder.
-    """
+    """Trains a plan as one rank of a local launch, which has checked it and created the run folder. Returns the exit code."""
     plan = load_plan(Path(path), changes)
     return train(plan, run_folder(plan), resume=resume)
 
@@ -192,7 +186,6 @@ def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], Non
 
 
 def _print_finished(run: Run, weights: Path | None) -> None:
-    """Prints on rank 0 that the run has finished. weights: the folder of its final weights, or None if it has none."""
     if run.world.rank == 0:
         location = f"; the weights are in {weights}" if weights else ""
         message, key = f"the run has finished all {run.plan.run.steps} steps", "run.steps"
@@ -211,7 +204,6 @@ def _save_final_weights(run: Run, folder: Path) -> Path | None:
 
 
 def _write_summary(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
-    """Writes `summary.json` if the run has taken a step. Returns the content of the summary."""
     summary = summarize_run(run, outcome, totals, reporter.new_notes)
     if totals.steps:
         write_json(folder / SUMMARY, summary)

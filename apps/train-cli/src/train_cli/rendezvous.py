@@ -186,10 +186,7 @@ class Rendezvous:
             self._add_count("arrived")
 
     def _end_round(self, texts: tuple[str, str], timeout_s: float) -> None:
-        """Waits for the verdict, which rank 0 writes when all ranks have arrived or the time is over.
-
-        texts: `_ARRIVAL_TEXTS` or `_BUILD_TEXTS`. Raises RunError "preflight" if the verdict is a failure.
-        """
+        """Waits for the verdict, which rank 0 writes when the round ends. Raises RunError "preflight" if it is a failure."""
         num_readers = self.size - 1
         if self.rank == 0:
             for _ in _poll_until(timeout_s):
@@ -218,7 +215,6 @@ class Rendezvous:
                     break
 
     def _list_missing_ranks(self, texts: tuple[str, str], timeout_s: float) -> Verdict:
-        """Returns the verdict on the ranks that have not arrived in this round."""
         hosts = {rank: card["host"] for rank in range(1, self.size) if (card := self._read_key(f"rank {rank}")) is not None}
         hosts[0] = self.host
         missing_ranks = [str(rank) for rank in range(self.size) if rank not in hosts]

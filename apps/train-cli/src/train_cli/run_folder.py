@@ -211,7 +211,6 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
 
 
 def _replace_files(plan: Plan, folder: Path, *, overwrite: bool) -> None:
-    """Deletes all files except reports from the folder, which this process has locked, and writes the plan."""
     if _has_protected_files(folder) and not (overwrite and _is_run_folder(folder)):
         raise _refusal_error(plan, f"another run has just made `{folder}`", "choose another `run.name`")
     for path in folder.iterdir():

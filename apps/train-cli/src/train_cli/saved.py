@@ -67,10 +67,7 @@ def copy_run_files(plan: Plan, folder: Path) -> None:
 
 
 def load_run_plan(folder: Path) -> Plan:
-    """Returns the resolved plan of the run in `folder`, even if the folder has been moved.
-
-    Raises UsageError "no-run" if `folder` has no plan, and the errors of loading a plan.
-    """
+    """Returns the resolved plan of a run, even of a moved one. Raises UsageError "no-run", and the errors of loading a plan."""
     return resolve_plan(read_run_document(folder), Loader())
 
 
@@ -107,7 +104,6 @@ def _find_reader(plan: Plan | None) -> CheckpointFiles | None:
 
 
 def _list_checkpoints(reader: CheckpointFiles, folder: str) -> list[str]:
-    """Returns the paths or URLs of the complete checkpoints in `folder`, newest first."""
     return [f"{folder.rstrip('/')}/{name}" for name in reader.names(folder)]
 
 
@@ -253,10 +249,7 @@ def is_folder_continued(plan: Plan, resume: str | None) -> bool:
 
 
 def is_finished(run: Run, folder: Path) -> bool:
-    """Returns whether the run in `folder` has taken all steps and written its final weights. All ranks must call it.
-
-    Raises PlanError "resume-differs" if that run has finished, but with a plan that gives other results.
-    """
+    """Returns whether the run has finished. All ranks must call it. Raises PlanError "resume-differs" for another plan."""
     text = ""
     if run.world.rank == 0:  # rank 0 owns the folder, and decides for all ranks
         with suppress(OSError, ValueError, KeyError, TypeError):  # without a complete summary the run has not finished

@@ -199,10 +199,7 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         os.close(self._writer)
 
     def _restore_in_child(self) -> None:
-        """Restores the handlers in a process that is forked from this one, such as a `multiprocessing` worker.
-
-        Otherwise SIGTERM would not end the worker, and this process would wait for it forever.
-        """
+        """Restores the handlers in a forked process, such as a worker of a dataset, which SIGTERM would otherwise not end."""
         if not self._is_closed:
             self._is_closed = True
             signal.set_wakeup_fd(-1)
@@ -216,7 +213,6 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
             raise KeyboardInterrupt if number == signal.SIGINT else TerminationInterrupt(self._exit_codes[number])
 
     def _watch(self) -> None:
-        """Runs in the thread: waits for signals and for the deadline."""
         while not self._is_closed:
             wait_s = None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
             if select.select([self._reader], [], [], wait_s)[0]:

@@ -94,7 +94,6 @@ def load_text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | No
 
 
 def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[TextDocument]) -> Encoded:
-    """Returns the tokens of texts, without statistics. tokenizer: None for bytes."""
     if tokenizer is not None:
         return *tokenizer.encode(documents), None
     tokens, lengths = array("B"), array("q")
@@ -186,7 +185,6 @@ def _hold_lock(folder: Path) -> Iterator[None]:
 
 
 def _write_parts(folder: Path, documents: Iterable[D], encode: Callable[[list[D]], Encoded], num_bytes: int) -> list[_Part]:
-    """Writes the missing parts, prints the progress, and returns the paths of all parts."""
     if (folder / _COMPLETE).exists():  # a file is damaged
         for path in (*folder.glob("*.lengths"), folder / _COMPLETE):
             path.unlink()
@@ -242,7 +240,6 @@ def _build_part(folder: Path, number: int) -> _Part:
 def _write_summary(
     folder: Path, dtype: str, parts: Sequence[_Part], summarize: Callable[[list[Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Writes the offsets of the documents and `complete.json`, and returns the content of `complete.json`."""
     with replace_atomically(folder / _OFFSETS) as file:
         offsets = _compute_offsets(array("q"))
         for part in parts:

@@ -46,7 +46,6 @@ class ChatStats:
     first_dropped: dict[str, str] = field(default_factory=dict)
 
     def add(self, stats: ChatStats) -> None:
-        """Adds the counts of more conversations."""
         for name in ("documents", "samples", "tokens", "trained"):
             setattr(self, name, getattr(self, name) + getattr(stats, name))
         self.longest = max(self.longest, stats.longest)
@@ -149,7 +148,6 @@ class ChatDataset(RowsDataset):
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size of the tokenizer, including added tokens."""
         return self.template.vocab_size
 
     @cached_property
@@ -169,9 +167,7 @@ class ChatDataset(RowsDataset):
 
     @cached_property
     def stream(self) -> Stream:
-        """The tokens of all samples, with `_LABEL_BIT` for labels. The first access sets `stats` and adds to `data_notes`, or
-        raises the errors that the class describes.
-        """
+        """The tokens of all samples, with `_LABEL_BIT` for labels. The first access may raise the errors of the class."""
         config, split, digest = self.config, self.context.split, self.template.digest
         files, held_out = find_split_files(config, split)
         options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, config.largest_share)
@@ -218,7 +214,6 @@ class ChatDataset(RowsDataset):
         return {"stats": vars(total), "notes": notes}
 
     def _build_mask_error(self, conversation: Conversation, stats: ChatStats) -> PlanError:
-        """Returns the PlanError "chat-mask", which shows the first conversation."""
         problem = "every token has a label" if stats.samples else "no token of a conversation has a label"
         reasons = "; ".join(f"{count}: {reason}" for reason, count in stats.dropped.items())
         try:
@@ -259,7 +254,6 @@ class ChatDataset(RowsDataset):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The numbers of documents, tokens, labels, positions and padding, as in `Dataset.counts`."""
         num_positions, stats = len(self) * self.config.sequence, self.stats
         return {
             "documents": stats.documents,
@@ -309,7 +303,6 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
 
 
 def _empty_split_error(split: Split) -> PlanError:
-    """Returns the PlanError for a split without a conversation."""
     if split == "held_out":
         hint = "set `held_out_files`, or increase `held_out`"
         return PlanError("held-out", "there is no held-out conversation to evaluate on", path=("evaluation",), hint=hint)

@@ -155,10 +155,7 @@ class ChatTemplate:
         return config.train_on != "all" and _GENERATION.search(template) is not None
 
     def _encode_by_blocks(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
-        """Encodes conversations whose template has `{% generation %}` blocks.
-
-        Uses prefixes instead if the number of blocks differs from the number of assistant turns.
-        """
+        """Encodes conversations by `{% generation %}` blocks, or by prefixes if turns and blocks differ in number."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         for conversation in batch:
@@ -189,10 +186,7 @@ class ChatTemplate:
     def _find_token_range(
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """Returns the range of the tokens in a text range, or None if a token begins before the text range and ends in it.
-
-        offsets: the start and end of each token in the text. block: the text range.
-        """
+        """Returns the token range of the text range `block`, or None if a token begins before `block` and ends in it."""
         start = bisect_right(offsets, block[0], key=lambda offset: offset[1])
         stop = bisect_left(offsets, block[1], lo=start, key=lambda offset: offset[0])
         if start < len(ids) and offsets[start][0] < block[0] < block[1]:
@@ -238,10 +232,8 @@ class ChatTemplate:
         return texts, reason
 
     def _make_samples(self, full: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> tuple[list[Encoded], int]:
-        """Returns the samples of a conversation, and the number of dropped turns.
-
-        full: the tokens of the conversation. turns: for each turn, the tokens up to its generation prompt, and the tokens up to
-        its end.
+        """Returns the samples of a conversation with the tokens `full`, and the number of dropped turns. turns: for each turn,
+        the tokens up to its generation prompt, and the tokens up to its end.
         """
         ranges, separate_samples, num_dropped = [], [], 0
         for prompt, prefix in turns:
@@ -255,9 +247,7 @@ class ChatTemplate:
         return [*separate_samples, *([Encoded(full, ranges)] if ranges or not turns else [])], num_dropped
 
     def _trim_turn(self, ids: Sequence[int], turn: tuple[int, int]) -> tuple[int, int]:
-        """Returns the token range of a turn, up to and including its end-of-turn token. Text after it, such as a line break, is
-        left out.
-        """
+        """Returns the token range of a turn up to its end-of-turn token, without the text after it, such as a line break."""
         start, stop = turn
         if self.end_of_turn is None:
             return turn
@@ -271,10 +261,7 @@ class ChatTemplate:
         return turn
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False) -> str:
-        """Returns the text of messages. prompt: whether to add the generation prompt.
-
-        Raises ValueError if the template refuses the messages.
-        """
+        """Returns the text of messages. prompt: whether to add the generation prompt. Raises ValueError if refused."""
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
@@ -284,13 +271,11 @@ class ChatTemplate:
         return text
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of texts that already include their special tokens."""
         ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
         return ids
 
 
 def _select_trained_turns(conversation: Conversation, config: ChatConfig) -> list[int]:
-    """Returns the indices of the messages whose tokens are labels."""
     return conversation.trained_turns[-1:] if config.train_on == "last" else conversation.trained_turns
 
 

@@ -60,7 +60,6 @@ class Conversation:
 
     @property
     def assistant_turns(self) -> list[int]:
-        """The indices of the assistant's messages."""
         return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @cached_property
@@ -69,7 +68,6 @@ class Conversation:
 
     @property
     def num_bytes(self) -> int:
-        """The size in bytes of all messages and tools as JSON."""
         return len(self._content)
 
     @property
@@ -97,7 +95,6 @@ def read_conversations(file: DataFile, field: str | None) -> Iterator[Conversati
 
 
 def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversation:
-    """Returns the conversation in a row. Raises ValueError if the row has none."""
     tools = row.get("tools")
     if isinstance(tools, str):  # columns of tables have no type for arbitrary schemas
         tools = json.loads(tools) if tools.strip() else None
@@ -174,7 +171,6 @@ def _parse_arguments(call: Any) -> None:
 
 
 def _part_text(part: Any, number: int) -> str:
-    """Returns the text of one part of a message. Raises ValueError for any other part, such as an image."""
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     part_type = part.get("type") if isinstance(part, dict) else type(part).__name__

@@ -58,7 +58,6 @@ class StreamSamples:
         self._lengths = np.diff(stream.offsets)
 
     def __len__(self) -> int:
-        """Returns the number of samples."""
         if self.documents == "pad":
             return int(self._chunk_ends[-1]) if len(self._chunk_ends) else 0
         return count_windows(len(self.stream), self.sequence_length)
@@ -93,10 +92,7 @@ class StreamSamples:
         return {"positions": positions, "cu_seqlens": cu_seqlens}
 
     def _padded_sample(self, index: int) -> dict[str, Integers]:
-        """Returns a piece of one document, padded with token 0, which is in every vocabulary, and with ignored labels.
-
-        With causal attention, no token attends to the padding after it.
-        """
+        """Returns a piece of one document, padded with token 0, which is in every vocabulary, and with ignored labels."""
         document = int(np.searchsorted(self._chunk_ends, index, side="right"))
         first_sample = int(self._chunk_ends[document - 1]) if document else 0
         start = int(self.stream.offsets[document]) + (index - first_sample) * self.sequence_length
@@ -125,9 +121,7 @@ class StreamSamples:
 
 class RowsDataset(ABC):
     """The samples of a split as tensors. The first access to the length, a sample, the counts or the digest loads the data.
-
-    data_notes: sentences for the user, which are complete once the data is loaded. A subclass also defines `counts` and
-    `data_digest`.
+    data_notes: sentences for the user, complete once the data is loaded. A subclass also defines `counts` and `data_digest`.
     """
 
     def __init__(self, config: Any, context: DataContext) -> None:
@@ -169,10 +163,8 @@ class RowsDataset(ABC):
 
 
 class TokenDataset(RowsDataset):
-    """Samples of a text corpus or of token files.
-
-    Loading raises a PlanError that lists all missing and empty files, or, if the split has too few tokens for a sample,
-    PlanError "data-short" for the training split and "held-out" for the held-out split.
+    """The samples of a text corpus or of token files. Loading raises a PlanError that lists all missing and empty files, or
+    PlanError "data-short" (training) or "held-out" for a split with too few tokens for a sample.
     """
 
     config: TextConfig | TokensConfig
@@ -186,7 +178,6 @@ class TokenDataset(RowsDataset):
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, or None for bytes and for token files."""
         if isinstance(self.config, TokensConfig) or self.config.tokenizer is None:
             return None
         from sley_data.tokenizer import Tokenizer  # bytes need no tokenizer
@@ -195,7 +186,6 @@ class TokenDataset(RowsDataset):
 
     @cached_property
     def rows(self) -> StreamSamples:
-        """The samples of the split. The first access loads them, and raises the errors that the class describes."""
         config, split = self.config, self.context.split
         if isinstance(config, TokensConfig):
             stream = load_token_stream(config, split)
@@ -207,11 +197,9 @@ class TokenDataset(RowsDataset):
         return samples
 
     def sample(self, index: int) -> dict[str, Integers]:
-        """Returns the arrays of `StreamSamples.sample`."""
         return self.rows.sample(index)
 
     def _short_error(self, num_tokens: int) -> PlanError:
-        """Returns the PlanError for a split of `num_tokens` tokens, fewer than a sample needs."""
         config, needed = self.config, self.config.sequence + 1  # the last token is only a label
         is_text, holds_out = isinstance(config, TextConfig), bool(config.held_out_files or getattr(config, "held_out", 0))
         if self.context.split == "held_out":
@@ -241,10 +229,7 @@ class TokenDataset(RowsDataset):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The numbers of documents, tokens, labels, positions and padding, as in `Dataset.counts`.
-
-        For token files with `documents = "cut"`, "documents" and "longest" are None, since they are unknown.
-        """
+        """Implements `Dataset.counts`. For token files with `documents = "cut"`, "documents" and "longest" are None."""
         lengths, documents = np.diff(self.rows.stream.offsets), self.config.documents
         num_tokens, positions = len(self.rows.stream), len(self.rows) * self.config.sequence
         trained = num_tokens - (1 if documents == "cut" else len(lengths))
@@ -310,10 +295,7 @@ def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int
 
 
 def check_vocabulary(vocab_size: int | None, count: int) -> Iterator[Problem]:
-    """Yields a problem if the model has fewer token ids than the data.
-
-    vocab_size: the vocabulary size of the model, or None if it is unknown. count: the vocabulary size of the data.
-    """
+    """Yields a problem if the model's `vocab_size` is known and less than `count`, the vocabulary size of the data."""
     if vocab_size is not None and vocab_size < count:
         message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"
         yield Problem(("model", "vocab_size"), message, "increase or remove it", "model-vocabulary")

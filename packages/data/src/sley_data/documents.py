@@ -28,7 +28,6 @@ class TextDocument(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the text in bytes."""
         return len(self.content)
 
     @property
@@ -55,9 +54,8 @@ def is_in_share(key: bytes, share: float) -> bool:
 
 
 def find_copied_tokens(training_files: Sequence[DataFile], held_out_files: Sequence[DataFile]) -> list[Problem]:
-    """Returns a problem for each held-out token file whose tokens are also in a training file.
-
-    Searches the training files for three pieces of each held-out file. Searches only the start and end of large files.
+    """Returns a problem for each held-out token file whose tokens are also in a training file. Searches for three pieces of
+    each held-out file, and only at the start and end of large training files.
     """
     max_bytes = _MAX_SEARCH_BYTES // max(1, len(training_files) * len(held_out_files))
     problems = []
@@ -129,7 +127,6 @@ def read_documents(
 
 
 def _read_split_keys(config: DocumentsConfig, split: Split) -> list[bytes]:
-    """Returns the keys of the documents of a split. Raises a PlanError that lists all problems of the files."""
     files, problems = find_document_files(config, split)
     if problems:
         raise build_plan_error(problems)
@@ -176,10 +173,7 @@ def build_split_filter(config: DocumentsConfig, split: Split) -> Callable[[bytes
 
 
 def read_file(config: DocumentsConfig, file: DataFile) -> Iterator[Document]:
-    """Yields each document in a file.
-
-    Raises PlanError "data-json" for a row without a text or conversation, and the errors of `open_decompressed`.
-    """
+    """Yields each document in a file. Raises PlanError "data-json" for a wrong row, and the errors of `open_decompressed`."""
     if isinstance(config, ChatConfig):
         yield from read_conversations(file, config.field)
     elif config.field is not None:
@@ -192,10 +186,7 @@ def read_file(config: DocumentsConfig, file: DataFile) -> Iterator[Document]:
 
 
 def _split_file(file: DataFile, separator: bytes) -> Iterator[TextDocument]:
-    """Yields the non-empty documents of a file, without separators. Their names are `file#0`, `file#1`, ...
-
-    A `\\n` in the separator also matches `\\r\\n`. At most one block and one document are in memory.
-    """
+    """Yields the non-empty documents of a file as `file#0`, `file#1`, ... A `\\n` in the separator also matches `\\r\\n`."""
     pattern = re.compile(re.sub(rb"(?:\\\r)?\\\n", rb"\r?\n", re.escape(separator)))
     number, remainder = 0, b""
     with open_decompressed(file.path) as content:
@@ -210,7 +201,6 @@ def _split_file(file: DataFile, separator: bytes) -> Iterator[TextDocument]:
 
 
 def _read_texts(file: DataFile, field: str) -> Iterator[TextDocument]:
-    """Yields the non-empty texts in the rows of a file. Their names are `file#1`, `file#2`, ..."""
     for number, row in read_rows(file, (field,) if file.format.is_table else None):
         text = row.get(field, "" if file.format.is_table else None)  # tables omit null values
         if not isinstance(text, str):

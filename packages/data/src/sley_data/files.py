@@ -129,12 +129,10 @@ _ESCAPED = re.compile(r"\[([*?\[])\]")
 
 
 def _unescape(pattern: str) -> str:
-    """Returns `pattern` with escaped wildcards as plain characters."""
     return _ESCAPED.sub(r"\1", pattern)
 
 
 def _has_wildcard(pattern: str) -> bool:
-    """Returns whether `pattern` has a wildcard that is not escaped."""
     return not _WILDCARDS.isdisjoint(_ESCAPED.sub("", pattern))
 
 
@@ -250,9 +248,7 @@ def download_files(name: str) -> str:
 
 
 def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
-    """Downloads the files of a dataset that match `pattern`. Returns the folder of the revision in the cache of
-    `huggingface_hub`. Raises the errors of `download_files`.
-    """
+    """Downloads the files of a dataset that match `pattern`. Returns the folder of the revision in the hub's cache."""
     try:
         from huggingface_hub import HfApi, hf_hub_download
     except ImportError:
@@ -314,10 +310,7 @@ def find_document_files(config: DocumentsConfig, split: Split) -> FilesAndProble
 
 
 def find_split_files(config: DocumentsConfig, split: Split) -> tuple[list[DataFile], list[DataFile]]:
-    """Returns the files of a split, and the files whose documents are excluded from the split.
-
-    Raises a PlanError that lists all problems with the files.
-    """
+    """Returns a split's files, and those whose documents it excludes. Raises a PlanError that lists all their problems."""
     results = [find_document_files(config, split)]
     if split == "train":
         results += [find_document_files(table, "held_out") for table in config.all_sources if table.held_out_files]

@@ -162,7 +162,6 @@ def open_decompressed(path: Path) -> Iterator[BufferedIOBase]:
 
 
 def _match_signature(head: bytes, signatures: dict[bytes, T]) -> T | None:
-    """Returns the value of the first signature that matches the start of `head`, or None."""
     return next((value for signature, value in signatures.items() if re.match(signature, head, re.DOTALL)), None)
 
 
@@ -239,9 +238,7 @@ _UNSUPPORTED_DTYPES_BY_CODE = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6:
 
 @dataclass(frozen=True)
 class Index:
-    """A Megatron index. dtype: that of the tokens. offsets: the start of each document in tokens, followed by the number of all
-    tokens, int64 [num_documents + 1].
-    """
+    """A Megatron index. offsets: the start of each document, then the number of all tokens, int64 [num_documents + 1]."""
 
     dtype: TokenDtype
     offsets: Integers
@@ -339,7 +336,6 @@ def _require_object(file: DataFile, number: int, value: Any) -> dict[str, Any]:
 
 
 def _read_table(file: DataFile, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the rows of a Parquet or Arrow file."""
     try:
         import pyarrow  # type: ignore[import-untyped]
     except ImportError:

@@ -49,7 +49,6 @@ class Interleave:
         self._splits = [(source, shares[source], total) for source, total in zip(sources, totals, strict=False)]
 
     def __getitem__(self, number: int) -> tuple[int, int]:
-        """Returns the source of a number, and the index of the number among those of the source."""
         for source, share, total in self._splits:
             index = _round_share(number, share, total)
             if _round_share(number + 1, share, total) > index:
@@ -76,7 +75,6 @@ class Interleave:
 
 
 def _round_share(count: int, share: int, total: int) -> int:
-    """Returns `count * share / total`, rounded to the nearest integer."""
     return (2 * count * share + total) // (2 * total)
 
 
@@ -93,9 +91,7 @@ _NUM_PROBES = 4
 
 @dataclass
 class _Source:
-    """An open source. number: the index of its table. reader: reads its samples. epoch: the dataset's epoch, or -1 before
-    the first read.
-    """
+    """An open source. number: the index of its table. epoch: the dataset's epoch, or -1 before the first read."""
 
     table: SourceTable
     number: int
@@ -212,10 +208,7 @@ class Mixture:
         return self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of later reads.
-
-        Raises RunError "data-exhausted" for a second epoch of training with `exhausted = "refuse"`.
-        """
+        """Raises RunError "data-exhausted" for a second epoch of training with `exhausted = "refuse"`."""
         if epoch and self._context.split == "train" and self._config.exhausted == "refuse":
             raise RunError("data-exhausted", f"a source of the mixture is exhausted after {len(self)} samples", path=("data",))
         self._epoch = epoch

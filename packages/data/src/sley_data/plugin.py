@@ -61,10 +61,7 @@ class DocumentsConfig(DataConfig):
     _sibling_tables: tuple[Any, ...] = PrivateAttr(())
 
     def with_siblings(self, tables: Iterable[DataConfig]) -> Self:
-        """Returns a copy for a source of a mixture. Its training split also excludes the held-out documents of `tables`.
-
-        tables: the tables of the other sources. Tables of another type are ignored.
-        """
+        """Returns a copy whose training split also excludes the held-out documents of those `tables` that have this type."""
         copy = self.model_copy()
         copy._sibling_tables = tuple(table for table in tables if type(table) is type(self))
         return copy
@@ -81,7 +78,6 @@ class DocumentsConfig(DataConfig):
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
-        """Raises ValueError if both `held_out` and `held_out_files` are set."""
         if self.held_out and self.held_out_files:
             raise ValueError("set only one of `held_out` and `held_out_files`")
         return self
@@ -113,7 +109,6 @@ class TextConfig(DocumentsConfig):
 
     @model_validator(mode="after")
     def _check_options(self) -> TextConfig:
-        """Raises ValueError if two options exclude each other, or if an option lacks another one that it needs."""
         if self.source is None and not self.files:
             raise ValueError("set `source` or `files`")
         if self.source is not None and self.files:
@@ -190,7 +185,6 @@ class TokensConfig(DataConfig):
 
     @model_validator(mode="after")
     def _check_options(self) -> TokensConfig:
-        """Raises ValueError without files, for an `end_of_document` outside of the vocabulary, or if `dtype` is too narrow."""
         if not self.files:
             raise ValueError("`files` must not be empty")
         if self.end_of_document is not None and self.end_of_document >= self.vocab_size:
@@ -241,7 +235,6 @@ class MixtureConfig(DataConfig):
 
     @model_validator(mode="after")
     def _check_options(self) -> MixtureConfig:
-        """Raises ValueError if two sources share a name, or unless all sources set only `weight` or all set only `epochs`."""
         duplicates = [name for name, count in Counter(source.name for source in self.sources).items() if count > 1]
         if duplicates:
             raise ValueError(f"two sources have the name `{duplicates[0]}`")
@@ -256,7 +249,6 @@ class MixtureConfig(DataConfig):
         return self
 
     def include_held_out(self) -> MixtureConfig:
-        """Raises ValueError, since a mixture cannot include the held-out documents of its sources."""
         raise ValueError("a mixture cannot be evaluated on all samples; use a separate set for each source")
 
     @property

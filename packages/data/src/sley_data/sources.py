@@ -82,7 +82,6 @@ def check_mixture(config: MixtureConfig, *, evaluates: bool, vocab_size: int | N
 
 
 def _find_differences(config: MixtureConfig) -> Iterator[Problem]:
-    """Yields a problem for each source with a property that differs from that of an earlier source."""
     references: dict[str, tuple[str, Any]] = {}
     for number, source in enumerate(config.sources):
         for key, (label, value) in _read_shared_properties(source).items():
@@ -122,7 +121,6 @@ def _format_value(value: Any) -> str:
 
 
 def _find_copied_tokens(config: MixtureConfig) -> Iterator[Problem]:
-    """Yields a problem for each held-out token file whose tokens are also in the training files of another source."""
     for (number, source), (_, sibling) in permutations(enumerate(config.sources), 2):
         held_out, trained = source.component.config, sibling.component.config
         if isinstance(held_out, TokensConfig) and isinstance(trained, TokensConfig) and held_out.held_out_files:
@@ -131,10 +129,7 @@ def _find_copied_tokens(config: MixtureConfig) -> Iterator[Problem]:
 
 
 def load_text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` that all sources share. Implements `DatasetRecord.text_ids`.
-
-    Raises UsageError "no-vocabulary" if no source converts text to token ids.
-    """
+    """Returns the `TextIds` that all sources share. Raises UsageError "no-vocabulary" if no source converts text to ids."""
     for source in config.sources:
         record = source.component.record
         if isinstance(record, DatasetRecord) and record.text_ids is not None:

@@ -69,10 +69,7 @@ class Stream:
 
 
 def _release_pages(part: Integers, start: int = 0, stop: int | None = None) -> None:
-    """Removes bytes [start, stop) of a mapped file from this process's memory. The next access loads them again.
-
-    stop: None for the end of the file. Does nothing for an array that is not mapped.
-    """
+    """Removes bytes [start, stop) of a mapped file from memory until the next access. Does nothing if `part` is not mapped."""
     file = getattr(part.base, "obj", None)
     if isinstance(file, mmap):
         file.madvise(MADV_DONTNEED, start, (len(file) if stop is None else stop) - start)

@@ -114,10 +114,7 @@ class Tokenizer:
 
 
 def _load_tokenizer(path: Path) -> Implementation:
-    """Loads a tokenizer from a file or folder.
-
-    Raises PluginError "tokenizers-missing" without the package, and PlanError "tokenizer-missing" or "tokenizer-invalid".
-    """
+    """Raises PluginError "tokenizers-missing" without the package, and PlanError "tokenizer-missing" or "tokenizer-invalid"."""
     try:
         from tokenizers import Tokenizer as Implementation
     except ImportError:
@@ -136,7 +133,6 @@ def _load_tokenizer(path: Path) -> Implementation:
 
 
 def _find_tokenizer_file(path: Path) -> Path:
-    """Returns the tokenizer file at `path`, or in the folder `path`. Raises PlanError "tokenizer-missing"."""
     if path.is_dir():
         message, path = f"the folder `{path}` has no `{_FILE_NAME}`", path / _FILE_NAME
         hint = "use a folder that `save_pretrained` of a fast tokenizer has written"
@@ -149,7 +145,6 @@ def _find_tokenizer_file(path: Path) -> Path:
 
 
 def _decode_text(name: str, content: bytes) -> str:
-    """Decodes the content of a document. Raises PlanError "data-encoding" if it is not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -170,7 +165,6 @@ class Utf8Ids(TextIds):
     is_bytes = True
 
     def encode(self, text: str) -> list[int]:
-        """Returns the bytes of `text`."""
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
@@ -197,10 +191,8 @@ class TokenizerIds(TextIds):
         return ids
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the text that the ids add, each time that its characters are complete, and finally the rest.
-
-        Decodes new tokens together with the tokens of the previous text, since some tokens begin with a space only if they
-        follow other tokens.
+        """Yields the text that the ids add, each time that its characters are complete, and finally the rest. Decodes new
+        tokens together with those of the previous text, since some tokens begin with a space only after other tokens.
         """
         tokens: list[int] = []
         start = stop = 0  # the range of the tokens of the previous text

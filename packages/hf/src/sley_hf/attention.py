@@ -55,10 +55,9 @@ class SleyAttention(Attention):
         dropout: float = 0.0,
         softcap: float | None = None,
     ) -> Tensor:
-        """Returns the context [b, s, h, d]. The arguments are those of `Attention`, and `softcap`.
-
-        softcap: replaces the scores by softcap x tanh(scores / softcap), unless it is None. Raises RunError "hf-attention" if
-        the kernel is not installed, or does not support the dropout, the dtype or the device.
+        """Returns the context [b, s, h, d]. The arguments are those of `Attention`, and `softcap`. softcap: replaces the scores
+        by softcap x tanh(scores / softcap), unless it is None. Raises RunError "hf-attention" if the kernel is not installed,
+        or does not support the dropout, the dtype or the device.
         """
         if self.kernel not in ("sdpa", "eager") and not q.is_meta:
             _check_call(self.kernel, q, dropout)
@@ -106,10 +105,7 @@ def call_flash(
     dropout: float,
     softcap: float | None,
 ) -> Tensor:
-    """Returns the context [b, s, h, d], which `module.flash_attn_varlen_func` computes for the concatenated rows.
-
-    module: a value of `FLASH_MODULES`, imported. The other arguments are those of `SleyAttention.forward`.
-    """
+    """Returns the context [b, s, h, d] from `flash_attn_varlen_func` of `module`, an imported value of `FLASH_MODULES`."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
@@ -138,10 +134,7 @@ def call_flash(
 def call_flex(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Returns the context [b, s, h, d], which torch's `flex_attention` computes, compiled on CUDA.
-
-    The arguments are those of `SleyAttention.forward`.
-    """
+    """Returns the context [b, s, h, d] that torch's `flex_attention` computes, compiled on CUDA."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         mask = _build_causal_block_mask(batch, length, window, q.device)

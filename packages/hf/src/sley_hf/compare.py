@@ -33,11 +33,8 @@ TOLERANCE = 1e-4
 
 @torch.no_grad()
 def compare_with_transformers(config: DecoderConfig) -> str:
-    """Returns a note with the largest relative difference between the results of Sley and of transformers.
-
-    Compares the logits of one document per row, the logits of packed documents and, if the plan trains with it, the
-    load-balancing loss. Raises PlanError "hf-differs" if a difference exceeds `TOLERANCE`, and "hf-structure" or "hf-kernel" if
-    the model is not supported.
+    """Returns a note with the largest relative difference between the results of Sley and of transformers. Raises PlanError
+    "hf-differs" if it exceeds `TOLERANCE`, and "hf-structure" or "hf-kernel" if the model is not supported.
     """
     hf_config = read_hf_config(config)
     small = shrink_config(hf_config, *build_from_config(hf_config, kernel="sdpa", experts="eager"))
@@ -71,10 +68,8 @@ def compare_with_transformers(config: DecoderConfig) -> str:
 
 
 def shrink_config(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
-    """Returns a copy of a config with at most `MAX_IDS` token ids, and with the fewest layers that include each kind of layer.
-
-    causal: the model of `hf_config`. Two layers are of the same kind if they have the same type, and their parameters have the
-    same names and shapes. The copy has at least two layers, if the model has.
+    """Returns a config with at most `MAX_IDS` token ids, and the fewest layers, but two if possible, that include each kind of
+    layer. causal: the model of `hf_config`. Layers of one kind have the same type, and parameters of the same names and shapes.
     """
     small = copy.deepcopy(hf_config)
     blocks = structure.list_blocks(causal)
@@ -94,10 +89,7 @@ def shrink_config(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
 
 
 def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
-    """Builds the layers, replaces their parameters by those of the transformers model `reference`, and returns `model`.
-
-    The layers are in evaluation mode.
-    """
+    """Builds the layers of `model` in evaluation mode with the parameters of the model `reference`. Returns `model`."""
     values = {to_layer_name(name, structure): p for name, p in reference.named_parameters(remove_duplicate=False)}
     for layer in model.build().layers:
         layer.module.eval()
@@ -119,7 +111,6 @@ def compute_logits(model: Model, tokens: Tensor, positions: Tensor | None = None
 
 
 def _compute_load_balancing_loss(model: Model, tokens: Tensor) -> float:
-    """Returns the load-balancing loss, without its coefficient, for token ids [b, s]."""
     for layer in model.layers:
         layer.module.training = True  # but not for its submodules, which may apply dropout
     output: Any = compute_logits(model, tokens)

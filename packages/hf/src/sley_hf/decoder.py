@@ -62,10 +62,7 @@ def build_layers(config: DecoderConfig, data: DataInfo) -> Model:
 
 
 def build_routers(config: DecoderConfig, causal: Any, structure: ModuleNames) -> Routers | None:
-    """Returns the routers of the model, or None if it is trained without their load-balancing loss.
-
-    Raises PlanError "hf-structure" if that loss is not supported.
-    """
+    """Returns the routers whose loss is trained, or None. Raises PlanError "hf-structure" if that loss is not supported."""
     if not has_router_loss(config):
         return None
     try:
@@ -81,10 +78,7 @@ def cut_into_layers(
     initialize: Callable[[nn.Module, str], None] | None = None,
     routers: Routers | None = None,
 ) -> Model:
-    """Returns a transformers model, whose parameters are on meta, as a `Model` of layers.
-
-    initialize: sets the values of a module's parameters (see `Model`). routers: the routers whose loss is added in training.
-    """
+    """Returns a transformers model on meta as a `Model` of layers. routers: those whose loss is added in training."""
     arguments = LayerArguments(causal, structure)
     builders: Any = [
         ("embed", partial(Embed, causal, structure)),
@@ -159,7 +153,6 @@ def _compute_buffers(causal: Any) -> None:
 
 
 def _draw_values(causal: Any, module: nn.Module, name: str) -> None:
-    """Draws the initial values of a module as transformers does."""
     causal._init_weights(module)
 
 
@@ -175,7 +168,6 @@ class Embed(nn.Module):
     """The forward of the base model up to its first decoder layer, [b, s] -> [b, s, hidden]."""
 
     def __init__(self, causal: Any, structure: ModuleNames) -> None:
-        """Copies the parts of `causal`, a transformers model."""
         super().__init__()
         self.base, self._recorders = copy_with_recorders(causal, structure, 1)
 

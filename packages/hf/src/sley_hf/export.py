@@ -37,10 +37,7 @@ TOLERANCE = 1e-5
 
 
 def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the transformers model of a plan with the weights in `source`. Implements `ModelRecord.hugging_face`.
-
-    Raises RunError "weights-mismatch" if the weights do not fit the model of the plan.
-    """
+    """Implements `ModelRecord.hugging_face`. Raises RunError "weights-mismatch" if the weights do not fit the plan's model."""
     config = plan.model.config
     assert isinstance(config, DecoderConfig), config
     hf_config = read_hf_config(config)
@@ -65,10 +62,8 @@ def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceMod
 
 def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, folder: Path) -> None:
     """Raises RunError "export-differs" unless the exported model in `folder` computes the same logits as the run's layers.
-
-    plan: the plan of the run. model: the exported model, of which only the `names` are used. source: the weights of the run.
-    The prompt consists of the first ids of the vocabulary. The message names the first tensor whose values differ, or else the
-    last layer whose output is the same.
+    model: the exported model, of which only the `names` are used. source: the weights of the run. The message names the first
+    tensor that differs, or else the last layer with the same output.
     """
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     causal: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -98,7 +93,6 @@ def _build_difference_error(folder: Path, message: str) -> RunError:
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Returns whether the largest difference is at most `TOLERANCE` times the largest absolute expected value."""
     return bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
@@ -124,9 +118,7 @@ def _compute_layer_outputs(plan: Plan, source: TensorReader, tokens: Tensor, voc
 
 
 def _load_values(layer: nn.Module, layer_name: str, source: TensorReader, ties: Mapping[str, str]) -> None:
-    """Replaces the parameters and persistent buffers of a layer by the tensors in `source`. ties: the name under which `source`
-    has a tied parameter, by the parameter's other name.
-    """
+    """Sets a layer's parameters and persistent buffers from `source`. ties: the name in `source` of each tied parameter."""
     for prefix, module in layer.named_modules(prefix=layer_name):
         for attribute in module._parameters:
             name = f"{prefix}.{attribute}"

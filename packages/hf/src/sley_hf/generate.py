@@ -54,10 +54,7 @@ class Generator:
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Returns the ids of a conversation and of the generation prompt after it, rendered by the tokenizer's chat template.
-
-        Raises UsageError "chat-template" if there is no template, or if the template refuses the messages.
-        """
+        """Returns the ids of a conversation with the generation prompt. Raises UsageError "chat-template" if that fails."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             hint = "use a run that was trained with `data.chat`, or a model whose tokenizer has a template"
             raise UsageError("chat-template", "the model has no chat template", hint=hint)

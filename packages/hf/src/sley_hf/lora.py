@@ -44,10 +44,8 @@ BASE = ".base_layer."
 
 
 def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Module, str], None]:
-    """Returns a function that takes the module and the name of a layer, and adds adapters to the module.
-
-    layer_names: the names of all layers of the model, of which the last is the head. Raises PluginError "plugin-import" if peft
-    cannot be imported. The function raises the PlanError of `find_target_modules`.
+    """Returns a function that adds adapters to a module, given the name of its layer. layer_names: all layers, the head last.
+    Raises PluginError "plugin-import" without peft. The function raises the PlanError of `find_target_modules`.
     """
     try:
         import peft
@@ -68,10 +66,9 @@ def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[n
 
 
 def find_target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_head: bool) -> list[str]:
-    """Returns the paths, within the layer `name`, of the modules that get adapters.
-
-    Raises PlanError "model-adapters" if the plan names a module that peft cannot adapt, or a stacked parameter of experts,
-    since peft would replace that parameter during each forward.
+    """Returns the paths, within the layer `name`, of the modules that get adapters. Raises PlanError "model-adapters" if the
+    plan names a module that peft cannot adapt, or a stacked parameter of experts, since peft would replace that parameter
+    during each forward.
     """
     if config.targets == "all-linear":
         linears = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
@@ -153,10 +150,7 @@ class MergedWeights:
 
 
 def _build_adapted_modules(plan: Plan) -> dict[str, Any]:
-    """Returns the modules with adapters, on meta, keyed by the name of their weight in the model without adapters.
-
-    Raises UsageError "export-format" if the weight of such a module is tied to another one.
-    """
+    """Returns the modules with adapters by weight name, on meta. Raises UsageError "export-format" if such a weight is tied."""
     from peft.tuners.lora import LoraLayer
 
     assert plan.adapters is not None, plan

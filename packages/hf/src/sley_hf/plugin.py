@@ -59,7 +59,6 @@ class DecoderConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _check_source(self) -> DecoderConfig:
-        """Raises ValueError unless exactly one of `weights` and `config` is set, and its `config.json` is readable."""
         if (self.weights is None) == (self.config is None):
             raise ValueError("set either `weights`, for trained weights, or `config`, for random ones")
         read_config(self)
@@ -72,7 +71,6 @@ class DecoderConfig(ModelConfig):
 
     @property
     def config_file(self) -> Path:
-        """The path of `config.json`."""
         path = self.weights or self.config
         assert path is not None, self
         return config_folder(path) / CONFIG if path.is_dir() or self.weights else path

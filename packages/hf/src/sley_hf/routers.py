@@ -57,21 +57,17 @@ class Routers:
     recorder: OutputRecorder
 
     def find_modules(self, layer: nn.Module) -> Iterator[nn.Module]:
-        """Yields the routers of a decoder layer, in the order of `named_modules`."""
         part = f".{self.recorder.layer_name}." if self.recorder.layer_name else ""
         for path, module in layer.named_modules():
             if isinstance(module, self.recorder.target_class) and part in f".{path}.":
                 yield module
 
     def select_logits(self, output: Any) -> Tensor:
-        """Returns the logits [tokens, E] in the output of a router."""
         logits: Tensor = output[self.recorder.index] if isinstance(output, tuple) else output
         return logits
 
     def add_terms(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> Routed:
-        """Returns the output of a block. hidden: the block's hidden states. before: the output of the previous layer. logits:
-        the logits [tokens, E] of each router of the block.
-        """
+        """Returns the output of a block. before: the output of the previous layer. logits: [tokens, E] of each router."""
         probabilities, counts = [], []
         if isinstance(before, Routed):
             probabilities, counts = [before.probabilities], [before.counts]
@@ -94,7 +90,6 @@ class Routers:
 
 def find_routers(causal: Any, structure: ModuleNames, coefficient: float | None) -> Routers:
     """Returns the routers of a transformers model. coefficient: the factor of the loss, or None for that of the model's config.
-
     Raises UnsupportedModelError if no layer has experts, or if transformers computes no load-balancing loss or a different one.
     """
     family = causal.config.model_type
@@ -126,10 +121,7 @@ def _has_equal_loss(routers: Routers, function: Any) -> bool:
 
 
 class LoadBalance:
-    """Computes the load-balancing loss of each microbatch, and collects metrics of the step.
-
-    sp: the group of ranks that hold slices of the same sequences, or None before `attach`.
-    """
+    """Computes the load-balancing loss and its metrics. sp: the ranks with slices of a sequence, or None before `attach`."""
 
     def __init__(self, routers: Routers) -> None:
         self.routers = routers
@@ -150,7 +142,6 @@ class LoadBalance:
 
     def compute_loss(self, routed: Routed, num_labels: Tensor) -> Tensor:
         """Returns this rank's term of coefficient x loss x number of labels. The terms of the ranks of `sp` add up to it.
-
         routed: the output of the last block. num_labels: the number of this rank's labels that are not ignored, a scalar.
         """
         *_, probabilities, counts = routed
@@ -194,10 +185,7 @@ class BalancedLogits(SplitLogits):
         return self.output.dtype
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the sum of the cross-entropy over `labels` [b, s], plus the result of `LoadBalance.compute_loss`.
-
-        Labels equal to `ignore_index` do not count.
-        """
+        """Returns the summed cross-entropy over `labels` [b, s], except `ignore_index`, plus `LoadBalance.compute_loss`."""
         if isinstance(self.output, Tensor):
             total = cross_entropy_of_logits(self.output, labels, ignore_index, smoothing)
         else:

@@ -34,11 +34,9 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """The names of the parts of a transformers model.
-
-    base: the attribute of the causal model that holds the base model. stack: the path, within the base model, of the module
-    that owns the decoder layers; "" if the base model itself owns them. blocks, norm: the attributes of that module that hold
-    the list of decoder layers and the last norm.
+    """The names of the parts of a transformers model. base: the attribute of the causal model that holds the base model. stack:
+    the path, within the base model, of the owner of the decoder layers, or "" for the base model itself. blocks, norm: the
+    owner's attributes that hold the decoder layers and the last norm.
     """
 
     base: str
@@ -47,11 +45,9 @@ class ModuleNames:
     norm: str
 
     def find_stack(self, base: nn.Module) -> nn.Module:
-        """Returns the module that owns the decoder layers."""
         return base.get_submodule(self.stack)
 
     def list_blocks(self, causal: Any) -> list[nn.Module]:
-        """Returns the decoder layers of a transformers model."""
         return list(self.find_stack(getattr(causal, self.base)).get_submodule(self.blocks).children())
 
     def full_name(self, attribute: str) -> str:
@@ -138,10 +134,8 @@ class _Recorder(nn.Module):
 def record_calls(
     base: nn.Module, recorders: list[_Recorder], **inputs: Any
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Runs the base model up to its last recorder.
-
-    Returns the hidden states, the other positional arguments, and the keyword arguments of the call of each recorder. Raises
-    PlanError "hf-structure" if the forward does not run with recorders.
+    """Runs the base model up to its last recorder. Returns the hidden states, the other positional arguments, and the keyword
+    arguments of the call of each recorder. Raises PlanError "hf-structure" if the forward does not run with recorders.
     """
     for recorder in recorders:
         recorder.calls.clear()  # an earlier forward that failed may have left calls
@@ -177,7 +171,6 @@ def copy_with_recorders(
     causal: Any, structure: ModuleNames, num_recorders: int | None = None
 ) -> tuple[nn.Module, list[_Recorder]]:
     """Returns a copy of the base model, and the recorders that replace its decoder layers. The copy has no last norm.
-
     num_recorders: the number of decoder layers that the copy has, or None for all.
     """
     original = getattr(causal, structure.base)

@@ -34,11 +34,9 @@ WEIGHTS_KEY_PATH = ("model", "weights")
 
 
 class FileInitializer:
-    """Sets the parameters of modules to the values in the files of `folder`, in the layouts and dtypes of the parameters.
-
-    folder: as in `open_weights`. A run's files have Sley's names, and other files transformers' names. causal: the transformers
-    model, whose parameters may be on meta. Raises PlanError "model-weights" if the files cannot be read or belong to another
-    model.
+    """Sets the parameters of modules to the values in the files of `folder`, in the layouts and dtypes of the parameters. A
+    run's files have Sley's names, and others transformers' names. causal: the transformers model, possibly on meta. Raises
+    PlanError "model-weights" if the files cannot be read or belong to another model.
     """
 
     def __init__(self, folder: Path, causal: Any, structure: ModuleNames) -> None:
@@ -86,10 +84,7 @@ class FileInitializer:
                 self._targets |= {target.replace(first, name): target for name in other_patterns}
 
     def __call__(self, module: nn.Module, name: str) -> None:
-        """Reads the parameters of `module`, without those of its submodules.
-
-        Raises RunError "weight-files" if a file cannot be read or a tensor has a wrong shape.
-        """
+        """Reads the parameters of `module`, without submodules. Raises RunError "weight-files" for a bad file or shape."""
         for attribute, parameter in module.named_parameters(recurse=False):
             if (hf_name := self._names.get(f"{name}.{attribute}")) is not None:
                 value = self._read(hf_name)
@@ -99,10 +94,7 @@ class FileInitializer:
                 parameter.copy_(value)
 
     def _read(self, name: str) -> Tensor:
-        """Returns the value of the parameter that transformers calls `name`.
-
-        Raises RunError "weight-files" if a file cannot be read.
-        """
+        """Returns the value of the parameter that transformers calls `name`."""
         target = self._targets[name]
         stored, pattern = self._sources[target][0]
         if pattern is None:

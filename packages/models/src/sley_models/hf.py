@@ -89,10 +89,7 @@ class FileInitializer:
         self._files, self._folder = files, config.weights
 
     def __call__(self, module: nn.Module, name: str) -> None:
-        """Reads the parameters of `module`, without those of its submodules.
-
-        Raises RunError "weight-files" if a file cannot be read, or if the shape of a tensor has changed.
-        """
+        """Reads the parameters of `module`, without submodules. Raises RunError "weight-files" for a bad file or shape."""
         for attribute, parameter in module.named_parameters(recurse=False):
             if (stored_name := self._stored_names.get(f"{name}.{attribute}")) is not None:
                 value = self._files.tensor(stored_name)

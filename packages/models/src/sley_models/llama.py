@@ -52,7 +52,6 @@ def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
 
 
 def build_on_meta(layer_class: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """Returns a layer whose parameters are on meta. The model's initializer sets their values."""
     with torch.device("meta"):
         return layer_class(*args)
 

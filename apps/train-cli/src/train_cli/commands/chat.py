@@ -57,7 +57,6 @@ def chat(
 
 
 def _read_lines() -> Iterator[str]:
-    """Yields the lines that the user types, until the end of stdin."""
     while True:
         if sys.stdin.isatty():
             sys.stdout.write("> ")
@@ -68,10 +67,7 @@ def _read_lines() -> Iterator[str]:
 
 
 def _print_answer(text_ids: TextIds, steps: Any) -> str:
-    """Prints an answer while it is generated, until Ctrl-C. Returns the printed text.
-
-    steps: yields lists with one element, a token id or, after the end of the answer, None.
-    """
+    """Prints an answer while it is generated, until Ctrl-C, and returns it. steps: yields [token id], and [None] at the end."""
     text, ids = "", []
 
     def tokens() -> Iterator[int]:
@@ -109,10 +105,7 @@ def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system:
 
 
 def limit_tokens(generator: Any, num_ids: int, tokens: int) -> int:
-    """Returns the number of new tokens for which the model has positions, at most `tokens`.
-
-    num_ids: the number of tokens of the prompt. Raises UsageError "prompt-long" if the prompt fills all positions.
-    """
+    """Returns the number of new tokens, at most `tokens`, that fit. Raises UsageError "prompt-long" if none fits."""
     if generator.max_length is None or num_ids + tokens <= generator.max_length:
         return tokens
     if num_ids >= generator.max_length:

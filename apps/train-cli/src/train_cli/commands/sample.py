@@ -143,10 +143,7 @@ def generate(run: Run, ids: Sequence[int], size: int, *, temperature: float, top
 
 
 def _field_contents(run: Run) -> dict[str, str]:
-    """Returns the content of each batch field that the model reads, by name: "tokens", "positions" or "cu_seqlens".
-
-    Raises UsageError "sample-fields" if the model reads another field.
-    """
+    """Returns the content of each batch field that the model reads. Raises UsageError "sample-fields" for another field."""
     info = run.dataset.info
     ids = [name for name, field in info.fields.items() if field.ids == "token"]
     contents = dict.fromkeys(ids[:1], "tokens") | {name: name for name in ("positions", "cu_seqlens")}
@@ -163,10 +160,7 @@ def _field_contents(run: Run) -> dict[str, str]:
 
 
 def _predict_logits(run: Run, contents: Mapping[str, str], ids: Sequence[int], size: int) -> Tensor:
-    """Returns the logits of the next token, float64 [size], on the host. contents: from `_field_contents`.
-
-    Raises UsageError "no-logits" if the model's output does not have the shape of logits.
-    """
+    """Returns the logits of the next token, float64 [size], on the host. Raises UsageError "no-logits" for other shapes."""
     import torch
 
     values = {"tokens": [list(ids)], "positions": [list(range(len(ids)))], "cu_seqlens": [[0, len(ids)]]}
