@@ -45,9 +45,7 @@ COUNTS = ("moved_bytes", "moved_storages", "fetched_bytes", "fetched_on_demand",
 
 
 class Geometry(NamedTuple):
-    """The layout of a tensor in its storage. span: the offsets of its first byte and of its end. is_dense: whether the tensor's
-    elements fill the span.
-    """
+    """The layout of a tensor in its storage. span: its start and end in bytes. is_dense: whether its elements fill it."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -102,9 +100,7 @@ class MovedStorage:
         return self._source is not None
 
     def covers(self, tensor: Tensor) -> bool:
-        """Returns whether the host copy has, or will have, the present contents of `tensor`: whether the copy has not started,
-        or it includes all elements of the tensor and they have not been written since.
-        """
+        """Returns whether the host copy, once sent, has all present elements of `tensor`. True before it is sent."""
         if not self.is_sent:
             return True
         version, geometry = version_of(tensor), _get_geometry(tensor)
@@ -138,9 +134,7 @@ class MovedStorage:
         self.is_sent = True
 
     def release(self) -> None:
-        """Drops the device memory, after each handle has checked its tensor for writes. The copy must be done, or later device
-        work must wait for it.
-        """
+        """Drops the device memory, after each handle has checked its tensor. Later device work must wait for the copy."""
         for handle in self._live_handles():
             handle.release()
         self._handles.clear()
@@ -162,9 +156,7 @@ class MovedStorage:
         return True
 
     def storage(self) -> torch.UntypedStorage:
-        """Returns the storage on the device, the original or the fetched one, and makes later device work wait for its
-        contents. The storage must not be away.
-        """
+        """Returns the storage on the device, and makes later device work wait for its contents. It must not be away."""
         if self._source is not None:
             return self._source
         assert self._fetched is not None, "used before it was fetched"
@@ -175,11 +167,7 @@ class MovedStorage:
 
 
 class Handle:
-    """Replaces one saved tensor in autograd's graph.
-
-    storage: the tensor's storage. layer: the name of the layer that saved it. The other attributes describe the tensor's
-    layout.
-    """
+    """Replaces one saved tensor, a view of `storage`, in autograd's graph. layer: the name of the layer that saved it."""
 
     __slots__ = ("__weakref__", "_bits", "_fault", "_saved", "dtype", "layer", "offset", "shape", "storage", "stride")
 
@@ -226,9 +214,7 @@ class Handle:
             return empty.set_(storage, self.offset, self.shape, self.stride)
 
     def _check(self, tensor: Tensor) -> None:
-        """Records a fault if `tensor`, which has the memory of the saved tensor, was written. Waits for the device if
-        `sum_bits` was called.
-        """
+        """Records a fault if `tensor`, the saved one, was written. Waits for the device if `sum_bits` was called."""
         if self._saved is not None and version_of(tensor) != self._saved[1]:
             self._fault = "since its forward saved it"
         elif self._bits is not None:
@@ -238,9 +224,7 @@ class Handle:
 
 
 class KeptTensor:
-    """Replaces a saved tensor that stays on the device. Keeps it without its autograd history, which would keep the graph
-    alive.
-    """
+    """Replaces a saved tensor that stays on the device, without its history, which would keep the graph alive."""
 
     __slots__ = ("_tensor", "_version", "layer")
 
@@ -252,19 +236,14 @@ class KeptTensor:
         self._version = None if is_wrapped else version_of(tensor)
 
     def tensor(self) -> Tensor:
-        """Returns the tensor. Raises RunError `saved-in-place` if it was written, which autograd itself does not check if there
-        are hooks.
-        """
+        """Returns the tensor. Raises RunError `saved-in-place` if it was written. With hooks, autograd checks nothing."""
         if self._version is not None and version_of(self._tensor) != self._version:
             raise written_error(self.layer)
         return self._tensor
 
 
 def written_error(layer: str, fault: str = "since its forward saved it") -> RunError:
-    """Returns the RunError `saved-in-place` for a tensor that `layer` saved and that was written before its backward.
-
-    fault: the end of the error's sentence, which says when or through which tensor it was written.
-    """
+    """Returns the RunError `saved-in-place` for a tensor of `layer`. fault: when or through what it was written."""
     return RunError(
         "saved-in-place",
         f"a tensor that the backward of layer {layer!r} needs was written in place {fault}",
@@ -388,9 +367,7 @@ class HostActivations(ActivationPolicy):
         return output
 
     def _pack(self, tensor: Tensor, call: LayerCall, field_addresses: set[int]) -> Handle | KeptTensor | Tensor:
-        """Returns the object that autograd keeps in place of `tensor`. If the tensor's storage is offloaded, adds it to `call`.
-        field_addresses: the addresses of the microbatch's fields, which stay on the device.
-        """
+        """Returns the object that autograd keeps in place of `tensor`. If its storage is offloaded, adds it to `call`."""
         if not self._is_movable(tensor, field_addresses):
             return _wrap_kept(tensor, call.layer)
         key = storage_id(tensor)
@@ -463,9 +440,8 @@ class HostActivations(ActivationPolicy):
         return is_away
 
     def _send_storages(self, call: LayerCall) -> None:
-        """Starts the copies of the storages of `call`, and releases the device memory if the copies are already done.
-        Otherwise, the memory is released after the next layer. The first step always does the latter, to detect writes of that
-        layer.
+        """Starts the copies of the storages of `call`. Releases device memory whose copies are done, except in the first step,
+        which detects writes of the next layer; the rest is released after that layer.
         """
         storages = call.live_storages()[::-1]
         for storage in storages:
@@ -478,9 +454,7 @@ class HostActivations(ActivationPolicy):
             self._release_leaving_storages()
 
     def _release_leaving_storages(self) -> None:
-        """Releases the device memory of all storages that are leaving. Makes later device work wait for their copies, since it
-        may reuse the memory.
-        """
+        """Releases the device memory of all leaving storages. Makes later device work, which may reuse it, wait for copies."""
         while self._leaving_storages:
             event, storages = self._leaving_storages.popleft()
             event.hold_device()
@@ -489,9 +463,7 @@ class HostActivations(ActivationPolicy):
 
 
 def _wrap_kept(tensor: Tensor, layer: str) -> KeptTensor | Tensor:
-    """Returns the object that autograd keeps for a tensor that stays on the device: the tensor itself if it is a trainable
-    leaf, since a leaf has no history, and a `KeptTensor` otherwise.
-    """
+    """Returns `tensor` itself if it is a trainable leaf, which has no history, and a `KeptTensor` otherwise."""
     return tensor if tensor.is_leaf and tensor.requires_grad else KeptTensor(tensor, layer)
 
 

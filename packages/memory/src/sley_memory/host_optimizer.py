@@ -29,10 +29,7 @@ NUM_HOST_BUCKETS = 2
 
 
 class SteppedBucket(NamedTuple):
-    """Parameters that are updated together.
-
-    gradients, weights: one host tensor per parameter, for its gradient, and for its weight in the dtype on the device.
-    """
+    """Parameters that are updated together, with host tensors for their gradients and for weights in the device's dtype."""
 
     stepped: Sequence[Stepped]
     gradients: Sequence[Tensor]
@@ -62,9 +59,7 @@ class HostOptimizer(Mover):
         parts.events.step_in_buckets = self._step
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
-        """Yields each bucket once its gradients are on the host. When the caller has updated the bucket, copies its weights to
-        the device. Waits for all copies at the end.
-        """
+        """Yields each bucket once its gradients are on the host, and then sends its weights. Finally waits for all copies."""
         self._build_buckets(stepped)
         streams = self._streams
         streams.to_host.wait_for_device()  # gradients are copied only after they are clipped
@@ -120,9 +115,7 @@ class HostOptimizer(Mover):
         self._sent[index % NUM_HOST_BUCKETS] = TimedCopies(self._streams.to_device.record(), start_s, num_bytes)
 
     def _build_buckets(self, stepped: Sequence[Stepped]) -> None:
-        """Builds the buckets, and the host memory for two of them, in the first step and whenever the number of weights has
-        changed, as when weights were unfrozen.
-        """
+        """Builds the buckets and their host memory, in the first step and when the number of weights has changed."""
         if sum(len(bucket.stepped) for bucket in self._buckets) == len(stepped):
             return
         buckets = split_by_bytes(stepped, self._bucket_bytes)

@@ -23,13 +23,10 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up, split_by_size
 from sley_memory.arena import HostArena
 
 MAX_SMALL_BYTES = 1 << 20
-"""The size in bytes of the largest storage that is merged with others. At 25 GB/s, the copy of a larger one takes more than 40
-us, much longer than its launch.
-"""
+"""The size in bytes of the largest storage that is merged with others. Larger copies take much longer than their launch."""
 
 NUM_OWNERS = 3
-"""The use count of a storage without other views. Its owners are the tensor, the view in `StorageEntry`, and the Python object.
-"""
+"""The use count of a storage without other views: its tensor, the view in `StorageEntry`, and the Python object."""
 
 ListStorages = Callable[[], Sequence[StorageEntry]]
 """A function that returns the storages to move. They may differ between calls."""
@@ -76,9 +73,7 @@ def merge_small(storages: Sequence[StorageEntry], max_bytes: int) -> list[Storag
 
 
 def _is_mergeable(storage: StorageEntry) -> bool:
-    """Returns whether a storage may be merged. It must be resizable, have at most 1 MiB, and hold one plain tensor without
-    other views.
-    """
+    """Returns whether a storage is resizable, has at most 1 MiB, and holds one plain tensor without other views."""
     if len(storage.tensors) > 1 or not 0 < storage.memory.numel() <= MAX_SMALL_BYTES or not is_resizable(storage):
         return False
     (tensor,) = storage.tensors.values()
@@ -106,9 +101,7 @@ def _merge_storages(storages: Sequence[StorageEntry]) -> StorageEntry:
 
 
 def is_resizable(entry: StorageEntry) -> bool:
-    """Returns whether torch can free and grow the memory of `entry`. It cannot if the memory is shared between processes or
-    owned by another library.
-    """
+    """Returns whether torch can free and grow the memory of `entry`. Shared or foreign memory is not resizable."""
     storage = entry.memory.untyped_storage()
     # A host tensor shared between processes claims to be resizable, but growing it crashes the process.
     return storage.resizable() and not (entry.memory.device.type == "cpu" and storage.is_shared())
@@ -128,9 +121,7 @@ class Streams:
 
 
 class TimedCopies(NamedTuple):
-    """Copies in flight in one direction. end: the event after them. start_s: their start, by `time.perf_counter`. num_bytes:
-    their total size.
-    """
+    """Copies in flight in one direction. end: the event after them. start_s: by `time.perf_counter`."""
 
     end: CopyEvent
     start_s: float
@@ -178,9 +169,7 @@ class Mover:
         """Blocks the host until copies in flight are done."""
 
     def host(self) -> Mapping[int, Tensor]:
-        """Returns the host copies, uint8 [bytes], of storages that are not here, by `storage_id`. Waits until they are
-        complete.
-        """
+        """Returns the host copies, uint8 [bytes], of storages that are not here, by `storage_id`. Waits for the copies."""
         return {}
 
     def close(self) -> None:
@@ -209,10 +198,7 @@ class FreedGradients(Mover):
 
 
 class TrimmedPools(Mover):
-    """Frees unused memory, which its owner allocates again when needed. The part is never away.
-
-    trim: frees the memory and returns its size in bytes.
-    """
+    """Frees unused memory with `trim`, which returns its size in bytes. Its owner allocates it again when needed."""
 
     def __init__(self, trim: Callable[[], int], counters: Moved) -> None:
         super().__init__(counters)
@@ -260,9 +246,7 @@ class HostCopy(Mover):
         return self._where
 
     def offload(self) -> None:
-        """Starts to copy all storages to the host, and frees their device memory. If this fails, onloads all storages before it
-        raises the error.
-        """
+        """Starts to copy all storages to the host, and frees their device memory. After an error, onloads all of them."""
         if self._where in (Where.LEAVING, Where.AWAY):
             return
         self.require()

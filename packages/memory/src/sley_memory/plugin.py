@@ -34,9 +34,7 @@ class OffloadConfig(Table):
     """The parts that a table without the key `parts` moves."""
 
     bucket_mb: Annotated[float, Field(gt=0)] = 64.0
-    """The size of a bucket in MB (10^6 bytes). A bucket is the memory that is moved at a time. For managers that move states in
-    each step, it is the weights that are updated at a time.
-    """
+    """The size in MB (10^6 bytes) of a bucket: the memory that is moved, or the weights that are updated, at a time."""
 
     host_budget_mb: Annotated[float, Field(ge=0)] | None = None
     """The limit of page-locked host memory in MB (10^6 bytes). Host memory beyond it is pageable, and the run warns once. There
@@ -109,17 +107,13 @@ class HostConfig(Table):
     """Offloads saved activations of chosen layers to the host, and prefetches them for the backward."""
 
     layers: Layers | None = None
-    """The layers: the number of blocks, counted from the first, or names and patterns (`"blocks.1*"`). All blocks by default.
-
-    Blocks are all layers but the first and the last.
-    """
+    """The number of blocks, from the first, or names and patterns (`"blocks.1*"`). All layers but first and last by default."""
 
     min_bytes: NonNegativeInt = 65536
     """The size in bytes below which storages stay on the device, since copying them costs more than it saves."""
 
     budget_bytes: NonNegativeInt | None = None
-    """The limit of offloaded bytes. Storages beyond it stay on the device, and the run counts their bytes. No limit by default.
-    """
+    """The limit of offloaded bytes. Storages beyond it stay on the device and are counted. No limit by default."""
 
 
 class SelectiveConfig(Table):

@@ -44,9 +44,7 @@ if TYPE_CHECKING:
 
 
 class KeptAttention:
-    """Holds the attention results of one call of a layer, in order, with None for a result that is recomputed. It lives as long
-    as the layer's graph, so repeated backwards can reuse it.
-    """
+    """Holds the attention results of one call of a layer, in order, for all its backwards. None is a recomputed result."""
 
     def __init__(self, stats: AttentionStats) -> None:
         self.stats = stats
@@ -59,10 +57,8 @@ class KeptAttention:
         self.stats.num_bytes -= self.num_bytes
 
     def add(self, result: Sequence[Any], *, has_dropout: bool) -> None:
-        """Keeps the result of an attention, without its history, or marks it for recomputation if `has_dropout`.
-
-        has_dropout: whether the attention drew random numbers. If the recomputation did not draw them again, later draws would
-        differ.
+        """Keeps the result of an attention, without its history. Marks it for recomputation instead if `has_dropout`: the
+        recomputation must draw the same random numbers.
         """
         if has_dropout:
             self.stats.num_recomputed += 1
@@ -75,9 +71,7 @@ class KeptAttention:
         self._results.append([(_detach(v), version_of(v)) if isinstance(v, Tensor) else (v, 0) for v in result])
 
     def mark_needed(self) -> None:
-        """Marks all results so far as needed. Called when the checkpoint saves a tensor, up to which the recomputation will
-        run.
-        """
+        """Marks all results so far as needed, when the checkpoint saves a tensor up to which it will recompute."""
         self._num_needed = len(self._results)
 
     def rewind(self) -> None:
@@ -103,9 +97,7 @@ class KeptAttention:
         return [_detach(value) if isinstance(value, Tensor) else value for value, _ in result]
 
     def check_all_reused(self) -> None:
-        """Raises RunError `attention-differs` if the recomputation had fewer attentions, since it may then have used the
-        results of others.
-        """
+        """Raises RunError `attention-differs` if the recomputation had fewer attentions and may have used wrong ones."""
         if self._index < self._num_needed:
             raise self._count_error("less often") from None
 
@@ -135,9 +127,7 @@ class AttentionStats:
 
 
 def _detach(tensor: Tensor) -> Tensor:
-    """Returns the tensor without its autograd history. Within a dispatch mode, only the guard makes the result share the
-    version counter of `tensor`.
-    """
+    """Returns the tensor without its history. In a dispatch mode, only the guard makes both share a version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -155,17 +145,14 @@ _OPERATOR_NAMES = (
 ATTENTION_OPERATORS = frozenset(
     getattr(torch.ops.aten, name).default for name in _OPERATOR_NAMES if hasattr(torch.ops.aten, name)
 )
-"""The operators of `F.scaled_dot_product_attention`. Its math backend consists of many operators, whose results are not kept.
-"""
+"""The operators of `F.scaled_dot_product_attention`, except those of its math backend, whose results are not kept."""
 
 VARLEN_OPERATOR = "torch_attn::_varlen_attn"
 """The name of variable-length attention on CUDA, which torch registers at its first use."""
 
 
 class _KeepAttentionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Intercepts operators below autograd. Keeps attention results in the first forward, and returns them in the
-    recomputation.
-    """
+    """Keeps the results of attention operators in the first forward, and returns them in the recomputation."""
 
     def __init__(self, kept: KeptAttention, *, is_first_forward: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -259,9 +246,7 @@ class SelectiveRecompute(Recompute):
         return layer(*args, **fields) if name in self._compiled_names else super().call(name, layer, args, fields, micro)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns two contexts: one for a layer's first forward, which keeps the results of attention, and one for its
-        recomputation, which reuses them.
-        """
+        """Returns two contexts: a layer's first forward keeps attention results in one, and its recomputation reuses them."""
         results = KeptAttention(self.stats)
         return _AttentionMode(results, is_first_forward=True), _AttentionMode(results, is_first_forward=False)
 

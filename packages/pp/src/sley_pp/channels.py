@@ -89,9 +89,7 @@ class Channels:
         return self._start_message("send", pieces, peer, label)
 
     def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
-        """Starts to receive a message that stage `peer` sends with `send`, into `pieces` of the same sizes. Returns handles
-        like `send`.
-        """
+        """Starts to receive a message from stage `peer` into `pieces` of the same sizes. Returns handles like `send`."""
         return self._start_message("receive", pieces, peer, label)
 
     def send_host(self, tensor: Tensor, peer: int, label: str) -> Work:
@@ -123,9 +121,8 @@ class Channels:
 class WalkCheck:
     """Checks that neighbouring stages run the same microbatches in a walk, which is one pass through a list of actions.
 
-    At the start of a walk each stage sends its neighbours a digest of its microbatches. Before it receives the first message
-    from a neighbour, it compares the neighbour's digest with its own. Otherwise stages that differ would wait for messages that
-    nobody sends, or mistake one message for another. number: the number of walks that have begun.
+    At the start of a walk each stage sends its neighbours a digest of its microbatches, which they compare before they receive
+    messages. Otherwise stages that differ could wait forever or mistake messages. number: the number of walks that have begun.
     """
 
     def __init__(self, channels: Channels) -> None:
@@ -146,10 +143,7 @@ class WalkCheck:
             self._sends[peer] = self._channels.send_host(self._digest, peer, label)
 
     def start_receive(self, peer: int, label: str) -> None:
-        """Starts to receive the digest of stage `peer`, unless an earlier call in this walk did.
-
-        label: the description of the next transfer, for errors while waiting for the digest.
-        """
+        """Starts to receive the digest of stage `peer`, unless an earlier call did. label: the next transfer."""
         if peer not in self._receives:
             digest = torch.empty_like(self._digest)
             self._receives[peer] = self._channels.receive_host(digest, peer, label), digest
@@ -159,10 +153,7 @@ class WalkCheck:
         return peer in self._confirmed_peers
 
     def confirm(self, peer: int, label: str) -> None:
-        """Blocks until the digest of stage `peer` has arrived. Raises RunError `stages-differ` if it differs from this stage's.
-
-        label: as in `start_receive`.
-        """
+        """Blocks until the digest of `peer` has arrived. Raises RunError `stages-differ` if it differs from this stage's."""
         if peer in self._confirmed_peers:
             return
         if not self._channels.group.has_peers:

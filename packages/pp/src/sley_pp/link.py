@@ -178,17 +178,15 @@ class Link:
         self._discard()
 
     def _discard(self) -> None:
-        """Drops all transfers and announcements in flight, without waiting for them."""
         collections: list[Any] = [*self._queues.values(), self._sends, self._announcements, self._receives]
         for collection in (*collections, self._gradients_to_receive, self._gradients_to_send):
             collection.clear()
         self._walk.discard()
 
     def _send(self, transfer: Transfer, expected: Description, actual: Description, tensors: list[Tensor]) -> None:
-        """Sends `tensors` in a message with the layout of `expected`, or sends nothing if `expected` has no tensors.
-
-        actual: the description of `tensors`. If it does not fit `expected`, sends a message that reports the mismatch, and
-        raises RunError `boundary-mismatch`.
+        """Sends `tensors` in a message with the layout of `expected`, or sends nothing if `expected` has no tensors. If
+        `actual`, their description, does not fit, sends a message that reports the mismatch, and raises RunError
+        `boundary-mismatch`.
         """
         label = self._label(transfer)
         fault = "" if actual.fits(expected) else f"{label}: expected {expected}, but got {actual}"
@@ -226,10 +224,7 @@ class Link:
         self._message_pool.release(message)
 
     def _unblock_queue(self, direction: str, expected: Transfer) -> None:
-        """Blocks until the first queued receive of `direction` can start, then starts all that can.
-
-        expected: the caller's transfer, for an error message.
-        """
+        """Blocks until the first queued receive of `direction` can start, then starts all that can. expected: for errors."""
         assert self._queues[direction], f"{expected} was never posted"
         transfer, key = self._queues[direction][0]
         self._walk.confirm(transfer.peer, f"what {self._label(transfer)}")
@@ -263,19 +258,13 @@ class Link:
             self._receives[transfer] = _Receive(message, pending, description)
 
     def _receive_description(self, transfer: Transfer) -> Description:
-        """Blocks until the peer has announced the output of `transfer`, and returns its description.
-
-        A fake world returns the description without waiting.
-        """
+        """Returns the description of the output of `transfer`. Blocks until the peer has announced it."""
         if self._fake_description is not None:
             return self._fake_description(transfer.peer, transfer.peer_chunk)
         return receive_description(self._channels, transfer.peer, f"the announcement of what {self._label(transfer)}")
 
     def _read_flags(self, transfer: Transfer, message: Message) -> bytes:
-        """Returns the flags of a received `message`.
-
-        Raises RunError if the message belongs to another step or microbatch, or reports a mismatch.
-        """
+        """Returns the flags of a received `message`. Raises RunError if it is an unexpected message or reports a mismatch."""
         walk, microbatch, flags, fault = message.read_header()
         label = self._label(transfer)
         if (walk, microbatch) != (self._walk.number, transfer.micro):
@@ -289,7 +278,6 @@ class Link:
         return self._descriptions.setdefault((transfer.op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
 
     def _label(self, transfer: Transfer) -> str:
-        """Returns the text that names `transfer` in errors and traces."""
         verb = "sends to" if transfer.op == "send" else "receives from"
         contents = "output" if transfer.flow == "forward" else "gradient"
         return (

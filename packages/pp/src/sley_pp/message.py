@@ -113,9 +113,7 @@ class Message:
         self._num_owned = _num_users(self._storage)
 
     def aliases(self) -> list[Tensor]:
-        """Returns an alias of each tensor with its own version counter, so that autograd does not take a write to one alias for
-        a write to the others.
-        """
+        """Returns an alias of each tensor with its own version counter, so that writes to one do not count for others."""
         return [tensor.data for tensor in self.tensors]
 
     def write_header(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
@@ -133,16 +131,12 @@ class Message:
 
 
 def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Returns the number of owners of the memory (tensors, arrays and capsules) and the number of references to `storage`.
-
-    Both are needed, since the first counts the Python object `storage` only once, however many references it has.
-    """
+    """Returns the number of owners of the memory, where `storage` counts only once, and of references to `storage`."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count, sys.getrefcount(storage)
 
 
 def boundary_mismatch_error(fault: str) -> RunError:
-    """Returns the RunError `boundary-mismatch`."""
     return RunError(
         "boundary-mismatch",
         fault,

@@ -53,10 +53,7 @@ def balanced_boundaries(costs: Sequence[float], num_positions: int) -> Boundarie
 
 
 def _minimal_maximum(prefix_sums: Sequence[float], num_positions: int) -> float:
-    """Returns the least possible cost of the most expensive position.
-
-    prefix_sums: the total costs of the first 0, 1, 2, ... layers.
-    """
+    """Returns the least possible cost of the most expensive position. prefix_sums: costs of the first 0, 1, ... layers."""
 
     def fits(limit: float) -> bool:
         """Returns whether the layers fit into the positions if no position costs more than `limit`."""

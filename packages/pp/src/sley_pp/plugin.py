@@ -35,9 +35,7 @@ class ZeroBubbleH1Config(Table):
 
 
 class ZeroBubbleVConfig(Table):
-    """Runs two model chunks per stage, placed in a V, and computes weight gradients when a stage would idle. Has almost no
-    bubble.
-    """
+    """Runs two model chunks per stage, placed in a V, and computes weight gradients in idle time. Has almost no bubble."""
 
 
 class CsvConfig(Table):
@@ -66,9 +64,7 @@ class MeasuredConfig(Table):
     """Cuts the model so that the slowest part is as fast as possible, according to the measured time of each layer."""
 
     layer_costs: Array[Annotated[float, Field(ge=0)]] | None = None
-    """The time of each layer in seconds. If left out, the run measures the times when it starts, and writes them into the plan
-    in its folder.
-    """
+    """The time of each layer in seconds. By default, the run measures it at its start and writes it into its plan."""
 
 
 class ExplicitConfig(Table):

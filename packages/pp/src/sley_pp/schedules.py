@@ -96,8 +96,8 @@ def interleaved(stages: int, chunks: int, num_microbatches: int) -> list[list[Ac
 
 
 def round_sizes(stages: int, num_microbatches: int) -> list[int]:
-    """Splits the microbatches into as many rounds of at least `stages` as possible, but at least one. Returns the sizes of the
-    rounds, which differ by at most one, in descending order.
+    """Returns the sizes, in descending order, of as many rounds of at least `stages` microbatches as possible, but at least
+    one. The sizes differ by at most one.
     """
     num_rounds = max(1, num_microbatches // stages)
     size, num_larger = divmod(num_microbatches, num_rounds)
@@ -319,5 +319,4 @@ def _build_placement(positions_per_rank: Sequence[set[int]], location: Place) ->
 
 
 def _file_error(fault: str, location: Place) -> PlanError:
-    """Returns the PlanError "schedule-file"."""
     return PlanError("schedule-file", f"the schedule {location} {fault}", path=("pipeline", "file"))

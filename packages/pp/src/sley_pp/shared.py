@@ -35,10 +35,7 @@ class SharedModules(GradientHandler):
             self._ties[axis].append(parts.registry[name])
 
     def finish_step(self, step: StepState) -> None:
-        """All-reduces this rank's gradients of ties over their stages, and waits for the sums.
-
-        The gradients of a group are copied into one buffer, since one large message takes less time than many small ones.
-        """
+        """All-reduces this rank's gradients of ties over their stages, in one buffer per group, and waits for the sums."""
         self._sent.begin_step()
         reductions = []
         for axis, params in self._ties.items():
