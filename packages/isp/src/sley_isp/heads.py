@@ -8,8 +8,8 @@
 Here n is the number of tokens of a rank, c that of a chunk, h the size of a hidden state, v the size of the vocabulary, and wp
 the number of ranks. Without `chunk_tokens`, a vocabulary-parallel head has one chunk, of the tokens of all ranks.
 
-Both heads compute the gradients in the forward, so their backward does not communicate. The vocabulary-parallel head gathers
-statistics once, while Megatron-LM makes three all-reduces (Shoeybi et al. 2019, section 3).
+Both heads compute the gradients in the forward, so their backward does not communicate. The vocabulary-parallel head needs
+one gather, of the statistics of each slice, where Megatron-LM needs three all-reduces (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations

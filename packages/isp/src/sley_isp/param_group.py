@@ -192,8 +192,8 @@ class PublishedShards:
             self._published = self._group.transport("gather").publish(shards, label=label)
 
     def gather(self, group: ParamGroup, *, is_unchanged: bool) -> UnshardedGroup:
-        """Starts the all-gather of `group`, from the published shards if the shards are unchanged. is_unchanged: whether every
-        write since the publication has changed the group's version, with the same value on all ranks of `wp`.
+        """Starts the all-gather of `group`, from the published shards if the group's version is unchanged and `is_unchanged`:
+        whether every write since the publication has changed the version. All ranks of `wp` must make the same choice.
         """
         version, shards = self._shards.get(group, (None, []))
         if is_unchanged and self._published is not None and version == group.version:

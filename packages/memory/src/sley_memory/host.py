@@ -100,7 +100,9 @@ class MovedStorage:
         return self._source is not None
 
     def covers(self, tensor: Tensor) -> bool:
-        """Returns whether the host copy, once sent, has all present elements of `tensor`. True before it is sent."""
+        """Returns whether the host copy has, or will have, the present contents of `tensor`: whether the copy has not started,
+        or it includes all elements of the tensor and they have not been written since.
+        """
         if not self.is_sent:
             return True
         version, geometry = version_of(tensor), _get_geometry(tensor)
@@ -236,7 +238,7 @@ class KeptTensor:
         self._version = None if is_wrapped else version_of(tensor)
 
     def tensor(self) -> Tensor:
-        """Returns the tensor. Raises RunError `saved-in-place` if it was written. With hooks, autograd checks nothing."""
+        """Returns the tensor. Raises RunError `saved-in-place` if it was written, which autograd does not check."""
         if self._version is not None and version_of(self._tensor) != self._version:
             raise written_error(self.layer)
         return self._tensor

@@ -101,7 +101,9 @@ def _merge_storages(storages: Sequence[StorageEntry]) -> StorageEntry:
 
 
 def is_resizable(entry: StorageEntry) -> bool:
-    """Returns whether torch can free and grow the memory of `entry`. Shared or foreign memory is not resizable."""
+    """Returns whether torch can free and grow the memory of `entry`. It cannot if the memory is shared between processes or
+    owned by another library.
+    """
     storage = entry.memory.untyped_storage()
     # A host tensor shared between processes claims to be resizable, but growing it crashes the process.
     return storage.resizable() and not (entry.memory.device.type == "cpu" and storage.is_shared())
@@ -121,7 +123,9 @@ class Streams:
 
 
 class TimedCopies(NamedTuple):
-    """Copies in flight in one direction. end: the event after them. start_s: by `time.perf_counter`."""
+    """Copies in flight in one direction. end: the event after them. start_s: their start, by `time.perf_counter`. num_bytes:
+    their total size.
+    """
 
     end: CopyEvent
     start_s: float
