@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from started_program import Cli
 
-from sley_core.files import write_json
+from sley_core.json_text import write_json
 from sley_doctor.fault_report import DoctorRecorder, FaultReport, read_reports, write_report
 from sley_doctor.verdict import Verdict, find_verdict
 from sley_doctor.work_record import Start, format_line

@@ -20,7 +20,7 @@ from sley_core.comm.device import HostMemory
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
-from sley_core.files import decode_value, encode_value
+from sley_core.json_text import decode_value, encode_value
 from sley_core.saved_weights import join_leaves
 from sley_testing.drawn_copies import DrawnDevice, DrawnStream
 from sley_testing.plans import changed, small_plan

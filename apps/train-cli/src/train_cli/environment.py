@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from sley_core.errors import format_path
-from sley_core.files import write_json
+from sley_core.json_text import write_json
 from sley_core.plan.plan import iterate_values
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ import torch
 from sley_core.comm.world import World
 from sley_core.engine.call import count_graphs, recompile_reasons
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
-from sley_core.files import WEIGHTS, write_json
+from sley_core.files import WEIGHTS
+from sley_core.json_text import write_json
 from sley_core.jsonl import read_rows
 from sley_core.plan.load import load_plan
 from sley_trainer.assemble import assemble

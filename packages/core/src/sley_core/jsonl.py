@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sley_core.errors import RunError
-from sley_core.files import to_json
+from sley_core.json_text import to_json
 from sley_core.plugin import JsonlConfig
 from sley_core.protocols import MetricsWriter
 

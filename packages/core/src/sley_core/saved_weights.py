@@ -16,8 +16,9 @@ from sley_core.checkpointing import AVERAGES, BUFFERS, OPTIMIZER, WEIGHTS, Check
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.errors import RunError
-from sley_core.files import PLAN, decode_value
+from sley_core.files import PLAN
 from sley_core.files import WEIGHTS as WEIGHTS_FOLDER
+from sley_core.json_text import decode_value
 from sley_core.model.build import build_on_meta
 from sley_core.model.tensors import checksum
 from sley_core.model.values import HostModel

@@ -21,7 +21,7 @@ from torch import Tensor
 from sley_core.data.dataset import DataInfo, Field, Order
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError
-from sley_core.files import decode_value, encode_value
+from sley_core.json_text import decode_value, encode_value
 
 INFO = DataInfo({"x": Field("int64")})
 

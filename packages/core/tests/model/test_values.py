@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError
-from sley_core.files import decode_value, encode_value
 from sley_core.generators import derive_seed, use_program_seed
+from sley_core.json_text import decode_value, encode_value
 from sley_core.model.layers import Model
 from sley_core.model.tensors import fingerprint, flat_bytes
 from sley_testing.plans import build_model_with_values

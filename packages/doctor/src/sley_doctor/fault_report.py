@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from sley_core.files import to_json, write_atomically
+from sley_core.files import write_atomically
+from sley_core.json_text import to_json
 from sley_doctor.work_record import record_work
 from train_cli.run_folder import FAULTS, RunRecorder
 

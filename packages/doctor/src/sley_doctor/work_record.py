@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pydantic import TypeAdapter
 
 from sley_core.actions.action import Action, Transfer
-from sley_core.files import to_json
+from sley_core.json_text import to_json
 from train_cli.run_folder import WORK
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from sley_core.data.batches import check_tokens, collate_function
 from sley_core.data.dataset import AnyDataset, Batch, DataContext, Dataset, Field, Sample, Split, is_stream
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
-from sley_core.files import decode_value, encode_value
+from sley_core.json_text import decode_value, encode_value
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from sley_core.comm.device import storage_id
 from sley_core.engine.buffers import ElementRange
 from sley_core.errors import PlanError, RunError, format_cause
-from sley_core.files import decode_value, encode_value
 from sley_core.generators import comparable_state, optimizer_generators, seed_generators, seed_host, use_seed
+from sley_core.json_text import decode_value, encode_value
 from sley_core.optim import shared
 from sley_core.optim.config import scope_of
 from sley_core.optim.shared import Traits

@@ -11,8 +11,8 @@ from torch.utils._pytree import SequenceKey, tree_leaves, tree_map_with_path
 
 from sley_core.checkpointing import AVERAGES, BUFFERS, OPTIMIZER, WEIGHTS, CheckpointReader, Region, region_of
 from sley_core.errors import RunError
-from sley_core.files import decode_value, encode_value
 from sley_core.generators import host_state, set_host_state
+from sley_core.json_text import decode_value, encode_value
 from sley_core.optim import shared
 from sley_core.saved_weights import BASE, OPTIONS, extra_state_names, join_leaves, names_by_parameter, shared_states
 from sley_core.weight_files.write import BY_NAME

@@ -32,7 +32,8 @@ from sley_core.checkpointing import (
 )
 from sley_core.engine.agreement import Agreement
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path, shorten_names
-from sley_core.files import CHECKPOINTS, decode_value, encode_value
+from sley_core.files import CHECKPOINTS
+from sley_core.json_text import decode_value, encode_value
 from sley_core.optim import shared
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import replace_values

@@ -34,7 +34,7 @@ from sley_core.engine.agreement import Agreement
 from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.shards import REDUCE_GROUP, SHARD_AXIS, gather_full_tensors
 from sley_core.errors import RunError, SleyError, format_cause, shorten_names
-from sley_core.files import decode_value, encode_value
+from sley_core.json_text import decode_value, encode_value
 from sley_core.model.tensors import checksum
 from sley_core.weight_files.write import (
     LocalProbeFolder,

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sley_core.errors import PlanError, RunError, UsageError
-from sley_core.files import PLAN, write_json
+from sley_core.files import PLAN
+from sley_core.json_text import write_json
 from sley_core.plan.tables import row_name
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import DatasetRecord, ModelRecord
