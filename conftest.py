@@ -1,7 +1,5 @@
 """What is a campaign's: cases beyond a test's sample, and a later alarm for tests that hang; what no test looks through."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

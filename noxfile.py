@@ -18,8 +18,6 @@ follows the user's own index settings: with PIP_EXTRA_INDEX_URL=https://download
 of torch comes, where the public index has the CUDA build for Linux.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Creates environments with some of the installed distributions: those of given requirements, and their dependencies."""
 
-from __future__ import annotations
-
 import subprocess
 import sysconfig
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 Parses the sources, and does not run them. A value that only a run knows is a gap in the text, with the name of its variable.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -4,8 +4,6 @@ python .ci/error_codes.py > docs/errors.md
 python .ci/error_codes.py --check           # exits 1 if the page is not what this would write
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Which package may import which, and what must stay free of torch: the configuration of import-linter."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Reads the packages of this repository from their manifests, and checks their wheels."""
 
-from __future__ import annotations
-
 import re
 import tarfile
 import tomllib

@@ -5,8 +5,6 @@ stands before it. A block ```toml is a plan, saved as plan.toml; a part of a pla
 names in the last whole one.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator

@@ -6,8 +6,6 @@
 A hook's docstring is a sentence or two, then fixed lines; tests check the lines and that the pages are up to date.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping

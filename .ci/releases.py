@@ -4,8 +4,6 @@ releases.toml has a table for each distribution, `"VERSION" = "COMMIT"`, the old
 `nox -s compat` compares while nothing is released.
 """
 
-from __future__ import annotations
-
 import shutil
 import tomllib
 from collections.abc import Iterable, Iterator

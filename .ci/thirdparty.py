@@ -1,7 +1,5 @@
 """Tests the example plugins as wheels, in an environment and a folder outside the repository."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

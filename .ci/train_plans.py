@@ -4,8 +4,6 @@ Ranks are forked from one process that has imported torch, which fresh ones of a
 `train-cli run` does before it starts ranks is done by `train-cli check --model`.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Whole steps at k = 1, 4 and 8 microbatches per rank, with `dp.bucketed` and `dp.
 holds besides its gradients at most. There is no target: it is an option, and this is its price.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ to be written after the last step of a block is waited for, and counted. `--part
 one thing that a save does beside them.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import statistics

@@ -1,7 +1,5 @@
 """Gathers and reductions of rows on the CPU: core's direct messages and its reads of peers' memory against gloo's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

@@ -4,8 +4,6 @@ Each contestant has `backward`, forward to reduced gradients of one optimizer st
 optimizer that its users usually take. All get the same layers, the same weights and the same batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol

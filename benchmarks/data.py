@@ -7,8 +7,6 @@ part of it. Each start is a process of its own: seconds from the opening of the 
 imports; of several, those of the slowest and of the largest.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

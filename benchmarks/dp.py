@@ -4,8 +4,6 @@ Targets, ours / DDP: time <= 0.94 at 64 tokens and <= 1.00 at 512 (backward), <=
 with injected latency at least 80 % of the reduction hidden.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from itertools import product

@@ -8,8 +8,6 @@ constants of a machine file. All others are predicted through the estimator: lay
 `pp.one_f_one_b`, lowered and simulated with their messages and sums. Nothing is fitted to the rows that count.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import random

@@ -13,8 +13,6 @@ The error of a plan's bytes is that of its worst rank. Prints for each group the
 quantile and maximum of their errors in percent.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import statistics

@@ -9,8 +9,6 @@ After each figure, the benchmark prints the excess of the largest round over the
 at most 7 %, and the largest at most 15 %.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Hashable, Iterator, Sequence

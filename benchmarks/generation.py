@@ -5,8 +5,6 @@
 The model is a Llama of 36 million random parameters in fp32, the prompt has 64 tokens.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

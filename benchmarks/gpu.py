@@ -16,8 +16,6 @@ the exit code 1. The plan tables need the packages core, models and testing; tra
 figures are from an H100. TFLOP/s and MFU follow `sley_trainer.throughput.model_flops`, for the plain loop too.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -1,7 +1,5 @@
 """The plain PyTorch loop of gpu.py, and its Llama with low-rank adapters. Neither uses Sley's engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import ceil

@@ -5,8 +5,6 @@ Forward, backward and reduction of one microbatch. Targets, ours / FSDP2: time <
 communication removed; live bytes <= FSDP2's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ form is timed with the latency and without, so that only what was injected count
 Target: at least 80 % hidden at every fraction of recomputed blocks, of at most 1 - `VISIBLE` / exchanges.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict

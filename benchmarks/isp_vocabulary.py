@@ -3,8 +3,6 @@
 Forward, backward and reduction of one microbatch of a small decoder, whose table and head are most of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

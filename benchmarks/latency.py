@@ -5,8 +5,6 @@ is timed with the latency and without it, so that only what was injected counts:
 that is hidden, is in both.
 """
 
-from __future__ import annotations
-
 import queue
 import random
 import statistics

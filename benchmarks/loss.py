@@ -5,8 +5,6 @@ does. Peaks are the live tensor bytes above those of hidden states, weight, accu
 installed, its kernel is a contestant, too. On a CPU its bytes count, but not its time (`TRITON_INTERPRET=1`, `--only memory`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec

@@ -5,8 +5,6 @@ and from page-locked memory, offload and onload reach >= 0.95; on CUDA, >= 0.99 
 with `between_steps` takes <= 1.10 of one without.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -3,8 +3,6 @@
 python benchmarks/muon.py               # both parts; --part difference or --part time for one
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from functools import partial

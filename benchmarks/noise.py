@@ -1,7 +1,5 @@
 """The data of the benchmarks. Apart from `contestants`, whose imports (FSDP, DTensor) would be part of each measured start."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ parameters (norms do not decay): both have the same losses, which is checked. Ta
 its loss in every step, as most do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

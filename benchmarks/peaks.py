@@ -3,8 +3,6 @@
 Each contestant is measured alone, in processes made for it.
 """
 
-from __future__ import annotations
-
 import gc
 
 import torch

@@ -5,8 +5,6 @@ steps of ours and links that take nothing. Targets: ours / PyTorch's <= 1.00 in 
 schedules; ours / perfect <= 1.05, with PyTorch's ratio to the same perfect beside; live tensors and RSS not above PyTorch's.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from pathlib import Path

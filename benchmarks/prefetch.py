@@ -4,8 +4,6 @@ One microbatch of a decoder is replayed on a simulated rank, forward and backwar
 processes, the same figures everywhere. Before that, `check` holds the replay of the reference's rules to known counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

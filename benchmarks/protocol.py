@@ -5,8 +5,6 @@ machine that slows down slows all of them. A contestant that stands in the list 
 its interval against itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

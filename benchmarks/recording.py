@@ -4,8 +4,6 @@ A difference of half a percent between two runs is less than the noise of most m
 timed by themselves, on the thread's own clock. Target: <= 0.5 % of a step.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable

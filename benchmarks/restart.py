@@ -5,8 +5,6 @@
 Target: at most 5 s beside loading, which is by how much a continued run takes longer than a new one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -8,8 +8,6 @@ gather that a recomputation leaves for its backward, and waits for a block's red
 machine itself, and what sley_isp's reduce_scatter.py does with gradients.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol

@@ -6,8 +6,6 @@ the simulated one, in which links and bookkeeping are free, is what link, execut
 simulator's step for every schedule, and not slower than torch.distributed.pipelining's same schedule with the same sleeps.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import time
@@ -61,7 +59,7 @@ class Sleep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _anchor: Tensor, layer: Sleeper) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _anchor: Tensor, layer: "Sleeper") -> Tensor:
         ctx.layer = layer
         time.sleep(layer.seconds)
         return x.clone()

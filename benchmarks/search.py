@@ -6,8 +6,6 @@ The search covers all axes, and the best layouts run their own steps on all core
 Target: 180 s on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import tempfile

@@ -4,8 +4,6 @@ A package without the others fails where it imports one, or lacks a file: the te
 session `tests` has run all of them. `nox -s tests -- packages/pp` runs all of a package.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

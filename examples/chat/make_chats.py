@@ -3,8 +3,6 @@
 The files are in the folder of this program, which needs `pip install -e "packages/data[chat]"`. README trains on the chats.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ The model has a buffer that is not saved (the taps of a fixed average). It needs
 run starts from the values that the constructors write into parameters.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Fixtures: a small plan with its data, the command line in this process and in others, and installed plugins."""
 
-from __future__ import annotations
-
 import importlib
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A run with `[adapters]`, averaged or not, is exported for peft and as a merged model, evaluated and sampled."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

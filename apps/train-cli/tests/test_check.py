@@ -1,7 +1,5 @@
 """`check`, and `run` before a rank starts, print one diagnostic at the place of a mistake, and write nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

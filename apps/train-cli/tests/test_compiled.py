@@ -1,7 +1,5 @@
 """Compiled layers train as uncompiled ones do, in every example plan, precision and kind of data that supports them."""
 
-from __future__ import annotations
-
 import tomllib
 import warnings
 from collections import ChainMap

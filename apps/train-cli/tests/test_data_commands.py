@@ -1,7 +1,5 @@
 """`data show`, `data prepare` and `data export`; and a run folder keeps the plan's chat template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A number stands for a case: a model, its training and its layout. A failure prints the case; `draw(NUMBER)` returns it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`estimate` and `calibrate`: their output before a run, and the machine file."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that estimated bytes equal those of allocators, also if equal stages are estimated once or in forked processes."""
 
-from __future__ import annotations
-
 import math
 import random
 import tomllib

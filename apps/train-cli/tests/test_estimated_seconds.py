@@ -1,7 +1,5 @@
 """Compares estimated with real steps of layers that sleep instead of computing, so that two cores can run eight ranks."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

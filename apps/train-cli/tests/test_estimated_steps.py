@@ -1,7 +1,5 @@
 """Tests the seconds of recorded steps: their operators, exchanges, waits and updates, and the bytes of copies to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The plans need gigabytes, so that the rounding of the allocator does not matter,
 the workspaces of cuBLAS. Layers are timed and steps are run in turns, since the speed of a shared host varies.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """An evaluation has the numbers of a plain loop over single samples, in every layout."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """transformers computes the logits of an exported run, and a factory's own module loads its weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

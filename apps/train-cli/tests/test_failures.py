@@ -1,7 +1,5 @@
 """How a run ends after a signal, a hanging rank or a full disk. No process is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

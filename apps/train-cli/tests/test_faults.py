@@ -1,7 +1,5 @@
 """The failure that is shown of several, the report of a rank, and the two forms of diagnostics."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

@@ -1,7 +1,5 @@
 """Tests the tiny form of benchmarks/gpu.py, whose usual form needs a device."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """transformers opens the export of a run of `hf.decoder`, and a run starts from the weights of other runs."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import partial

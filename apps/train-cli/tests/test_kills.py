@@ -3,8 +3,6 @@
 Each life of the run resumes from the newest checkpoint, in the same layout or in another.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -124,7 +122,7 @@ class Results:
     tensors: dict[str, torch.Tensor]
 
     @classmethod
-    def read(cls, run: Path) -> Results:
+    def read(cls, run: Path) -> "Results":
         rows = map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines())
         checkpoint = newest(run / "checkpoints")
         assert checkpoint.path is not None, list(run.iterdir())

@@ -2,8 +2,6 @@
 the link to the launcher, and the run folder. Stubs of SLURM's programs start ranks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

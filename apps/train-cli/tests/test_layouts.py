@@ -3,8 +3,6 @@ tokens. Activations that are moved or kept change no bit. On CUDA each layout ha
 memory pools are counted.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests the league of silent errors: each row matches one process and a plain loop, and differs with its fault."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path

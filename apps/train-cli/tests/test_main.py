@@ -1,7 +1,5 @@
 """The command line: exit codes, help, errors, commands of other packages, `plugins` and `env`."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

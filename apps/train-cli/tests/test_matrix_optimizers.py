@@ -1,7 +1,5 @@
 """Owners of matrices follow writes, offloads, freezes and skipped steps; test_drawn_models.py has their updates in layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

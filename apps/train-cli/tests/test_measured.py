@@ -1,7 +1,5 @@
 """`pp.measured` cuts a pipeline by the measured times of layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A mixture of packed text and chats has the numbers of a plain loop in every layout, with the loss of each source."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from random import Random

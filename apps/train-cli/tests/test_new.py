@@ -1,7 +1,5 @@
 """The packages of `new` pass their own tests, need only core, and are those of the documentation."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

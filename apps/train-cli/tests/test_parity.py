@@ -1,7 +1,5 @@
 """Every row of the parity table has the numbers of one process and of a plain PyTorch loop in each step."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

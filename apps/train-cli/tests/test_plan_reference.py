@@ -1,7 +1,5 @@
 """The reference of plans in the documentation lists every key."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A program's own batches have the outputs and losses of the layers in every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The output of a run: its size, progress, closing lines and `summary.json`."""
 
-from __future__ import annotations
-
 import io
 import math
 import platform

@@ -4,8 +4,6 @@ Each thing that can differ, in each layout; transport, rank and step are drawn. 
 have the losses and gradient norms of one process on the same samples.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time

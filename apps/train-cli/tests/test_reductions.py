@@ -1,7 +1,5 @@
 """Reducers with stages, ties and shards: when a bucket is reduced, how ties are summed, gradient norms, and sums in bf16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 end two processes with the environment of a launcher.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """`report` writes a page from the files of a run; the page loads no other resource."""
 
-from __future__ import annotations
-
 import json
 import signal
 from html.parser import HTMLParser

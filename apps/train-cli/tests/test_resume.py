@@ -1,7 +1,5 @@
 """Resumed runs have the numbers of an uninterrupted run; messages and refusals of `--resume`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

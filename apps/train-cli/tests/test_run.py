@@ -1,7 +1,5 @@
 """`train-cli run` in one process, on local ranks and under torchrun: its files, output and errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

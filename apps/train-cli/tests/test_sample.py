@@ -1,7 +1,5 @@
 """`sample` generates text by the logits of a run's model, and `eval` is the evaluation of the run."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -1,7 +1,5 @@
 """`run.save_weights` writes the weights of the ranks once, in complete files, in every layout."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests `train-cli search`: the fastest layouts of the installed plugins, and the written plan."""
 
-from __future__ import annotations
-
 import json
 import random
 from functools import partial

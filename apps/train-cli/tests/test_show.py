@@ -1,7 +1,5 @@
 """`show` prints the resolved plan with origins, the ranks, groups and handlers, and the timeline of a step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import FunctionType
 

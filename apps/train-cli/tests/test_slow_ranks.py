@@ -1,7 +1,5 @@
 """Slows down one part of one rank, and checks that the judgement of the run names both, or nobody without a slow part."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The effect of signals on one process. Small programs without torch wait for them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`sample`, `chat` and `eval --harness` have the results of transformers and lm-eval for an export of the run."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

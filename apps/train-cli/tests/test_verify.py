@@ -1,7 +1,5 @@
 """Tests that `verify` accepts correct plans and reports the parameter, step and stage of an error."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

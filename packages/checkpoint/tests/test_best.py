@@ -1,7 +1,5 @@
 """The best checkpoint is kept beside the newest ones, a run without improvement ends early, and both go on after a resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

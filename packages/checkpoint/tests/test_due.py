@@ -1,7 +1,5 @@
 """When a run saves itself, beside training or not, and what it keeps."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from pathlib import Path

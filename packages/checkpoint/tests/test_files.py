@@ -1,7 +1,5 @@
 """What is in a checkpoint: rectangles, files of safetensors that others open, and values that come back as they were."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

@@ -1,7 +1,5 @@
 """Folders of checkpoints: at a URL, and probed before the first step."""
 
-from __future__ import annotations
-
 from errno import ENOSPC
 from functools import partial
 from itertools import islice

@@ -1,7 +1,5 @@
 """A damaged checkpoint is named with its damage, and the one before it is loaded."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

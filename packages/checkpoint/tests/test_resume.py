@@ -1,7 +1,5 @@
 """A resumed run equals a run that was not interrupted."""
 
-from __future__ import annotations
-
 import os
 from array import array
 from collections.abc import Callable

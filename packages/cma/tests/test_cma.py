@@ -1,7 +1,5 @@
 """Tests the exchanges, the order of waits and the errors of ranks of one host that read each other's memory."""
 
-from __future__ import annotations
-
 import os
 import time
 import weakref

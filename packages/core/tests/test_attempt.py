@@ -1,7 +1,5 @@
 """Whose steps a run has, and whose checkpoints it may resume from."""
 
-from __future__ import annotations
-
 import random
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the pages of docs/ show is what is there."""
 
-from __future__ import annotations
-
 import doctest
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The hooks are documented in one form, and docs/hooks.md is what they say."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The layout of a world: both factorizations, the groups of every axis, and the one table of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from math import lcm

@@ -1,7 +1,5 @@
 """Tokens that are kept: the same samples, tokenized once, by one process, and gone on with after one that was killed."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Rows of `data.chat`: every conversation once and whole, with its labels; packed tightly; what is left out is counted."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Compares the masks of public chat formats with a slow oracle that renders and tokenizes every prefix."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

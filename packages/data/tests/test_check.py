@@ -1,7 +1,5 @@
 """What a check says of a plan's data before a run, and tables that mean nothing."""
 
-from __future__ import annotations
-
 import sys
 from array import array
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Datasets of text and of token ids: every token behind the first of its document is a label once."""
 
-from __future__ import annotations
-
 from array import array
 from itertools import pairwise
 from pathlib import Path

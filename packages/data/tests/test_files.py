@@ -1,7 +1,5 @@
 """Files are read as what they are: links, hidden names, compressed text, line ends, ids of another width."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Files of a dataset on a hub: downloaded once on a host, then read without a server."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

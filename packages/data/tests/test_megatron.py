@@ -1,7 +1,5 @@
 """Megatron's token files: the index says types and documents; one that is damaged is named, with what is wrong."""
 
-from __future__ import annotations
-
 import struct
 from array import array
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Mixtures: one sequence for every layout and interruption, with the shares of the plan; sources that fit each other."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Compares each way of making samples with the obvious loop over tokens."""
 
-from __future__ import annotations
-
 from itertools import accumulate, chain
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows of tables and lists: of every format the same; what is damaged or none is named with its file and row."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Held out means never trained on: by content, whatever the names, patterns and copies."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a rank says of its failure comes back as it was written, and is never in the way of the failure itself."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

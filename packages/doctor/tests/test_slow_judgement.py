@@ -2,8 +2,6 @@
 files, with failures of the file system and damaged lines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What the reports of ranks mean together, without processes: every kind of failure, and which of several is the cause."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 from typing import Any

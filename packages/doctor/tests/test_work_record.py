@@ -1,7 +1,5 @@
 """Tests that recorded work and waits add up to the step, belong to the right action, and do not change the run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager

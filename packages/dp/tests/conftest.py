@@ -1,7 +1,5 @@
 """A small plan with the tests' model and data, for all tests of `dp`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

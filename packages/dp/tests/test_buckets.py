@@ -1,7 +1,5 @@
 """Tests the gradients of each bucket, and the collectives of a step with their order and time."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Tests gradients and weights with unused, shared and frozen parameters, several dtypes, and different initial values."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pkgutil import resolve_name
 

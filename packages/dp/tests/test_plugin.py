@@ -1,7 +1,5 @@
 """Tests records and checks of plans, and the contract of gradient handlers."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pytest

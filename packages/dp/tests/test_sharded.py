@@ -1,7 +1,5 @@
 """Tests `dp.sharded`: each rank updates one shard of every bucket, but a program reads and writes full weights."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests that every storage counts once, and that estimated bytes equal those of the allocator."""
 
-from __future__ import annotations
-
 from itertools import count
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Tests calibration: the measured figures, their use in estimates, and the machine file."""
 
-from __future__ import annotations
-
 import pytest
 
 from sley_core.comm.world import World

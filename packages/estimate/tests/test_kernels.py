@@ -1,7 +1,5 @@
 """Tests the scratch of CPU operators, the tensors that CUDA kernels save, and the timing of layers."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import astuple, dataclass

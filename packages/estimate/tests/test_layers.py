@@ -1,7 +1,5 @@
 """Tests the operators, keys and prices of layers, and prices in proportion to measured variants."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from typing import Any
 

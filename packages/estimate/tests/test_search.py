@@ -1,7 +1,5 @@
 """Tests searches: the choices of plugins, the list of layouts, the formula, and the verification of the best layouts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch

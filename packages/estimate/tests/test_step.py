@@ -1,7 +1,5 @@
 """Tests simulated steps against steps computed by hand: channels, links, hosts and copies; and the costs of exchanges."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

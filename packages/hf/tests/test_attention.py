@@ -1,7 +1,5 @@
 """The kernels of `[model] attention` compute what matrix products compute, or are refused."""
 
-from __future__ import annotations
-
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plan table, without torch and transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every family: logits and gradients of the layers equal those of transformers' own forward."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every family in every layout: losses, gradients and three AdamW steps equal a plain loop over transformers' own model."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Sequence

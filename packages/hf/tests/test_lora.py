@@ -1,7 +1,5 @@
 """`hf.lora`: in every layout adapters train as in a plain loop with peft; checkpoints and exports have nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The load-balancing loss of routers: its scale, its rows, where it is left out, and models that have none."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

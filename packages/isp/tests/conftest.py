@@ -1,7 +1,5 @@
 """Small plans for the tests of `isp`, and the comparison of layouts with one process."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that attention over slices equals attention over full sequences, in every form and with packed documents."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

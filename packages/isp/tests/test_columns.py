@@ -1,7 +1,5 @@
 """Tests that embeddings by columns and vocabulary-parallel heads change no result, and refuse unsupported models."""
 
-from __future__ import annotations
-
 from math import prod
 from pathlib import Path
 from typing import Any

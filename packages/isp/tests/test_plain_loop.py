@@ -1,7 +1,5 @@
 """Tests that sharded models train as in a plain PyTorch loop or in one process, or are refused by name."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from functools import partial

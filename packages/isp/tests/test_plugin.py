@@ -1,7 +1,5 @@
 """Tests the contracts of `isp`, its checks of plans and models, and runs on CUDA."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

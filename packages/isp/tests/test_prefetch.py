@@ -1,7 +1,5 @@
 """Tests the decisions of the prefetch policy for all orders of uses, passes and depths."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Tests that reads of sharded weights and ranks that call different modules are refused by name."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from math import sqrt

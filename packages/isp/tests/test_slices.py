@@ -1,7 +1,5 @@
 """Tests models with custom attention and all types of losses on slices, and the refusal of layers that mix positions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attentive import MIXED, SEPARATE

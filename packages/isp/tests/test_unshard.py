@@ -1,7 +1,5 @@
 """Tests when and how many weights are unsharded, and that they are never older than their shards."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Small plans for the tests of `memory`, and the comparison of a policy with `core.keep`."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests that the policies of `memory`, activations on the host and selective recomputation, change no bit."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that a checkpoint of a run with offloaded memory equals that of a run without offload, and that loads restore it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from odd_parts import PLAN

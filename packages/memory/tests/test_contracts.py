@@ -1,7 +1,5 @@
 """Tests the contracts of the offload managers of `memory`."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that interrupted offloads, failed steps and reads of offloaded memory cause no wrong numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tests that master weights and states on the host give the bits of a run that has them on the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tests that a run keeps no memory on the device that an offload does not move."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests the number of copies, the host memory and the device memory of offloads."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from mmap import PAGESIZE
 from typing import Any

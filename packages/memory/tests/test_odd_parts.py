@@ -1,7 +1,5 @@
 """Tests that offloads keep parameters, buffers, hooks and owners of every kind."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from odd_parts import PLAN

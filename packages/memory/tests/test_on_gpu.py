@@ -1,7 +1,5 @@
 """Tests on CUDA that memory returns to the driver, no second copy is made on the device, and no bit changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

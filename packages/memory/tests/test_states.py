@@ -1,7 +1,5 @@
 """Tests where memory is, which calls are refused there, their errors, and the measured cost of moves."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

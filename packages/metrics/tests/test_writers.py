@@ -1,7 +1,5 @@
 """Reads the curves of TensorBoard and Weights & Biases back, and checks plans with these writers."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests `models.llama` with weight files of transformers: its logits, the tensors that a rank reads, and errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests the layers, initial weights and computations of the reference decoder."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights are read and written one layer at a time, so a rank needs little memory besides its own layers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

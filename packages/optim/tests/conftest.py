@@ -1,7 +1,5 @@
 """Puts the helpers of these tests on the path."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Averages of the weights equal those of torch's AveragedModel in a plain loop, in every layout and after a resume."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`optim.muon` gives each parameter its algorithm, and has the update of torch's classes in every layout."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar

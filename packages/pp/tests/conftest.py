@@ -1,7 +1,5 @@
 """A small plan with the tests' model and data, and its comparison with the one-process run."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path

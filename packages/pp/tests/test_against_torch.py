@@ -1,7 +1,5 @@
 """Compares the schedules with those of torch.distributed.pipelining."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests `pp.link` and every schedule of `pp` except `pp.csv` against their contracts."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

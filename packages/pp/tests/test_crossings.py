@@ -1,7 +1,5 @@
 """Tests boundaries with all types, shapes and numbers of tensors, and the errors of mismatches."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ only the graph holds the wrapper. Only the queue holds the closures that an I de
 pair with a microbatch counts as held while any of these is alive. Outputs must be freed as soon as they are sent.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """Tests that the memory of a message is not reused while any Python object refers to it."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that pipelines equal the one-process run, and steps that only one stage refuses."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from random import Random

@@ -1,7 +1,5 @@
 """Tests that every schedule can run and has the bubble of its paper, and the files of schedules."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 import pytest

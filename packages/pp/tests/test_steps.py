@@ -1,7 +1,5 @@
 """Tests the copies, messages, waits and collectives of a step."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 

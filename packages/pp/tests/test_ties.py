@@ -1,7 +1,5 @@
 """Tests that a parameter of several stages stays one parameter."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

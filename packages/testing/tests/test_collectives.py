@@ -2,8 +2,6 @@
 `late_exchanges` changes the results of programs that do not wait.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from datetime import timedelta

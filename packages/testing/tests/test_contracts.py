@@ -1,7 +1,5 @@
 """Tests each contract with the simplest correct part of its type, and with parts that have one bug each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from hashlib import sha256

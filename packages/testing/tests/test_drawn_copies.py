@@ -1,7 +1,5 @@
 """Tests that each missing wait is reported, and that early reads return NaN and freed memory is reported."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests the optimizer contract with torch.optim, unusual correct optimizers, and optimizers with one bug each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

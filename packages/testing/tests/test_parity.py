@@ -1,7 +1,5 @@
 """Tests comparisons of gradients: relative errors per parameter, largest first."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

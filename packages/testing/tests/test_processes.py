@@ -1,7 +1,5 @@
 """Tests that a forked program behaves like `python -m`, and that remaining processes are reported."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

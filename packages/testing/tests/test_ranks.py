@@ -1,7 +1,5 @@
 """Tests `ranks`: the order of results, reports of failures and hangs, and the fixtures of the pytest plugin."""
 
-from __future__ import annotations
-
 import multiprocessing.popen_forkserver
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the tests of the engine share: a small plan over models and data of their own, and one process to run it in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path

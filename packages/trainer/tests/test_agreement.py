@@ -1,7 +1,5 @@
 """Ranks that do not do alike what they must do alike: one error on all of them, that says who does what, before any sum."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

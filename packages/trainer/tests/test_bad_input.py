@@ -1,7 +1,5 @@
 """What a model or a batch gets wrong is told before it does harm, with the name of what is wrong."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 

@@ -1,7 +1,5 @@
 """Sums of one order: the tree over all microbatches, the norm that has one value, and what is refused by name."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from itertools import pairwise

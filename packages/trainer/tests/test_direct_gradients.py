@@ -1,7 +1,5 @@
 """Weight gradients that linears multiply into the store are those of autograd, at once and in a split backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """An evaluation measures what it says and changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

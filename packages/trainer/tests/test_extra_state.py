@@ -1,7 +1,5 @@
 """What a model has beside weights: extra state and buffers are in checkpoints, files and exports, or refused by name."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever a layer or a dataset draws from, it draws the same in every layout, again in recomputation, and after a resume."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

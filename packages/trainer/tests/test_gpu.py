@@ -1,7 +1,5 @@
 """The engine on CUDA: the numbers of the CPU, nothing in a step that waits for the device, two ranks on one device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What people write around a linear, and hooks on gradients: the numbers of a loop by hand, or refused by name."""
 
-from __future__ import annotations
-
 import copy
 import io
 from functools import partial

@@ -1,7 +1,5 @@
 """A run that is closed, or could not be assembled, leaves its model as the factory built it: ordinary modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that are written after assembly are what the next step starts from, in every precision and layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """metrics.jsonl: one object per line, there as soon as it is written, never cut off."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource

@@ -1,7 +1,5 @@
 """bf16 computes, fp32 remembers; `[precision] keep` and the formats of buffers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A layer that is to run again finds its inputs as they were."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run tells others: notifications, listeners, rows, a profile; how it ends; and the example of a loop of one's own."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`run.memory` with core alone: an offload manager of a test's own plugin, and a run without any."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 from collections.abc import Callable, Sequence

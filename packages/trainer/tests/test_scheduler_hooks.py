@@ -1,7 +1,5 @@
 """Scheduler hooks see every action in its place, recomputation and evaluation included; layers wait for what they need."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,7 @@ BACKWARD = ["before_backward", "after_backward"]
 class Spy:
     """Keeps (name of the call, MicroStep, what it concerns) in `seen`, of the latest run."""
 
-    latest: Spy
+    latest: "Spy"
 
     def __init__(self, config, parts):
         self.parts, self.seen = parts, []

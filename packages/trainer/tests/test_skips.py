@@ -1,7 +1,5 @@
 """A step whose loss or gradient norm is no number never was, on all ranks: skipped, refused, or with fp16's scale reduced."""
 
-from __future__ import annotations
-
 import math
 import os
 from functools import partial

@@ -1,7 +1,5 @@
 """A step splits samples of any accepted form into microbatches, and rejects every other form by name."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When the events of a step are called, and that stepping in buckets is the same update."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs: contracts of the handlers, runs that must not change a bit, compiled layers, unused parameters, large worlds."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The end of a step: norms and clipping as torch has them, options per parameter, frozen and unfrozen ones."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A forward that writes weights or buffers does as in a plain loop, or is refused before the update, by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 `--format json`). Imports no torch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
@@ -11,15 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
 from sley_core.errors import Diagnostic, UsageError, make_printable
 from sley_core.plan.document import printable_line
-
-if TYPE_CHECKING:
-    from train_cli.faults import Fault
+from train_cli.faults import Fault
 
 
 class OutputFormat(StrEnum):

@@ -3,8 +3,6 @@
 Each start of rank 0 writes this description and the origin of each value of the plan to `start.json` in the run folder.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -15,14 +13,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sley_core.errors import format_path
 from sley_core.json_text import write_json
-from sley_core.plan.plan import iterate_values
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
+from sley_core.plan.plan import Plan, iterate_values
 
 START_FILE = "start.json"
 """The name of the file with the start record in a run folder."""

@@ -10,8 +10,6 @@ first failure is shown. `find_cause` looks for a rank that failed in one of thes
     its wait for other ranks failed                                                                         the first of them
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import linecache
@@ -70,14 +68,14 @@ class Fault:
     is_unexpected: bool = False
 
     @classmethod
-    def from_error(cls, error: Exception) -> Fault:
+    def from_error(cls, error: Exception) -> "Fault":
         """Returns the fault of `error`: its own diagnostics if it is a SleyError, else one that explains it."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, SleyError):
             return cls(error.diagnostics, error.exit_code, trace)
         return cls((_diagnose_error(error),), EXIT_RUN_FAILED, trace, is_unexpected=True)
 
-    def with_label(self, label: str) -> Fault:
+    def with_label(self, label: str) -> "Fault":
         """Returns the fault with `label` in front of each message."""
         diagnostics = (replace(diagnostic, message=f"{label}: {diagnostic.message}") for diagnostic in self.diagnostics)
         return replace(self, diagnostics=tuple(diagnostics))
@@ -228,7 +226,7 @@ class FailedRank:
     failed_at_s: float
 
     @classmethod
-    def read(cls, rank: int, code: int, error_file: Path) -> FailedRank:
+    def read(cls, rank: int, code: int, error_file: Path) -> "FailedRank":
         """Returns the rank, which has just ended with exit code `code`. error_file: the path of its report, if it wrote one."""
         with suppress(OSError, ValueError):
             if report := read_report(json.loads(error_file.read_text("utf-8"))):

@@ -13,8 +13,6 @@ A rank ends after SIGTERM unless its process cannot run at all. If a signal has 
 second SIGTERM, which would shorten the time in which ranks may save a checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -6,8 +6,6 @@ Other packages add commands with entry points of the group `sley.commands`. For 
     sweep = "my_package.sweep:sweep"          # a function with Typer's annotations, or a typer.Typer
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence

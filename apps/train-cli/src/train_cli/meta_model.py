@@ -4,33 +4,27 @@ Otherwise a run would find these mistakes only in its first step. Notes list the
 because their forward reads values.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sley_core.comm.world import World
 from sley_core.data.batches import SequenceSlicer, collate_function
-from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
+from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, AnyDataset, is_stream
 from sley_core.errors import PlanError, RunError, SleyError, format_cause
 from sley_core.model.build import check_written_buffers, is_per_rank
-from sley_core.model.layers import MODEL, Model
+from sley_core.model.layers import MODEL, Layer, Model
 from sley_core.model.tensors import dtype_hint, select_buffer_dtype, select_parameter_dtype
+from sley_core.plan.plan import Plan
 from sley_core.records import ModelRecord
 from sley_trainer.assemble import DTYPES, assemble, build_meta_model
+from sley_trainer.run import Run
 from train_cli.progress import format_bytes, format_parameters
-
-if TYPE_CHECKING:
-    from sley_core.data.dataset import AnyDataset
-    from sley_core.model.layers import Layer
-    from sley_core.plan.plan import Plan
-    from sley_trainer.run import Run
 
 
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:

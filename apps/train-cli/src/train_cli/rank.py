@@ -1,7 +1,5 @@
 """Runs one rank: joins the world, trains, saves the final weights and writes the summary."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -9,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,29 +18,18 @@ from sley_core.files import WEIGHTS
 from sley_core.json_text import write_json
 from sley_core.jsonl import read_rows
 from sley_core.plan.load import load_plan
+from sley_core.plan.plan import Plan
 from sley_trainer.assemble import assemble
+from sley_trainer.run import Outcome, Run
+from train_cli import progress
 from train_cli.console import print_line
 from train_cli.environment import num_cores, write_start_record
 from train_cli.faults import Fault, write_report, write_stuck_report
 from train_cli.main import run_to_exit_code
 from train_cli.preflight import RankErrorReporter, open_rendezvous
-from train_cli.progress import (
-    SUMMARY,
-    Reporter,
-    RunTotals,
-    describe_repetition,
-    format_closing,
-    format_duration,
-    format_opening,
-    summarize_run,
-)
 from train_cli.run_folder import load_recorder, write_plan
 from train_cli.saved import AUTO, RESTART, copy_run_files, is_finished, resume_run, run_folder
 from train_cli.stopping import SignalHandler, has_launcher, sigterm_timeout_s
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
-    from sley_trainer.run import Outcome, Run
 
 
 def main(target: str, arguments: str) -> int:
@@ -80,7 +67,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
                 return signal_handler.exit_code or EXIT_OK
             if plan.run.final_weights != "none":
                 run.check_weights_folder(folder / WEIGHTS)  # fails now rather than after the last step
-            totals = RunTotals()
+            totals = progress.RunTotals()
             reporter = _start_reporter(run, folder, totals, resume) if run.world.rank == 0 else None
             try:
                 with reporter or nullcontext():
@@ -94,7 +81,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
             summary = _write_summary(run, folder, outcome, totals, reporter) if reporter is not None else None
             weights = _save_final_weights(run, folder)  # after the summary, for which a full disk may still have room
             if summary is not None:
-                print_line(format_closing(summary, folder, weights))
+                print_line(progress.format_closing(summary, folder, weights))
     return signal_handler.exit_code or EXIT_OK
 
 
@@ -142,23 +129,23 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
             signal_handler.limit_cleanup(signal_handler.exit_code)
 
 
-def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | None) -> Reporter:
+def _start_reporter(run: Run, folder: Path, totals: progress.RunTotals, resume: str | None) -> progress.Reporter:
     """Writes the plan and the start record, adds the rows of earlier steps to `totals`, prints the run's size, and returns the
     reporter of its steps. Only rank 0 calls this.
     """
-    (folder / SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
+    (folder / progress.SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
     resolved = run.resolved_plan  # also has the values that the data determine
     write_plan(resolved, folder)
     copy_run_files(resolved, folder)
     write_start_record(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
-    if run.held_out is not None and (note := describe_repetition(run.held_out.num_samples, run.plan)):
+    if run.held_out is not None and (note := progress.describe_repetition(run.held_out.num_samples, run.plan)):
         run.notes.append(note)
     for row in read_rows(folder) if resume else ():
         totals.add(row)
     gradients = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize  # allocated in the first step
     num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
-    reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, run.notes)
-    print_line("\n".join((format_opening(run, num_bytes), *run.notes)))
+    reporter = progress.Reporter(run.plan.run.steps, run.plan.run.log_every, run.notes)
+    print_line("\n".join((progress.format_opening(run, num_bytes), *run.notes)))
     if run.plan.model.config.compile:
         run.readers.append(make_compile_reader(run.notes))
     run.readers += [totals.add, reporter]
@@ -176,7 +163,7 @@ def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], Non
         nonlocal num_steps
         num_steps += 1
         if num_steps == 1:
-            notes.append(f"the first step compiled {count_graphs()} graphs, in {format_duration(row['seconds'])}")
+            notes.append(f"the first step compiled {count_graphs()} graphs, in {progress.format_duration(row['seconds'])}")
         reasons = recompile_reasons()
         new_reasons = [reason for compile_id, reason in reasons.items() if compile_id not in known_ids]
         known_ids.update(reasons)
@@ -204,8 +191,10 @@ def _save_final_weights(run: Run, folder: Path) -> Path | None:
     return folder / WEIGHTS
 
 
-def _write_summary(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
-    summary = summarize_run(run, outcome, totals, reporter.new_notes)
+def _write_summary(
+    run: Run, folder: Path, outcome: Outcome, totals: progress.RunTotals, reporter: progress.Reporter
+) -> dict[str, Any]:
+    summary = progress.summarize_run(run, outcome, totals, reporter.new_notes)
     if totals.steps:
-        write_json(folder / SUMMARY, summary)
+        write_json(folder / progress.SUMMARY, summary)
     return summary

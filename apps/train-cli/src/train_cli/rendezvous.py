@@ -7,8 +7,6 @@ collective, they compare their plans and versions in the store at MASTER_ADDR. A
 Only the first verdict counts. When the time limit is over, the verdict lists the missing ranks and the hosts that have arrived.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import socket
@@ -78,7 +76,7 @@ class Rendezvous:
     process: str = field(default_factory=partial(token_hex, 8))
 
     @classmethod
-    def join(cls, environ: Mapping[str, str], *, timeout_s: float) -> Rendezvous:
+    def join(cls, environ: Mapping[str, str], *, timeout_s: float) -> "Rendezvous":
         """Returns this rank's rendezvous in the store at MASTER_ADDR and MASTER_PORT, which rank 0 serves unless torchrun's
         agent does. Blocks until the store exists. All ranks must call it the same number of times.
 

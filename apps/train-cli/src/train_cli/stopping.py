@@ -10,8 +10,6 @@ SIGHUP, from a closed terminal, is handled like SIGTERM with another exit code, 
 signal of a batch system (`[run] stop_signals`) also stops the run, but sets no time limit, since the batch system has its own.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -21,12 +19,10 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from sley_core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
+from sley_core.plan.plan import Plan
 
 CLEANUP_TIMEOUT_S = 10.0
 """The time limit, in seconds, of a rank's cleanup after its run has ended."""
@@ -178,7 +174,7 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         self._set_deadline(CLEANUP_TIMEOUT_S, code)
         os.write(self._writer, b"\0")  # wakes the thread
 
-    def __enter__(self) -> SignalHandler:
+    def __enter__(self) -> "SignalHandler":
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)

@@ -1,7 +1,5 @@
 """A model of one layer that acts in the middle of training: `own_model(doing("os.abort()"))`."""
 
-from __future__ import annotations
-
 from textwrap import dedent, indent
 
 _MODEL = """

@@ -4,8 +4,6 @@
 current folder names the exchange or the layer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

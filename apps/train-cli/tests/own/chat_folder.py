@@ -1,7 +1,5 @@
 """A folder of chats with a tokenizer and a plan, and the reference of packed samples: their documents one by one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Layers that sleep instead of computing, so that ranks on few cores are like as many devices: `factory = "dozing:layers"`."""
 
-from __future__ import annotations
-
 import time
 from typing import Any, ClassVar
 
@@ -24,7 +22,7 @@ class Sleep(torch.autograd.Function):
     """The identity, which takes time: in its backward that of I, and then, or later, that of W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _anchor: Tensor, layer: Dozer) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _anchor: Tensor, layer: "Dozer") -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(x)  # without saved tensors nothing would be recomputed
         sleep(layer.seconds, x)

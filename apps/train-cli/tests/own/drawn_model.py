@@ -6,8 +6,6 @@
 A body computes `body(hidden, tokens)`. A form packs `hidden`, and in some forms a second tensor, into the output of a layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

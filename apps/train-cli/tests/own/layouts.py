@@ -1,7 +1,5 @@
 """Layouts by name, which tests compare with one process."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

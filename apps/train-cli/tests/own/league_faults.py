@@ -3,8 +3,6 @@
 `with FAULTS["tied-stages"](): ...` injects the fault into this process for the block. Ranks have it, references do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module

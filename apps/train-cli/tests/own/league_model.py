@@ -1,7 +1,5 @@
 """The data and the model of the league's plans: tokens of which some have labels, and a frozen model with adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

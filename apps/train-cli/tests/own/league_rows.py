@@ -1,7 +1,5 @@
 """The rows of the league: each would reproduce a silent error of other programs in a small plan."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

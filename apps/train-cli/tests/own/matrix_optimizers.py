@@ -1,7 +1,5 @@
 """A matrix optimizer that computes in its parameters' dtype (torch's Muon rounds to bfloat16)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 `python apps/train-cli/tests/own/parity_table.py` writes what the table covers into docs/measurements.md.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from itertools import combinations

@@ -1,7 +1,5 @@
 """A program that a test starts and waits for."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -33,7 +31,7 @@ class Result:
     out: str
     err: str
 
-    def expect(self, code: int, *texts: str) -> Result:
+    def expect(self, code: int, *texts: str) -> "Result":
         """Checks the exit code, and that stderr has all `texts`. Returns the result itself."""
         missing_texts = [text for text in texts if text not in self.err]
         assert (self.code, missing_texts) == (code, []), self.err

@@ -1,7 +1,5 @@
 """Small models of transformers with random weights, and folders of runs as `train-cli run` leaves them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

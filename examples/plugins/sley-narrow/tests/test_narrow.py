@@ -1,7 +1,5 @@
 """Tests that `narrow.reducer` passes the contract of gradient handlers, and sends small gradients unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

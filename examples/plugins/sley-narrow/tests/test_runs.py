@@ -1,7 +1,5 @@
 """Tests runs with `narrow.reducer`: parity with one process, the collectives of two ranks, and one rank without peers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 handlers.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Shampoo passes the contract of optimizers, and has the update of one process in every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Tests that `topk.reducer` passes the contract of gradient handlers, and sends omitted elements later, also after a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Defines a model whose gradient for a sample is the sample, `loss = x . w`, so that the noise can be computed directly."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

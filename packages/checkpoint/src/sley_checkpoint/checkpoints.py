@@ -1,14 +1,12 @@
 """Saves and restores a run on all ranks, for `run.save_checkpoint`, `run.load_checkpoint` and the training loop."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, open_folder
+from sley_checkpoint.plugin import AnyLayoutConfig
 from sley_checkpoint.reader import INDEX, Checkpoint, Damage, DamagedCheckpoint, examine, list_checkpoints, try_read_index
 from sley_checkpoint.saving import SavePreparation
 from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
@@ -16,9 +14,6 @@ from sley_core.api.comm import probe
 from sley_core.api.state import TrainingState, shorten_names
 from sley_core.errors import RunError, SleyError, UsageError, format_cause
 from sley_core.protocols import Checkpointer, RestoreResult
-
-if TYPE_CHECKING:
-    from sley_checkpoint.plugin import AnyLayoutConfig
 
 FAILURE_CODE = "checkpoint-failed"
 """The code of the RunError of a failed save."""

@@ -1,7 +1,5 @@
 """Checkpoint folders, on a disk or at a URL. On a disk, files and folders get their final names once they are complete."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterable
@@ -44,7 +42,7 @@ class LocalFolder:
         """The path or URL of the folder."""
         return str(self.path)
 
-    def child(self, name: str) -> LocalFolder:
+    def child(self, name: str) -> "LocalFolder":
         """Returns the subfolder `name`."""
         return LocalFolder(self.path / name)
 
@@ -91,7 +89,7 @@ class LocalFolder:
         """Deletes the file `name`."""
         (self.path / name).unlink()
 
-    def staging(self, token: str) -> LocalFolder:
+    def staging(self, token: str) -> "LocalFolder":
         """Returns the temporary folder of a save. Its `publish` renames it to this folder."""
         return LocalFolder(self.path.parent / f"{STAGING_PREFIX}{self.path.name}-{token}")
 
@@ -99,7 +97,7 @@ class LocalFolder:
         """Returns whether the subfolder `name` is an unfinished checkpoint. On an object store, it then lacks `last_file`."""
         return name.startswith(STAGING_PREFIX)
 
-    def publish(self, target: Folder) -> None:
+    def publish(self, target: "Folder") -> None:
         """Renames this folder, the `staging` folder of `target`, to `target`, and syncs the rename to the disk."""
         assert isinstance(target, LocalFolder), target
         sync_names(self.path)
@@ -135,7 +133,7 @@ class RemoteFolder:
     def text(self) -> str:
         return self._url
 
-    def child(self, name: str) -> RemoteFolder:
+    def child(self, name: str) -> "RemoteFolder":
         return RemoteFolder(f"{self._url}/{name}")
 
     def names(self) -> list[str]:
@@ -180,13 +178,13 @@ class RemoteFolder:
     def delete(self, name: str) -> None:
         self._system.rm_file(self._child_path(name))
 
-    def staging(self, token: str) -> RemoteFolder:
+    def staging(self, token: str) -> "RemoteFolder":
         return self
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
         return last_file not in self.child(name).names()
 
-    def publish(self, target: Folder) -> None:
+    def publish(self, target: "Folder") -> None:
         """Does nothing: the checkpoint is complete once its index is written."""
 
     def remove(self) -> None:

@@ -1,7 +1,5 @@
 """Declares the record and the table of the plugin `checkpoint`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt

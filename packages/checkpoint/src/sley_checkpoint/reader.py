@@ -11,8 +11,6 @@ code.
     state = dict(checkpoint.weights())               # by parameter name
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -74,7 +72,7 @@ class CheckpointIndex(SavedRun):
         return f'{{"checksum":"{sha256(content.encode()).hexdigest()}",\n"index":{content}}}\n'.encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> CheckpointIndex:
+    def from_bytes(cls, data: bytes) -> "CheckpointIndex":
         """Parses the content of the index file. Raises ValueError if the content is damaged or has another format."""
         head, _, tail = data.partition(b',\n"index":')
         content = tail.removesuffix(b"}\n")

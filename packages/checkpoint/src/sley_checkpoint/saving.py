@@ -3,8 +3,6 @@
 Each tensor is written once, the bytes are spread evenly over the ranks, and all ranks compute the same assignment.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Sequence
@@ -14,19 +12,8 @@ from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple
 
+from sley_checkpoint import reader
 from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, open_folder
-from sley_checkpoint.reader import (
-    INDEX,
-    CheckpointIndex,
-    TensorInfo,
-    choose_checkpoint_name,
-    file_name,
-    is_checkpoint_name,
-    list_checkpoints,
-    read_header,
-    split_into_chunks,
-    try_read_index,
-)
 from sley_checkpoint.writing import RankWriter
 from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState
 from sley_core.errors import RunError, SleyError, format_cause
@@ -86,17 +73,17 @@ class SavePreparation:
             files,
             {"run": self._run, "step": step, "token": token},
             rank_values,
-            CheckpointIndex(**vars(description), token=token, files={}, tensors=assignment.tensors),
+            reader.CheckpointIndex(**vars(description), token=token, files={}, tensors=assignment.tensors),
             # Half the limit, so that rank 0 names the missing rank before the others stop waiting for rank 0.
             self.state.plan.limits.collective_timeout_s / 2,
-            lambda piece: split_into_chunks(piece.tensor),
+            lambda piece: reader.split_into_chunks(piece.tensor),
             partial(self._prune, folder, keep, attempt) if keep and is_run_folder and attempt else lambda: None,
         )
 
     def find_problem(self, folder: Folder) -> str:
         """Returns a message if a run of another name wrote the newest readable checkpoint in `folder`; else ""."""
         attempt = self.state.attempt.current
-        indices = (try_read_index(folder.child(name)) for name in list_checkpoints(folder))
+        indices = (reader.try_read_index(folder.child(name)) for name in reader.list_checkpoints(folder))
         newest = next(filter(None, indices), None)
         if newest is None or newest.run == self._run or (attempt is not None and attempt.is_writer_of(newest.lineage)):
             return ""
@@ -109,7 +96,7 @@ class SavePreparation:
         The files of the newest checkpoint have just been verified.
         """
         with suppress(Exception):  # a failed deletion must not fail the save
-            names = list_checkpoints(folder)
+            names = reader.list_checkpoints(folder)
             self._lineages = {name: lineage for name, lineage in self._lineages.items() if name in names}
             own_names = [name for name in names if self._is_written_by_run(folder, name, attempt)]
             best = next((name for name in own_names if self._lineages[name][1]), "")
@@ -120,7 +107,7 @@ class SavePreparation:
     def _is_written_by_run(self, folder: Folder, name: str, attempt: Attempt) -> bool:
         """Returns whether an attempt of this run wrote the checkpoint `name`."""
         if name not in self._lineages:
-            if (index := try_read_index(folder.child(name))) is None:
+            if (index := reader.try_read_index(folder.child(name))) is None:
                 return False
             self._lineages[name] = index.lineage, index.is_best
         return attempt.is_writer_of(self._lineages[name][0])
@@ -148,11 +135,11 @@ class SavePreparation:
             remove_unfinished(folder, attempt)
             if names and (problem := self.find_problem(folder)):
                 return ["", "", problem]
-            return [folder.child(choose_checkpoint_name(step, names)).text, token, ""]
+            return [folder.child(reader.choose_checkpoint_name(step, names)).text, token, ""]
         except Exception as error:  # a file system may raise any error
             return ["", "", f"the folder {folder.text} cannot be read: {format_cause(error)}"]
 
-    def _agree_on_assignment(self, digests: list[str], infos: list[PieceInfo]) -> WriteAssignment:
+    def _agree_on_assignment(self, digests: list[str], infos: "list[PieceInfo]") -> "WriteAssignment":
         """Returns the pieces that each rank writes. The ranks exchange their lists of pieces only if a list has changed.
 
         digests: the digest of each rank's list. infos: this rank's list.
@@ -167,7 +154,7 @@ class SavePreparation:
 def remove_unfinished(folder: Folder, attempt: Attempt) -> None:
     """Deletes this run's unfinished saves, and half-deleted checkpoints, in a folder of checkpoints."""
     for name in folder.names():
-        is_unfinished = is_checkpoint_name(name) and folder.is_unfinished(name, INDEX)
+        is_unfinished = reader.is_checkpoint_name(name) and folder.is_unfinished(name, reader.INDEX)
         if is_unfinished and _find_writing_attempt(folder, name) in {*attempt.ids, DELETED}:
             folder.child(name).remove()
 
@@ -179,7 +166,7 @@ def _find_writing_attempt(folder: Folder, name: str) -> str:
     with suppress(Exception):  # an object store has no staging folders; a file system may raise any error
         for file in folder.child(name).names():
             if file.endswith(".safetensors"):
-                return str(read_header(folder.child(name), file)[1]["token"]).partition(".")[0]
+                return str(reader.read_header(folder.child(name), file)[1]["token"]).partition(".")[0]
     return ""
 
 
@@ -228,7 +215,7 @@ class WriteAssignment(NamedTuple):
     """
 
     file_indices: list[list[list[int]]]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, reader.TensorInfo]
 
 
 def assign_pieces(rank_pieces: Sequence[Sequence[PieceInfo]]) -> WriteAssignment:
@@ -249,13 +236,13 @@ def assign_pieces(rank_pieces: Sequence[Sequence[PieceInfo]]) -> WriteAssignment
         loads[rank] += piece.num_bytes
         assigned[rank].append(index)
     file_indices = [_split_into_files(pieces, sorted(indices)) for pieces, indices in zip(rank_pieces, assigned, strict=True)]
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, reader.TensorInfo] = {}
     for rank, files in enumerate(file_indices):
         for file_index, indices in enumerate(files):
             for index in indices:
                 piece = rank_pieces[rank][index]
-                info = tensors.setdefault(piece.name, TensorInfo(piece.dtype, piece.shape, []))
-                info.pieces.append((file_name(rank, file_index), piece.rectangle))
+                info = tensors.setdefault(piece.name, reader.TensorInfo(piece.dtype, piece.shape, []))
+                info.pieces.append((reader.file_name(rank, file_index), piece.rectangle))
     return WriteAssignment(file_indices, tensors)
 
 

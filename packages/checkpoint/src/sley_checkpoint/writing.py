@@ -6,29 +6,24 @@
 A save uses no collective, so it can run in a thread during training (`BackgroundWriter`).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sley_checkpoint.folders import FileDigest, Folder, compute_crc
 from sley_checkpoint.reader import INDEX, CheckpointIndex, build_file_header, file_name, split_into_chunks
+from sley_core.api.comm import CopyEvent, CopyStream, Device, HostMemory
 from sley_core.api.memory import version_of
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.api.state import TensorPiece
 from sley_core.errors import RunError, format_cause
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sley_core.api.comm import CopyEvent, CopyStream, Device, HostMemory
 
 PATIENCE_S = 10.0
 """Seconds for which a rank whose run ends waits for ranks that may have died."""

@@ -6,8 +6,6 @@ checked before every copy, since the kernel may reuse the pid of a process that 
 processors may reorder the writes of an offer (`offers`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -148,7 +146,7 @@ class Connection:
         self._process_polls: dict[int, select.poll] = {}
 
     @classmethod
-    def open(cls, members: Members, num_rings: int, channel: dist.ProcessGroup, timeout_s: float) -> Connection | None:
+    def open(cls, members: Members, num_rings: int, channel: dist.ProcessGroup, timeout_s: float) -> "Connection | None":
         """Connects `members`, or returns None on all of them if any pair cannot connect. This is a collective over `channel`.
 
         timeout_s: the time limit of every wait.

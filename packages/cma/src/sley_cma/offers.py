@@ -1,7 +1,5 @@
 """Manages a sequence of offers, which all members make in the same order. An offer lets peers read some tensors of a member."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress

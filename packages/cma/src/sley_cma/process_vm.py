@@ -1,7 +1,5 @@
 """Cross-memory attach (CMA): copies between two processes by Linux's `process_vm_readv` and `process_vm_writev`."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Iterator, Sequence

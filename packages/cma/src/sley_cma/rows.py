@@ -4,8 +4,6 @@ those of transports that send messages.
 Ranks copy data only in `wait`, not in the background.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

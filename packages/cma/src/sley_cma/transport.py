@@ -1,7 +1,5 @@
 """Exchanges between ranks of one host that read each other's memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 

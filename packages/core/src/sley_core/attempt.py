@@ -5,8 +5,6 @@ attempts and their steps, so that a run resumes only from its own checkpoints.
     attempt B    steps 11 to 20, by `--resume auto`                                       lineage of B: (A, 0), (B, 10)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -16,14 +14,12 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sley_core.errors import RunError, UsageError, shorten_names
 from sley_core.files import COPIES, WEIGHTS, write_atomically
 from sley_core.jsonl import METRICS, read_rows
-
-if TYPE_CHECKING:
-    from sley_core.plan.document import Document
+from sley_core.plan.document import Document
 
 
 def use_copied_files(document: Document, folder: Path) -> Document:

@@ -5,26 +5,22 @@ elements 2 to 9 of a [3, 4]     . . a a      three rectangles, each contiguous i
                                 c c . .
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from torch import Tensor
 
 from sley_core.attempt import Lineage, RunAttempt, parse_lineage
+from sley_core.engine.buffers import ElementRange
+from sley_core.engine.parts import Parts
+from sley_core.engine.registry import Param
+from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
+from sley_core.plan.plan import Plan
 from sley_core.weight_files.read import TensorKind, TensorReader
 from sley_core.weight_files.write import DTYPES
-
-if TYPE_CHECKING:
-    from sley_core.engine.buffers import ElementRange
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.registry import Param
-    from sley_core.engine.shards import Shard
-    from sley_core.plan.plan import Plan
 
 T = TypeVar("T")
 
@@ -39,7 +35,7 @@ class Rectangle(NamedTuple):
     sizes: tuple[int, ...]
 
     @classmethod
-    def full(cls, shape: Sequence[int]) -> Rectangle:
+    def full(cls, shape: Sequence[int]) -> "Rectangle":
         """Returns the rectangle that covers a tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -47,7 +43,7 @@ class Rectangle(NamedTuple):
     def numel(self) -> int:
         return prod(self.sizes)
 
-    def intersection(self, other: Rectangle) -> Rectangle | None:
+    def intersection(self, other: "Rectangle") -> "Rectangle | None":
         """Returns the intersection, or None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self.ends, other.ends)
@@ -63,12 +59,12 @@ class Rectangle(NamedTuple):
         """The slices that select this rectangle from the whole tensor."""
         return tuple(slice(offset, end) for offset, end in zip(self.offsets, self.ends, strict=True))
 
-    def slices_in(self, outer: Rectangle) -> tuple[slice, ...]:
+    def slices_in(self, outer: "Rectangle") -> tuple[slice, ...]:
         """Returns the slices that select this rectangle from a tensor that covers `outer`."""
         dims = zip(self.offsets, outer.offsets, self.sizes, strict=True)
         return tuple(slice(offset - start, offset - start + size) for offset, start, size in dims)
 
-    def shift(self, dim: int, distance: int, size: int) -> Rectangle:
+    def shift(self, dim: int, distance: int, size: int) -> "Rectangle":
         """Returns this rectangle shifted by `distance` elements along `dim`, with the new `size` along `dim`."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim] += distance

@@ -4,8 +4,6 @@ A `SleyError` carries one or more `Diagnostic`s, and the exit code of the comman
 optionally a place and a hint. A bug of Sley itself is an `AssertionError`, never a `SleyError`.
 """
 
-from __future__ import annotations
-
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
@@ -77,7 +75,7 @@ class SleyError(Exception):
         super().__init__(str(self.diagnostics[0]))
 
     @classmethod
-    def from_diagnostics(cls, diagnostics: Iterable[Diagnostic]) -> SleyError:
+    def from_diagnostics(cls, diagnostics: Iterable[Diagnostic]) -> "SleyError":
         """Returns an error with all of `diagnostics`, in this order; there must be at least one."""
         diagnostics = tuple(diagnostics)
         assert diagnostics, "an error without a diagnostic"
@@ -99,7 +97,7 @@ class StateError(RunError):
     """The call is not possible in the present state of the run, for example while its memory is offloaded."""
 
     @staticmethod
-    def offloaded_error(part: str, caller: str) -> StateError:
+    def offloaded_error(part: str, caller: str) -> "StateError":
         """Returns the `memory-away` error for an offloaded part of the run's memory.
 
         part: the name of the part, a plural such as "weights". caller: the operation that needs the part, such as "a step".

@@ -1,7 +1,5 @@
 """The names of files in a run folder, and atomic writes of files. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

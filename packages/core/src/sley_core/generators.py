@@ -4,8 +4,6 @@ A use is the forward of a layer for a microbatch, or the read of a sample. Its s
 layout, and every recomputation, draws the same numbers. `GENERATOR_LOCK` keeps two threads from using the generators at once.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

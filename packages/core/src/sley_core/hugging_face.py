@@ -1,20 +1,16 @@
 """Describes the Hugging Face transformers model that has a run's weights, and opens the weights of such models and of runs."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sley_core.errors import SleyError, UsageError
 from sley_core.files import CHECKPOINTS, COPIES, PLAN, WEIGHTS
+from sley_core.plan.plan import Plan
 from sley_core.records import AdaptersRecord, DatasetRecord, import_object
 from sley_core.weight_files.read import TensorReader, WeightFiles
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

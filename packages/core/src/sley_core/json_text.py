@@ -1,7 +1,5 @@
 """JSON text, and an encoding of Python values that plain JSON would change. Imports torch only to decode tensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """Writes and reads the metrics file of a run: one JSON object per line. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

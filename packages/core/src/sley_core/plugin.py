@@ -2,10 +2,8 @@
 checks of these tables. Imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -13,10 +11,8 @@ from sley_core import records
 from sley_core.hookspecs import hookimpl
 from sley_core.optim.config import AdamWConfig, ConstantConfig, CosineConfig, LinearConfig, SGDConfig, WarmupStableDecayConfig
 from sley_core.optim.learning_rate import check_learning_rate
+from sley_core.plan.plan import Plan
 from sley_core.table import Fraction, Table
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
 
 
 class EachConfig(Table):

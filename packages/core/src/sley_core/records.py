@@ -5,8 +5,6 @@ record `each` of the plugin `core` is called `core.each`. The code is imported o
 records does not import torch.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,11 +1,9 @@
 """Reads the weights in checkpoints and run folders without a run, for exports, samples and later runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +25,11 @@ from sley_core.plan.document import read_file, read_text
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
+from sley_core.plan.plan import Plan
 from sley_core.protocols import CheckpointFiles
 from sley_core.records import CheckpointerRecord
 from sley_core.weight_files.read import TensorKind, TensorReader, WeightFiles, weight_files_error
 from sley_core.weight_files.write import BY_NAME, DTYPES
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
 
 OPTIONS = "options/"
 """The name prefix of a parameter's options in the optimizer's groups."""
@@ -135,7 +131,7 @@ class SavedWeights:
     which the checkpoint of a model with adapters does not contain.
     """
 
-    def __init__(self, saved: CheckpointReader, plan: Plan, base: Callable[[], BaseWeights]) -> None:
+    def __init__(self, saved: CheckpointReader, plan: Plan, base: "Callable[[], BaseWeights]") -> None:
         self.saved = saved
         self._plan = plan
         self._base = cache(base)

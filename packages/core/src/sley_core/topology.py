@@ -13,8 +13,6 @@ The groups of `sp` and of `wp` are contiguous ranks; the two sizes are independe
     wdp, wp    00 01 10 11 20 21 30 31
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -99,7 +97,7 @@ class Topology:
     wp: int = 1
 
     @classmethod
-    def from_sizes(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> Topology:
+    def from_sizes(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> "Topology":
         """Returns the topology of `world` ranks. Raises ValueError if the sizes do not divide `world`."""
         if dp is not None and world != pp * dp * sp:
             raise ValueError(f"the world size must be pp x dp x sp = {pp} x {dp} x {sp}, but is {world}")

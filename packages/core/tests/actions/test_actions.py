@@ -1,7 +1,5 @@
 """`lower` adds what readers need and refuses what is not a step; a simulated step takes the times of a count by hand."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from itertools import pairwise
 from random import Random

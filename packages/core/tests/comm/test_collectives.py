@@ -1,7 +1,5 @@
 """Collectives sum over their group and no other, and one that cannot end says which it was."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -3,8 +3,6 @@
 On the CPU, `sley_testing.drawn_copies` simulates these rules. These tests show that a device follows them.
 """
 
-from __future__ import annotations
-
 from threading import Thread
 
 import pytest

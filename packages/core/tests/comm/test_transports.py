@@ -1,7 +1,5 @@
 """Rows are gathered and reduced as a dense sum says, on any number of ranks; different exchanges raise on both sides."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """A world is joined as the launcher's environment says, or an error says who is missing, in time."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Slices of a batch join to the batch, count each label once, and know their places in the whole sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data as a plan names it: built, checked with places, and written back."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every layout and every restart gets the same samples, each once per epoch; a thread of the feed's own reads ahead."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

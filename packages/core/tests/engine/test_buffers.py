@@ -1,7 +1,5 @@
 """Flat buffers, shards of weights, and norms over them; states have names."""
 
-from __future__ import annotations
-
 import math
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The gradient store: right sums, one order of readiness, contributions of code and of autograd, and what comes too late."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

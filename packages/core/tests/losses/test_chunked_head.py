@@ -1,7 +1,5 @@
 """Chunks of the head change no loss and no gradient, no tensor holds all logits, and what does not fit is refused by name."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path

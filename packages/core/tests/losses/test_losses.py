@@ -1,7 +1,5 @@
 """Cross-entropy: weight and sum do not depend on the cut, no softmax is kept, and labels that are not shifted are refused."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar

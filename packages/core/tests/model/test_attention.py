@@ -1,7 +1,5 @@
 """The attention module against a loop over documents, heads and positions."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from functools import partial

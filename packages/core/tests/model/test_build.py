@@ -1,7 +1,5 @@
 """A model is built on meta from what a factory returns, or the factory is told by a code; the example models are."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

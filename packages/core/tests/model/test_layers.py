@@ -1,7 +1,5 @@
 """What layers are made of: what a factory may return, fields, patches of a forward, training mode, and written buffers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import OrderedDict
@@ -230,7 +228,7 @@ class Own(nn.Module):
         self.tower = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
         self.drop = nn.Dropout()
 
-    def train(self, mode: bool = True) -> Own:
+    def train(self, mode: bool = True) -> "Own":
         super().train(mode)
         self.tower.eval()
         return self

@@ -1,7 +1,5 @@
 """First values: the same whatever the layout, complete and tied."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import chain, combinations

@@ -1,7 +1,5 @@
 """First values are those that the same code gives in plain PyTorch; what shares or holds a parameter is refused by name."""
 
-from __future__ import annotations
-
 import functools
 import random
 import threading

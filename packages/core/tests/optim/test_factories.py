@@ -1,7 +1,5 @@
 """A learning rate and a metrics writer of one's own: as records of core do, in every layout, or an error that names it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizers, their groups and tables: the fast form equals the loop, and a factory is checked before it is stepped."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from collections.abc import Callable

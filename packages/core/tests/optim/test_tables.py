@@ -1,7 +1,5 @@
 """Parameter groups and learning rates: the first match wins, curves are exact at their ends, senseless values are refused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A small valid plan, and a plugin of records that core does not have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

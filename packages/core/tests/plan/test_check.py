@@ -1,7 +1,5 @@
 """What a valid plan cannot do in a world of a given size is refused with the equation, the place, and what would do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

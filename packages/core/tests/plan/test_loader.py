@@ -3,8 +3,6 @@
 The distributions are folders with a `.dist-info` on `sys.path`, as pip leaves them.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import sysconfig

@@ -1,7 +1,5 @@
 """Each mistake in a plan has its own code, place and hint."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

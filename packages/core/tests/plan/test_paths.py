@@ -1,7 +1,5 @@
 """Every path of a plan follows one rule: `~` and `$NAME` are expanded, and only the plan's own text is a pattern."""
 
-from __future__ import annotations
-
 from glob import escape
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A plan's text: what cannot be read has its code and place, every key and value is located, and `--set` changes values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from datetime import date

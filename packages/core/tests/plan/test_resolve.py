@@ -1,7 +1,5 @@
 """A valid plan resolves: defaults are filled in, plugins and named tables are found, and factories build their parts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A resolved plan written as text loads to an equal plan, wherever the text lies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A folder of safetensors files has exactly the tensors of its index, or says what is wrong; few bytes are used beside them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

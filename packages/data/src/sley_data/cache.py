@@ -11,8 +11,6 @@ One process of a host holds a lock and tokenizes, while the other processes wait
 remain, and the next process writes only the missing parts. The threads of `tokenizers` use all cores.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import time
@@ -23,7 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -34,9 +32,7 @@ from sley_data.files import DataFile, find_cache_home, find_split_files, print_n
 from sley_data.formats import Integers, read_blocks
 from sley_data.plugin import ChatConfig, TextConfig
 from sley_data.streams import Stream, map_tokens
-
-if TYPE_CHECKING:
-    from sley_data.tokenizer import Tokenizer
+from sley_data.tokenizer import Tokenizer
 
 PART_BYTES = 1 << 25
 """A part ends once its text has at least this size in bytes."""

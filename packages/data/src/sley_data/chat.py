@@ -1,7 +1,5 @@
 """The dataset `data.chat`: whole conversations, packed into rows of equal length, with their labels and boundaries."""
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
@@ -45,7 +43,7 @@ class ChatStats:
     dropped: Counter[str] = field(default_factory=Counter)
     first_dropped: dict[str, str] = field(default_factory=dict)
 
-    def add(self, stats: ChatStats) -> None:
+    def add(self, stats: "ChatStats") -> None:
         for name in ("documents", "samples", "tokens", "trained"):
             setattr(self, name, getattr(self, name) + getattr(stats, name))
         self.longest = max(self.longest, stats.longest)

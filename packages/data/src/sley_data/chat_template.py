@@ -12,8 +12,6 @@ of the second prefix should be the first tokens of the conversation. If they are
 differently when more turns follow, the second prefix becomes a separate sample.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@
 The template also receives the other keys of a message, such as `tool_calls` and `name`, and the `tools` of a row.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,12 +4,10 @@ Labels are already shifted: the label at a position is the next token. Document 
 [offsets[d], offsets[d + 1]). Imports torch only to read a sample.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -22,9 +20,7 @@ from sley_data.files import DataFile, find_document_files, find_token_files
 from sley_data.formats import Integers
 from sley_data.plugin import NUM_BYTES, Documents, TextConfig, TokensConfig
 from sley_data.streams import Stream, load_token_stream
-
-if TYPE_CHECKING:
-    from sley_data.tokenizer import Tokenizer
+from sley_data.tokenizer import Tokenizer
 
 WINDOW_BLOCK = 1 << 20
 """The number of windows whose documents are counted at a time."""

@@ -4,8 +4,6 @@ Only the content of a document decides whether it is held out. All copies of a d
 depends neither on the ranks, nor on the order of the files, the seed, or the path of the corpus.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain

@@ -4,8 +4,6 @@ Hub names have the form `hf://datasets/OWNER/NAME@REVISION/PATTERN`, where `@REV
 files once, and records the folder of a complete download, so that later runs and other ranks do not contact the hub.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -26,17 +24,7 @@ from sley_core.api.data import Split
 from sley_core.api.files import replace_atomically
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError
 from sley_core.records import Problem
-from sley_data.formats import (
-    COMPRESSED_SUFFIXES,
-    MEGATRON_MAGIC,
-    PLAIN,
-    Format,
-    Index,
-    TokenDtype,
-    check_token_ids,
-    detect_format,
-    read_index,
-)
+from sley_data import formats
 from sley_data.plugin import TOKEN_BYTES, DocumentsConfig, TextConfig, TokensConfig
 
 _INSTALL_HUB = """install sley-data[hub]; in a clone of Sley's repository, run `pip install -e "packages/data[hub]"`"""
@@ -61,10 +49,10 @@ class DataFile:
     name: str
     path: Path
     num_bytes: int
-    format: Format = PLAIN
-    index: Index | None = dataclasses.field(default=None, compare=False)
+    format: formats.Format = formats.PLAIN
+    index: formats.Index | None = dataclasses.field(default=None, compare=False)
 
-    def dtype(self, config: TokensConfig) -> TokenDtype:
+    def dtype(self, config: TokensConfig) -> formats.TokenDtype:
         """Returns the dtype of this file's tokens. config: the table that lists the file."""
         return config.dtype if self.index is None else self.index.dtype
 
@@ -305,7 +293,7 @@ def find_document_files(config: DocumentsConfig, split: Split) -> FilesAndProble
         message = f"`{json_files[0].path}` contains JSON lines: braces, keys and escapes would be trained on"
         hint = 'name the key of the text, such as `field = "text"`; or set `separator = "\\n"` to train on the JSON itself'
         problems.append(Problem(("data", key), message, hint, "data-json"))
-    files = [replace(file, format=detect_format(file.path)) for file in files]
+    files = [replace(file, format=formats.detect_format(file.path)) for file in files]
     return files, [*problems, *_find_format_problems(files, ("data", key), allows_tables=has_rows)]
 
 
@@ -322,7 +310,7 @@ def find_split_files(config: DocumentsConfig, split: Split) -> tuple[list[DataFi
 def _find_content_suffix(path: Path) -> str:
     """Returns the suffix of the decompressed file in lower case: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
     suffix = path.suffix.lower()
-    return path.with_suffix("").suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
+    return path.with_suffix("").suffix.lower() if suffix in formats.COMPRESSED_SUFFIXES else suffix
 
 
 def _find_format_problems(files: Sequence[DataFile], key: KeyPath, *, allows_tables: bool = False) -> Iterator[Problem]:
@@ -341,8 +329,8 @@ def find_token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
         files = list({os.path.realpath(file.path): file for file in map(_add_index, files)}.values())
     except _BadPathError as error:
         return files, [*problems, Problem(("data", key), error.message, error.hint, error.code)]
-    files = [replace(file, format=detect_format(file.path)) for file in files]
-    compressed = Format(unsupported=("compressed", "unpack it, since token files are memory-mapped"))
+    files = [replace(file, format=formats.detect_format(file.path)) for file in files]
+    compressed = formats.Format(unsupported=("compressed", "unpack it, since token files are memory-mapped"))
     files = [replace(file, format=compressed) if file.format.is_compressed else file for file in files]
     problems += _find_format_problems(files, ("data", key))
     for file in [] if problems else files:
@@ -350,7 +338,7 @@ def find_token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
         if file.num_bytes % TOKEN_BYTES[dtype]:
             message = f"`{file.path}` must contain whole {dtype} tokens, but has {file.num_bytes} bytes"
             problems.append(Problem(("data", key), message, "set the `dtype` of the file", "data-size"))
-        elif reason_and_hint := check_token_ids(file.path, dtype, config.vocab_size):
+        elif reason_and_hint := formats.check_token_ids(file.path, dtype, config.vocab_size):
             reason, hint = reason_and_hint
             problems.append(Problem(("data", key), f"`{file.path}` {reason}", hint, "data-format"))
         elif file.index is None and config.documents != "cut" and config.end_of_document is None:
@@ -367,11 +355,11 @@ def _add_index(file: DataFile) -> DataFile:
     index, tokens = file.path.with_suffix(".idx"), file
     try:
         with file.path.open("rb") as content:
-            if content.read(len(MEGATRON_MAGIC)) == MEGATRON_MAGIC:
+            if content.read(len(formats.MEGATRON_MAGIC)) == formats.MEGATRON_MAGIC:
                 index, tokens = file.path, _stat_file(file.path.with_suffix(".bin"))
         if not index.exists():
             return tokens
-        return replace(tokens, index=read_index(index, tokens.num_bytes))
+        return replace(tokens, index=formats.read_index(index, tokens.num_bytes))
     except ValueError as error:
         raise _BadPathError("data-format", f"`{index}` {error}", f"it is read as the index of `{tokens.path}`") from None
     except OSError as error:

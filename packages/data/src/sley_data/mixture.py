@@ -10,8 +10,6 @@ at most about two samples. All arithmetic is in integers, and needs neither stat
     chats, 7     x   x x x   x x   x
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The records and plan tables of `data.text`, `data.chat`, `data.tokens` and `data.mixture`. Imports no torch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -108,7 +106,7 @@ class TextConfig(DocumentsConfig):
     """A token of the tokenizer that is appended to every document. Default: none."""
 
     @model_validator(mode="after")
-    def _check_options(self) -> TextConfig:
+    def _check_options(self) -> "TextConfig":
         if self.source is None and not self.files:
             raise ValueError("set `source` or `files`")
         if self.source is not None and self.files:
@@ -184,7 +182,7 @@ class TokensConfig(DataConfig):
     """The token id at the end of every document, in files without an index."""
 
     @model_validator(mode="after")
-    def _check_options(self) -> TokensConfig:
+    def _check_options(self) -> "TokensConfig":
         if not self.files:
             raise ValueError("`files` must not be empty")
         if self.end_of_document is not None and self.end_of_document >= self.vocab_size:
@@ -234,7 +232,7 @@ class MixtureConfig(DataConfig):
     """
 
     @model_validator(mode="after")
-    def _check_options(self) -> MixtureConfig:
+    def _check_options(self) -> "MixtureConfig":
         duplicates = [name for name, count in Counter(source.name for source in self.sources).items() if count > 1]
         if duplicates:
             raise ValueError(f"two sources have the name `{duplicates[0]}`")
@@ -248,7 +246,7 @@ class MixtureConfig(DataConfig):
             raise ValueError("`exhausted` has no effect with `epochs`, which repeats each source a fixed number of times")
         return self
 
-    def include_held_out(self) -> MixtureConfig:
+    def include_held_out(self) -> "MixtureConfig":
         raise ValueError("a mixture cannot be evaluated on all samples; use a separate set for each source")
 
     @property

@@ -1,23 +1,19 @@
 """Checks the sources of a mixture, and reads their samples; torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sley_core.api.data import Split, TextIds
+from sley_core.api.plan import Component
 from sley_core.errors import KeyPath, SleyError, UsageError
 from sley_core.records import DatasetRecord, Problem
 from sley_data.documents import find_copied_tokens
 from sley_data.files import find_token_files
 from sley_data.plugin import ChatConfig, DocumentsConfig, MixtureConfig, SourceTable, TokensConfig
-
-if TYPE_CHECKING:
-    from sley_core.api.plan import Component
 
 _PROBE_TEXT = "Two sources of one mixture, 3 x 14 = 42: déjà vu!\n"
 """A text that the tokenizers of different models split differently."""

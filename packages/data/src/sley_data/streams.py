@@ -1,7 +1,5 @@
 """Streams of documents: the tokens of a split, one document after another, in memory or in memory-mapped files; torch-free."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

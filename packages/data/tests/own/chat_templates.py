@@ -3,8 +3,6 @@
 `{A}...{/A}` marks the assistant's turns: it becomes a `{% generation %}` block or nothing.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

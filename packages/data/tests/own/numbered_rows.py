@@ -1,7 +1,5 @@
 """A dataset whose samples name themselves: for mixtures."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

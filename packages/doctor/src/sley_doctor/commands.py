@@ -2,8 +2,6 @@
 one self-contained HTML page about one or more runs. Both read the files that the ranks left in the folder of a run.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

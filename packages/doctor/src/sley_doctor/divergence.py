@@ -8,8 +8,6 @@ Reports of two ranks show only that they differ, not which one is wrong. With mo
 majority is named.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A section that would be empty states why.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

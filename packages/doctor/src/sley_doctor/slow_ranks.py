@@ -7,8 +7,6 @@ the same layers. A cause must cost at least `MIN_SHARE` of a step, in blocks wit
 may be noise of a busy machine.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

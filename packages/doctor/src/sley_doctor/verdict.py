@@ -10,8 +10,6 @@ The verdicts are tried in this order, since each of these events may cause those
     none of these: the message of the first report
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -9,20 +9,13 @@ in reverse order of use, which is the order in which the store reports gradients
 The design follows PyTorch's DistributedDataParallel (Li et al., 2020, section 3.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
-from sley_core.api.comm import SentBytes
-from sley_core.api.parts import Layout, Sums, split_by_size
+from sley_core.api.comm import Group, SentBytes
+from sley_core.api.parts import GradientBuffer, Layout, Param, Parts, StepState, Sums, split_by_size
 from sley_core.protocols import GradientHandler
+from sley_dp.plugin import BucketedConfig
 from sley_dp.sums import Bf16Sums, ExactSums
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import Group
-    from sley_core.api.parts import GradientBuffer, Param, Parts, StepState
-    from sley_dp.plugin import BucketedConfig
 
 
 class BucketedReducer(GradientHandler):

@@ -1,18 +1,13 @@
 """The plan tables, records, process groups and checks of the plugin `dp`. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from sley_core.api.plan import Table
+from sley_core.api.plan import Plan, Table, Topology
 from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, Problem, ProcessGroupRecord
-
-if TYPE_CHECKING:
-    from sley_core.api.plan import Plan, Topology
 
 BF16_TOLERANCE = 2**-7
 """The allowed relative error of a bf16 sum. Each term and the sum are rounded to bf16 once, by at most 2^-8. If terms cancel,

@@ -7,25 +7,17 @@ The design follows ZeRO (Rajbhandari, Rasley, Ruwase, He, 2020, section 5.1). Bu
 weights and optimizer states have the same layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
-from sley_core.api.comm import SentBytes
-from sley_core.api.parts import BufferShard, Layout, split_by_size
+from sley_core.api.comm import SentBytes, Work
+from sley_core.api.parts import BufferShard, GradientBuffer, Layout, Param, Parts, StepState, Sums, split_by_size
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 from sley_dp.bucketed import find_last_params, split_by_family
-from sley_dp.plugin import SUMS, WEIGHTS, shards_axis
+from sley_dp.plugin import SUMS, WEIGHTS, ShardedConfig, shards_axis
 from sley_dp.sums import ShardSums
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import Work
-    from sley_core.api.parts import GradientBuffer, Param, Parts, StepState, Sums
-    from sley_dp.plugin import ShardedConfig
 
 
 class WeightGathers:

@@ -11,22 +11,15 @@ after 256 terms. `Bf16Sums` sends as many bytes, but rounds each term once and t
 get the same bits.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import Work
-from sley_core.api.parts import Sums, round_up
+from sley_core.api.comm import Group, SentBytes, Transport, Work
+from sley_core.api.parts import GradientBuffer, Sums, round_up
 from sley_dp.plugin import SUMS, copies_axis
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import Group, SentBytes, Transport, Work
-    from sley_core.api.parts import GradientBuffer
 
 MAX_ACTIVE = 2
 """The maximum number of sums in flight that need scratch memory: one is gathered while the next is exchanged."""

@@ -1,7 +1,5 @@
 """Models, data and a loss of the tests' plans: `factory = "dp_parts:mlp"`."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -4,8 +4,6 @@ Units are seconds, bytes and FLOPs; bandwidths are in bytes per second. Each num
 most mistakes, such as milliseconds instead of seconds or a wrong sign, raise an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

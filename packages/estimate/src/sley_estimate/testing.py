@@ -5,8 +5,6 @@ with short_calibration():
     machine = measure_machine(world, plan, timeout_s=30)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict

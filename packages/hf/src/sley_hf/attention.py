@@ -5,8 +5,6 @@ added to the module. The part that `[sequence]` names finds each `SleyAttention`
 of transformers is changed.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import cache, lru_cache
 from importlib import import_module

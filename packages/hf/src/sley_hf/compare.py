@@ -4,11 +4,9 @@ The comparison uses a copy of the model with fewer layers, fewer token ids and r
 to compare.
 """
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +14,8 @@ from torch import Tensor
 from sley_core.api.model import Model
 from sley_core.errors import PlanError
 from sley_hf.decoder import build_from_config, build_routers, cut_into_layers, read_hf_config
+from sley_hf.plugin import DecoderConfig
 from sley_hf.structure import ModuleNames, to_layer_name
-
-if TYPE_CHECKING:
-    from sley_hf.plugin import DecoderConfig
 
 MAX_IDS = 128
 """The maximum vocabulary size of the copy."""

@@ -7,20 +7,21 @@
 The layers consist of transformers' own modules. `structure.py` finds them, and `attention.py` replaces the attention kernel.
 """
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sley_core.api.data import DataInfo
 from sley_core.api.model import Model, attention_mask
+from sley_core.api.parts import Parts
 from sley_core.errors import PlanError, RunError
 from sley_hf.attention import NAME, SleyAttention, add_attention, uses_interface
-from sley_hf.plugin import has_router_loss
+from sley_hf.plugin import DecoderConfig, has_router_loss
 from sley_hf.routers import BalancedLogits, LoadBalance, Routed, Routers, find_routers
 from sley_hf.structure import (
     LayerArguments,
@@ -32,13 +33,6 @@ from sley_hf.structure import (
     to_layer_name,
 )
 from sley_hf.weights import FileInitializer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sley_core.api.data import DataInfo
-    from sley_core.api.parts import Parts
-    from sley_hf.plugin import DecoderConfig
 
 
 def build_layers(config: DecoderConfig, data: DataInfo) -> Model:

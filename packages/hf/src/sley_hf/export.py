@@ -3,12 +3,10 @@
 The check computes the logits of the same prompt with the run's own layers and with the exported model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +14,15 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from sley_core.api.data import TOKEN_FIELDS, DataInfo
-from sley_core.api.files import HuggingFaceModel, describe_model
+from sley_core.api.files import HuggingFaceModel, TensorReader, describe_model
+from sley_core.api.model import Model
+from sley_core.api.plan import Plan
 from sley_core.api.state import shorten_names
 from sley_core.errors import RunError
 from sley_hf.decoder import build_from_config, list_ties, read_hf_config
 from sley_hf.plugin import DecoderConfig
 from sley_hf.structure import to_layer_name
 from sley_hf.weights import HubWeights
-
-if TYPE_CHECKING:
-    from sley_core.api.files import TensorReader
-    from sley_core.api.model import Model
-    from sley_core.api.plan import Plan
 
 PROMPT_LENGTH = 16
 """The maximum number of tokens of the prompt of the check."""

@@ -1,7 +1,5 @@
 """Generates text token by token with transformers' `generate` and its KV cache, and evaluates a model on tasks of lm-eval."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue

@@ -1,21 +1,16 @@
 """The plan tables and records of `hf.decoder` and `hf.lora`. Imports none of torch, transformers and peft."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from sley_core.api.files import config_folder
-from sley_core.api.plan import Array, Component, ModelConfig, PlanPath, Table, ValueDescription
+from sley_core.api.plan import Array, Component, ModelConfig, Plan, PlanPath, Table, ValueDescription
 from sley_core.hookspecs import hookimpl
 from sley_core.records import AdaptersRecord, LossRecord, ModelRecord, Problem, Record
-
-if TYPE_CHECKING:
-    from sley_core.api.plan import Plan
 
 CONFIG = "config.json"
 
@@ -58,7 +53,7 @@ class DecoderConfig(ModelConfig):
     """
 
     @model_validator(mode="after")
-    def _check_source(self) -> DecoderConfig:
+    def _check_source(self) -> "DecoderConfig":
         if (self.weights is None) == (self.config is None):
             raise ValueError("set either `weights`, for trained weights, or `config`, for random ones")
         read_config(self)
@@ -75,7 +70,7 @@ class DecoderConfig(ModelConfig):
         assert path is not None, self
         return config_folder(path) / CONFIG if path.is_dir() or self.weights else path
 
-    def without_weights(self) -> DecoderConfig:
+    def without_weights(self) -> "DecoderConfig":
         """Returns a table for the same model, but with random initial weights."""
         return self.model_copy(update={"weights": None, "config": self.config_file})
 

@@ -10,27 +10,21 @@ linear in p. If ranks hold slices of sequences, each rank therefore uses its own
     block ──Routed──> block ──Routed──> head ──BalancedLogits──> cross-entropy + coefficient x number of labels x loss
 """
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import OutputRecorder
 
+from sley_core.api.comm import Group
 from sley_core.api.model import cross_entropy_of_logits
+from sley_core.api.parts import Parts
 from sley_core.protocols import SplitLogits
-from sley_hf.structure import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from sley_core.api.comm import Group
-    from sley_core.api.parts import Parts
-    from sley_hf.structure import ModuleNames
+from sley_hf.structure import ModuleNames, UnsupportedModelError
 
 
 class Routed(NamedTuple):

@@ -15,8 +15,6 @@ positions. `LayerArguments` runs that forward without parameters, and with recor
 therefore needs code of its own.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -208,7 +206,7 @@ class LayerArguments:
         self._device: torch.device | None = None
         self._last: tuple[Any, Any] = (None, None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerArguments:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerArguments":
         """Returns this object, since copies of a block share it."""
         return self
 

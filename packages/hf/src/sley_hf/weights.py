@@ -5,8 +5,6 @@ other names, or each expert is a separate tensor. For each family, transformers 
 this module applies.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Small random configs of the families that packages/hf/README.md lists, their models, and layouts of two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -19,8 +19,6 @@ is unpacked by heads. All ranks of a group run the same layers of the same micro
 A label and a checksum identify each exchange. If they differ between ranks, all ranks raise an error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

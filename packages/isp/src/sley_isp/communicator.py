@@ -5,22 +5,20 @@ LayerCaller ──> layer ──> ShardedModule.forward ──> unshard ──> 
 Executor ──> begin, wrap_action ───────────────────────┘
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sley_core.api.actions import Action, Kind
 from sley_core.api.comm import SentBytes
-from sley_core.api.model import ForwardPatch
-from sley_core.api.parts import Phase
+from sley_core.api.model import ForwardPatch, Layer
+from sley_core.api.parts import Param, Parts, Phase
 from sley_core.api.plan import suggestion
 from sley_core.api.weights import StandIn
 from sley_core.errors import PlanError
@@ -28,16 +26,11 @@ from sley_core.protocols import WeightCommunicator
 from sley_isp.embedding_columns import ColumnEmbedding, TokenGather, check_embeddings
 from sley_isp.heads import GatheredHead, VocabularyHead, find_head
 from sley_isp.param_group import ParamGroup, PublishedShards, UnshardedGroup
-from sley_isp.plugin import ANYWHERE
+from sley_isp.plugin import ANYWHERE, CommunicatorConfig
 from sley_isp.prefetch import NO_CHANGE, Decision, PrefetchPolicy
 from sley_isp.reduce_scatter import MAX_IN_FLIGHT, GradientReducer, Reduction, WriteGradient
 from sley_isp.sharded_layer import ShardedLayer, can_gather_for_layer
 from sley_isp.sharded_module import ShardedModule, is_shardable
-
-if TYPE_CHECKING:
-    from sley_core.api.model import Layer
-    from sley_core.api.parts import Param, Parts
-    from sley_isp.plugin import CommunicatorConfig
 
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 """The types of actions in which any forward is a recomputation."""

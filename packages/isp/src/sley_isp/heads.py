@@ -12,25 +12,20 @@ Both heads compute the gradients in the forward, so their backward does not comm
 one gather, of the statistics of each slice, where Megatron-LM needs three all-reduces (Shoeybi et al. 2019, section 3).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sley_core.api.model import row_chunks
+from sley_core.api.comm import Work
+from sley_core.api.model import Layer, row_chunks
 from sley_core.api.weights import HeadChunks, HeadLoss, LazyLogits, LogitsHead, autocast_input
 from sley_core.errors import PlanError
 from sley_isp.sharded_module import ShardedModule, find_parameter_users, is_shardable
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import Work
-    from sley_core.api.model import Layer
 
 NO_TARGET = -(1 << 62)
 """The target of a token with an ignored label. It differs from every label, so that invalid labels are not ignored too."""

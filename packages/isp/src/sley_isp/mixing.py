@@ -10,24 +10,19 @@ If the layer's output or its attentions' inputs then differ at any other positio
 attention. Attentions do not communicate in the second call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sley_core.api.model import copy_containers, tensors_in
+from sley_core.api.data import DataInfo
+from sley_core.api.model import Layer, copy_containers, tensors_in
 from sley_core.errors import PlanError, RunError
-
-if TYPE_CHECKING:
-    from sley_core.api.data import DataInfo
-    from sley_core.api.model import Layer
-    from sley_core.protocols import LayerCall
+from sley_core.protocols import LayerCall
 
 UNCHECKED_HINT = "set `sp = 1`, or list the layer in `[sequence] unchecked_layers` if it may work on separate slices"
 

@@ -12,26 +12,19 @@ element. Elements below about 2^-14 times the largest element of their block bec
 2^-18 times the largest element. The smallest scale is 2^-126; with it, the error of a subnormal is at most 2^-136.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import Group, Published, Transport
-    from sley_core.api.memory import DevicePool
-    from sley_core.api.parts import Param
-    from sley_isp.plugin import CommunicatorConfig
-
+from sley_core.api.comm import Group, Published, Transport
+from sley_core.api.memory import DevicePool
+from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout, Param
+from sley_isp.plugin import CommunicatorConfig
 
 BLOCK = 128
 """The number of elements that share a scale."""

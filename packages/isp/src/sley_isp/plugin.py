@@ -1,20 +1,15 @@
 """The plan tables and records of the plugin `isp`, and checks of their options in a plan. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from sley_core.api.plan import Array, SequenceConfig, Table
+from sley_core.api.plan import Array, Plan, SequenceConfig, Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import LossRecord, Problem, Record, SequenceAttentionRecord, WeightCommunicatorRecord
-
-if TYPE_CHECKING:
-    from sley_core.api.plan import Plan
 
 ANYWHERE = "*"
 """The `launch` pattern that matches every sharded module."""
@@ -90,7 +85,7 @@ class CommunicatorConfig(Table):
         """Returns the index of the first group that matches the parameter `name`, or None."""
         return next((index for index, group in enumerate(self.groups) if fnmatchcase(name, group.match)), None)
 
-    def with_group(self, index: int | None) -> CommunicatorConfig:
+    def with_group(self, index: int | None) -> "CommunicatorConfig":
         """Returns this table with the options of the group `index`, or unchanged if `index` is None."""
         values = {} if index is None else self.groups[index].model_dump(exclude={"match"}, exclude_none=True)
         return self.model_copy(update=values)

@@ -19,8 +19,6 @@ and only within a step, since the weights change after it. All ranks of `wp` run
 decisions.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Small models with custom attentions, supported or not, and losses over positions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

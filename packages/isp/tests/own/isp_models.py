@@ -1,7 +1,5 @@
 """Models, data and a loss of the tests' plans: `factory = "isp_models:mixed"`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Small models of layers that use weights in their own ways: `factory = "kinds:model"`; and their data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Allocates reusable memory on the host."""
 
-from __future__ import annotations
-
 import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence

@@ -13,8 +13,6 @@ memory can be reused without waiting. A storage has these states:
               └───────────────────────────────┴────────────────┴──> unpack
 """
 
-from __future__ import annotations
-
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -114,7 +112,7 @@ class MovedStorage:
             for copied, copied_version in self._versions.items()
         )
 
-    def new_handle(self, tensor: Tensor, layer: str) -> Handle:
+    def new_handle(self, tensor: Tensor, layer: str) -> "Handle":
         """Returns a handle that autograd keeps in place of `tensor`. layer: the name of the layer that saves the tensor."""
         handle = Handle(tensor, self, layer)
         if not self.is_sent:
@@ -142,7 +140,7 @@ class MovedStorage:
         self._handles.clear()
         self._source = None
 
-    def _live_handles(self) -> list[Handle]:
+    def _live_handles(self) -> "list[Handle]":
         return [handle for reference in self._handles if (handle := reference()) is not None]
 
     def fetch(self) -> bool:

@@ -9,8 +9,6 @@ This is ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840) without its one-step d
 take the step come first, so the results equal those of a step on the device with the same kernels.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle

@@ -6,8 +6,6 @@ HERE ────────────> LEAVING ─────────�
       free bucket by bucket                   copy in              waits for the copies
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence

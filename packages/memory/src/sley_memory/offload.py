@@ -1,7 +1,5 @@
 """Offloads the parts of a run's memory that an `[[offload]]` table names, with one mover per part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf

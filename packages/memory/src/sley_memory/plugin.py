@@ -1,21 +1,16 @@
 """The plan tables and records of the plugin `memory`. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from sley_core.api.plan import Array, Table, suggestion
+from sley_core.api.plan import Array, Plan, Table, suggestion
 from sley_core.errors import Diagnostic, PlanError
 from sley_core.hookspecs import hookimpl
 from sley_core.records import ActivationPolicyRecord, OffloadManagerRecord, Problem, Record
-
-if TYPE_CHECKING:
-    from sley_core.api.plan import Plan
 
 Layers = PositiveInt | Annotated[Array[str], Field(min_length=1)]
 """The number of blocks, counted from the first, or names and patterns of layers."""

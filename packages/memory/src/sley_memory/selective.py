@@ -14,12 +14,10 @@ layers do not use it: it would intercept every operator, allow only one backward
 attention if the recomputation had fewer of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,17 +34,15 @@ from torch.utils.checkpoint import (
 
 from sley_core.api.memory import version_of
 from sley_core.api.model import Recompute
+from sley_core.api.parts import MicroStep
 from sley_core.errors import RunError
 from sley_memory.plugin import SelectiveConfig, match_layers
-
-if TYPE_CHECKING:
-    from sley_core.api.parts import MicroStep
 
 
 class KeptAttention:
     """Holds the attention results of one call of a layer, in order, for all its backwards. None is a recomputed result."""
 
-    def __init__(self, stats: AttentionStats) -> None:
+    def __init__(self, stats: "AttentionStats") -> None:
         self.stats = stats
         self.num_bytes = 0
         self._results: list[list[tuple[Any, int]] | None] = []
@@ -191,7 +187,7 @@ class _AttentionMode(TorchFunctionMode):
         with self._operators:
             return func(*args, **(kwargs or {}))
 
-    def __enter__(self) -> _AttentionMode:
+    def __enter__(self) -> "_AttentionMode":
         kept = self._kept
         kept.rewind()
         if self.is_first_forward:

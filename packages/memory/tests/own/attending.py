@@ -1,7 +1,5 @@
 """Blocks with attention, in-place operations and dropout, one that fails on demand, and some that share storages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A model with parameters of all kinds: `factory = "odd_parts:model"`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Runs that offload memory and fill freed memory with NaN, and a digest of their state."""
 
-from __future__ import annotations
-
 import hashlib
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """A training that moves its memory between all steps, on a device that reorders its copies."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests that offload managers without one of their waits, or with a race of another project, are caught."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests that moves between all steps change no bit of a training, with copies in any permitted order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that each reader of a run's memory waits for it, after moves that no caller has awaited."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

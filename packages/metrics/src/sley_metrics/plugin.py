@@ -1,17 +1,12 @@
 """The plan tables and records of the plugin `metrics`. Imports neither TensorBoard nor wandb."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from sley_core.api.plan import Table
+from sley_core.api.plan import Plan, Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import MetricsWriterRecord, Problem
-
-if TYPE_CHECKING:
-    from sley_core.api.plan import Plan
 
 
 class TensorboardConfig(Table):

@@ -1,7 +1,5 @@
 """Writes curves for TensorBoard and for Weights & Biases."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from importlib import import_module

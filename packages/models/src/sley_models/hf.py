@@ -5,23 +5,19 @@ the files that `save_pretrained` writes, a tied head has no separate tensor. A r
 one at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from sley_core.api.files import FLOATS, IDS, HuggingFaceModel, TensorReader, describe_model, open_weights, run_of, start_folder
+from sley_core.api.plan import Plan
 from sley_core.api.state import shorten_names
 from sley_core.errors import KeyPath, PlanError, RunError, UsageError
 from sley_models.hf_config import CONFIG, read_config, to_hf_config
 from sley_models.llama import Block, Embed, Head, build_on_meta
 from sley_models.plugin import LlamaConfig
-
-if TYPE_CHECKING:
-    from sley_core.api.plan import Plan
 
 # The names of parameters that have a special role, in runs and in Hugging Face files.
 EMBEDDING = "embed.tokens.weight"

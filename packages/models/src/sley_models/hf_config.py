@@ -3,19 +3,15 @@
 Refuses options that `models.llama` does not support, since training would otherwise silently use a different model.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sley_core.errors import RunError
-
-if TYPE_CHECKING:
-    from sley_models.plugin import LlamaConfig
+from sley_models.plugin import LlamaConfig
 
 CONFIG = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

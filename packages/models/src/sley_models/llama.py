@@ -10,23 +10,19 @@ Weights have the layout of Hugging Face's Llama (`hf.py`). Rotary tables are com
 values of torch's RMSNorm (Zhang and Sennrich 2019), whatever the dtype of the inputs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sley_core.api.data import DataInfo
 from sley_core.api.model import Attention, Model, once_per_field
 from sley_core.errors import PlanError
-
-if TYPE_CHECKING:
-    from sley_core.api.data import DataInfo
-    from sley_models.plugin import LlamaConfig, RopeScaling
+from sley_models.plugin import LlamaConfig, RopeScaling
 
 
 def build_llama(config: LlamaConfig, data: DataInfo) -> Model:

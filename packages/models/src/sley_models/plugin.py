@@ -1,7 +1,5 @@
 """The plan table and record of `models.llama`. Imports no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

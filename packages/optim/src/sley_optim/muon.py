@@ -8,8 +8,6 @@
 One torch optimizer holds all groups and states, so the learning-rate schedule and checkpoints cover both algorithms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any

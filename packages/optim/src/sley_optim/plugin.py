@@ -1,18 +1,13 @@
 """The plan tables and records of the plugin `optim`. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from sley_core.api.plan import Array, GroupConfig, OptimizerConfig, Table
+from sley_core.api.plan import Array, GroupConfig, OptimizerConfig, Plan, Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import AveragingRecord, OptimizerRecord, Problem, Record
-
-if TYPE_CHECKING:
-    from sley_core.api.plan import Plan
 
 
 class AveragingConfig(Table):

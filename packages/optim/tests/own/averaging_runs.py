@@ -1,7 +1,5 @@
 """A small model with tied and frozen parameters, and runs of it whose averages the tests compare."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count

@@ -11,24 +11,18 @@ waits until the device is idle, even if the device waits for a peer. Since recei
 each other forever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.api.actions import direction_of
-from sley_core.api.comm import SentBytes
+from sley_core.api.comm import Device, Group, SentBytes, Work
 from sley_core.errors import RunError
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import Device, Group, Work
-
 
 Operation = Literal["send", "receive"]
 """Whether this stage sends or receives a message."""

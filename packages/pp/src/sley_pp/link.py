@@ -19,24 +19,19 @@ A walk is one pass through a list of actions. On a device, the first walk of eac
 through the host (`channels` explains why).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from sley_core.api.actions import Transfer, direction_of
-from sley_core.api.parts import Description
+from sley_core.api.comm import Work
+from sley_core.api.parts import Description, Parts
 from sley_pp.channels import Channels, WalkCheck, has_separate_header, stages_differ_error
 from sley_pp.message import Message, MessagePool, boundary_mismatch_error, message_layout, receive_description, send_description
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import Work
-    from sley_core.api.parts import Parts
-    from sley_pp.plugin import LinkConfig
+from sley_pp.plugin import LinkConfig
 
 Key = tuple[Hashable, ...]
 """The phase and the shapes of a microbatch's fields. At one boundary, all messages with equal keys have the same layout."""

@@ -12,29 +12,22 @@ The header is always on the host, so that both ends read it without a device syn
 too, they follow it in the same piece. Otherwise it is a separate piece.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import sys
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sley_core.api.comm import Device
+from sley_core.api.comm import Device, Work
+from sley_core.api.memory import DevicePool
 from sley_core.api.parts import ALIGNMENT_BYTES, Description, FlatLayout, Leaf, round_up
 from sley_core.errors import RunError
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import Work
-    from sley_core.api.memory import DevicePool
-    from sley_pp.channels import Channels
-
+from sley_pp.channels import Channels
 
 HEADER_BYTES = 1024
 """The number of bytes in the header for its numbers and error text. The flags of each tensor follow."""

@@ -4,8 +4,6 @@ A position is one chunk of the model; each stage holds one or more. With the bou
 0 1 2, position 1 has 3 4, and position 2 has 5 6 7 8.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, pairwise

@@ -1,7 +1,5 @@
 """The plan tables and records of the plugin `pp`. Imports no torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt

@@ -6,8 +6,6 @@ microbatch. Capital letters are chunk 0, small letters chunk 1. In the drawings,
 of an F is filled with `-`, that of a B or I with `=`, and that of a W with `~`; `.` is idle time.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -5,18 +5,12 @@ and takes the same optimizer step. The sum is the last operation on a gradient b
 bit. The engine compares copies as it compares replicas. Norm, clipping and parameter counts include each tie only once.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
 from sley_core.api.comm import SentBytes
+from sley_core.api.parts import Param, Parts, StepState
 from sley_core.protocols import GradientHandler
-
-if TYPE_CHECKING:
-    from sley_core.api.parts import Param, Parts, StepState
-    from sley_pp.plugin import SharedModulesConfig
+from sley_pp.plugin import SharedModulesConfig
 
 
 class SharedModules(GradientHandler):

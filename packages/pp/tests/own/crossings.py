@@ -1,7 +1,5 @@
 """Models whose boundaries carry types, many tensors, views and writes: `factory = "crossings:typed"`."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Models and data of the tests' plans: `factory = "pp_parts:chain"`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

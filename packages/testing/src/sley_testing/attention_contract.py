@@ -8,8 +8,6 @@ whole sequence, also with fewer key heads than query heads, and with documents t
 a small fp64 model is trained on two ranks and compared with one process.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

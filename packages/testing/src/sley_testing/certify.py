@@ -7,8 +7,6 @@ A record is skipped if its contract needs input from its author, such as the fil
 reader of a writer's files. The author must inherit that contract in a test (docs/testing-plugins.md).
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys
@@ -95,7 +93,7 @@ def _skip_reason(record: records.Record) -> str:
     return ""
 
 
-def _run_contract(record_type: type[records.Record], table: Tables) -> _ReportCollector:
+def _run_contract(record_type: type[records.Record], table: Tables) -> "_ReportCollector":
     """Runs the contract of `record_type` with pytest on the record that `table` uses, and returns the results."""
     module, contract, attribute = CONTRACTS[record_type]
     text = f"from sley_testing.{module} import {contract}\n\n\nclass TestIt({contract}):\n    {attribute} = {table!r}\n"

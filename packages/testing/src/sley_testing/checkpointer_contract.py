@@ -6,8 +6,6 @@
 Runs of a small model are resumed in the same and in another layout, and compared with an uninterrupted run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ If ranks issue the collectives of a group in different orders, they hang, or red
 `late_exchanges` delays collectives until the program waits for them.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -12,8 +12,6 @@ Otherwise, the first step and the sum over all steps must match within the toler
 stay almost equal. A handler of another role runs after `core.each`, or before it if its record declares `before=("reducer",)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -3,8 +3,6 @@
 The model has tied weights and odd sizes. Each row consists of two documents.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

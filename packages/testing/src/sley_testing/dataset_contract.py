@@ -10,8 +10,6 @@ Each rank opens the data itself, and a restarted run opens it again. All must ge
 run in this process. Some read the data through the feed of a run.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -141,7 +139,7 @@ class DatasetContract:
 
     def _read_batches(
         self, folder: Path, rows: range, state: Mapping[str, Any] | None = None, notes: list[str] | None = None
-    ) -> Iterator[_FedBatch]:
+    ) -> "Iterator[_FedBatch]":
         """Yields the batches of a rank. rows: the rank's rows of each batch. state: the feed's state to resume from, if any.
         notes: a list that receives the feed's notes, for example about a dataset state that cannot be restored.
         """

@@ -16,8 +16,6 @@ The device's own operations are complete when their calls return, as on every CP
 event, since later operations may need them. The host may use host memory (`host_memory`) only after `wait`.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,17 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory
-from sley_testing.happens_before import (
-    DEVICE,
-    Access,
-    Clock,
-    Ledger,
-    MemoryWatch,
-    byte_range,
-    describe_tensor,
-    merge_clocks,
-    needed_and_allocated_bytes,
-)
+from sley_testing import happens_before
 
 COPY_RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
 """Probabilities of executing another copy at each call, one of which the seed selects. 0 delays copies until a wait."""
@@ -61,11 +49,11 @@ class DrawnDevice(Device):
     is_strict: bool = True
 
     @cached_property
-    def copies(self) -> DrawnCopies:
+    def copies(self) -> "DrawnCopies":
         """The copies of all streams of this device."""
         return DrawnCopies(self.order, is_strict=self.is_strict)
 
-    def copy_stream(self) -> DrawnStream:
+    def copy_stream(self) -> "DrawnStream":
         """Returns a new stream of this device."""
         return DrawnStream(self.copies)
 
@@ -88,22 +76,22 @@ class DrawnDevice(Device):
 class _Copy:
     """Holds a pending copy. dependencies: the work of the device and of other streams that must precede it."""
 
-    target: Span
-    source: Span
-    dependencies: Clock
+    target: "Span"
+    source: "Span"
+    dependencies: happens_before.Clock
 
 
 class DrawnCopies:
     """Holds the pending copies of all streams of a device, and decides at random when they happen."""
 
     def __init__(self, seed: int, *, is_strict: bool) -> None:
-        self.ledger = Ledger()
+        self.ledger = happens_before.Ledger()
         self.is_strict = is_strict
         self.has_broken_rule = False
         self._random = random.Random(seed)
         self.rate = self._random.choice(COPY_RATES)
         self._pending: dict[int, list[_Copy]] = {}
-        self._num_done: Clock = {}
+        self._num_done: happens_before.Clock = {}
 
     def new_stream(self) -> int:
         """Adds a stream, and returns its number."""
@@ -158,7 +146,7 @@ class DrawnCopies:
         self.apply_rule(self.ledger.check_freed_memory)
         self.execute_some()
 
-    def poll(self, clock: Clock) -> bool:
+    def poll(self, clock: happens_before.Clock) -> bool:
         """Executes some copies, and returns whether the host sees that those in `clock` are complete.
 
         May return False although they are complete. Repeated calls eventually return True.
@@ -171,7 +159,7 @@ class DrawnCopies:
         self._step()
         return not _unreached(clock, self._num_done)
 
-    def wait_for(self, clock: Clock) -> None:
+    def wait_for(self, clock: happens_before.Clock) -> None:
         """Executes the copies in `clock`, their dependencies, and a random number of others."""
         self.handle_call()
         while streams := _unreached(clock, self._num_done):
@@ -196,9 +184,9 @@ class DrawnCopies:
         return True
 
 
-def _unreached(clock: Clock, num_done: Clock) -> set[int]:
+def _unreached(clock: happens_before.Clock, num_done: happens_before.Clock) -> set[int]:
     """Returns the streams that have completed fewer copies than `clock` requires."""
-    return {stream for stream, number in clock.items() if stream != DEVICE and num_done.get(stream, 0) < number}
+    return {stream for stream, number in clock.items() if stream != happens_before.DEVICE and num_done.get(stream, 0) < number}
 
 
 class DrawnStream(CopyStream):
@@ -209,24 +197,24 @@ class DrawnStream(CopyStream):
         self._number = copies.new_stream()
 
     @property
-    def _clock(self) -> Clock:
+    def _clock(self) -> happens_before.Clock:
         return self._copies.ledger.streams[self._number]
 
     def wait_for_device(self) -> None:
         self._copies.handle_call()
-        merge_clocks(self._clock, self._copies.ledger.device)
+        happens_before.merge_clocks(self._clock, self._copies.ledger.device)
 
     def wait_for(self, event: CopyEvent) -> None:
         self._copies.handle_call()
         if isinstance(event, DrawnEvent):
-            merge_clocks(self._clock, event.clock)
+            happens_before.merge_clocks(self._clock, event.clock)
         else:
             event.wait()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._copies.add_copy(self._number, target, source)
 
-    def record(self) -> DrawnEvent:
+    def record(self) -> "DrawnEvent":
         self._copies.handle_call()
         return DrawnEvent(self._copies, dict(self._clock))
 
@@ -234,7 +222,7 @@ class DrawnStream(CopyStream):
 class DrawnEvent(CopyEvent):
     """Marks a point in a stream. clock: the work that precedes the point."""
 
-    def __init__(self, copies: DrawnCopies, clock: Clock) -> None:
+    def __init__(self, copies: DrawnCopies, clock: happens_before.Clock) -> None:
         self.clock = clock
         self._copies = copies
 
@@ -249,28 +237,30 @@ class DrawnEvent(CopyEvent):
         self._merge_clock()
 
     def _merge_clock(self) -> None:
-        merge_clocks(self._copies.ledger.host, self.clock)
-        merge_clocks(self._copies.ledger.device, self.clock)
+        happens_before.merge_clocks(self._copies.ledger.host, self.clock)
+        happens_before.merge_clocks(self._copies.ledger.device, self.clock)
 
     def hold_device(self) -> None:
         self._copies.wait_for(self.clock)
-        merge_clocks(self._copies.ledger.device, self.clock)
+        happens_before.merge_clocks(self._copies.ledger.device, self.clock)
 
 
-class _CopyWatch(MemoryWatch):  # type: ignore[no-untyped-call]
+class _CopyWatch(happens_before.MemoryWatch):  # type: ignore[no-untyped-call]
     """Executes copies at random before each operation, and applies the rules of the ledger to it."""
 
     def __init__(self, copies: DrawnCopies) -> None:
         super().__init__()
         self._copies = copies
 
-    def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
+    def before_operation(self, name: str, accesses: Sequence[happens_before.Access]) -> None:
         self._copies.execute_some()
         super().before_operation(name, accesses)
         self._copies.apply_rule(self._copies.ledger.record_operation, name, accesses)
 
     def after_allocation(self, name: str, tensors: Sequence[Tensor]) -> None:
-        self._copies.apply_rule(self._copies.ledger.record_operation, name, [Access(tensor, writes=True) for tensor in tensors])
+        self._copies.apply_rule(
+            self._copies.ledger.record_operation, name, [happens_before.Access(tensor, writes=True) for tensor in tensors]
+        )
 
     def before_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None]:
         self._copies.handle_call()
@@ -292,7 +282,7 @@ class Span:
         self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._dtype = tensor.dtype
         self._geometry = int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        self._byte_range = byte_range(tensor)
+        self._byte_range = happens_before.byte_range(tensor)
 
     def tensor(self) -> Tensor | None:
         """Returns a tensor over the same memory without autograd, or None if the memory was freed."""
@@ -302,7 +292,7 @@ class Span:
         with _disable_current_modes():
             return tensor_from_storage(storage, self._dtype, *self._geometry)
 
-    def overlaps(self, span: Span) -> bool:
+    def overlaps(self, span: "Span") -> bool:
         """Returns whether the byte ranges of both tensors overlap in the same storage."""
         (first, last), (start, end) = self._byte_range, span._byte_range
         return self._storage.cdata == span._storage.cdata and first < end and start < last
@@ -330,7 +320,7 @@ def storage_guard() -> AbstractContextManager[None]:
     """Returns a context manager in which an operation of this thread, or its backward, raises AssertionError if it uses freed
     memory: a tensor that needs more bytes than its storage has. It costs about 0.1 ms per operation.
     """
-    return MemoryWatch().watching()
+    return happens_before.MemoryWatch().watching()
 
 
 def safe_to_print() -> AbstractContextManager[object]:
@@ -339,8 +329,12 @@ def safe_to_print() -> AbstractContextManager[object]:
     original_repr: Callable[..., str] = Tensor.__repr__
 
     def safe_repr(tensor: Tensor, *args: object, **kwargs: object) -> str:
-        needed, allocated = needed_and_allocated_bytes(tensor)
-        return original_repr(tensor, *args, **kwargs) if allocated >= needed else f"<{describe_tensor(tensor)}, freed>"
+        needed, allocated = happens_before.needed_and_allocated_bytes(tensor)
+        return (
+            original_repr(tensor, *args, **kwargs)
+            if allocated >= needed
+            else f"<{happens_before.describe_tensor(tensor)}, freed>"
+        )
 
     return mock.patch.object(Tensor, "__repr__", safe_repr)
 

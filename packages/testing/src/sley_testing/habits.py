@@ -3,8 +3,6 @@
 A package that replaces linears can compare a run of each of the `HABITS` with a plain loop (`runs.assert_by_hand`).
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -13,8 +13,6 @@ Two accesses to the same bytes conflict if at least one is a write, and clocks m
 run, even if its results are correct. Freeing memory, or dropping its last reference, counts as a write by the device.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +61,7 @@ class CopyEnd:
         """Returns whether the copy is complete according to `clock`."""
         return self.number <= clock.get(self.stream, 0)
 
-    def covers(self, earlier: CopyEnd) -> bool:
+    def covers(self, earlier: "CopyEnd") -> bool:
         """Returns whether `earlier` can be forgotten, since any access that conflicts with it also conflicts with this end."""
         return (
             self.stream == earlier.stream
@@ -102,7 +100,7 @@ class Ledger:
         """Marks the memory of `data` as host memory, which the host may use only after a `wait`."""
         self._memory_of(data.untyped_storage()).is_host = True
 
-    def record_operation(self, name: str, accesses: Sequence[Access]) -> None:
+    def record_operation(self, name: str, accesses: "Sequence[Access]") -> None:
         """Records an operation. The host executes it if all its tensors are in host memory, else the device."""
         if self.device[DEVICE] % _SWEEP_EVERY == 0:
             self.check_freed_memory()

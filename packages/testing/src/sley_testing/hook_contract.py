@@ -7,8 +7,6 @@ Two ranks train a small decoder in several microbatches, recompute half of its l
 compared with those of the same run without the hook.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

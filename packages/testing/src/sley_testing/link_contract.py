@@ -8,8 +8,6 @@ list per stage. Stages have several chunks, whose neighbours are on either side 
 several dtypes, an empty tensor, a repeated tensor, and two tensors that overlap in memory. Some tensors have gradients.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

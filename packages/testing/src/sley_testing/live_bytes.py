@@ -8,8 +8,6 @@ torch's profiler records memory but no operators here, which is faster. If it re
 would keep the dispatch modes of a thread alive, and with them the tensors of a recomputation.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ A layout may split a batch between any samples, so a loss is a sum, and its weig
 this process. They compare batches with their microbatches, gradients with finite differences, and half precision with fp64.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Mapping

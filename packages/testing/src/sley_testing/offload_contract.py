@@ -7,8 +7,6 @@ A small bf16 decoder with master weights is trained in one process, on a device 
 The target of a copy contains NaN until the copy happens, and a missing wait always raises an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -8,8 +8,6 @@ time, and states from a checkpoint. The tests first update two small parameters,
 a small model, and compare it with a plain loop that uses the same optimizer and the same gradients.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

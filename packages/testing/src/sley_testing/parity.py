@@ -4,8 +4,6 @@ The error of a parameter is ||actual - reference|| / ||reference|| in float64. E
 correct parameters cannot hide a small wrong one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -8,8 +8,6 @@ assert_step(step, run.step(local_batch), gradients(run), weights(run))
 This module does not import Sley's engine, so that an engine bug cannot be on both sides of a comparison.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ layouts = ranks(2)(record, changed(tables, parallel={"dp": 2}), 3, folder=texts)
 assert_parity(reference, layouts, "fp64")
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from importlib import import_module

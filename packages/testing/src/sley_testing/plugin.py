@@ -4,19 +4,15 @@ pytest loads this module before it measures coverage, so the module imports only
 other modules when they are first used.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sley_testing.ranks import Ranks
+from sley_testing.ranks import Ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:

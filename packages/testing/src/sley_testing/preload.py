@@ -4,8 +4,6 @@ This includes modules that torch imports late: the first optimizer of a process 
 import is ignored here; the rank that needs the module then raises the error in its test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import pkgutil

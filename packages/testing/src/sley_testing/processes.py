@@ -7,8 +7,6 @@ not call `atexit` functions. In /proc it has the server's environment, so `proce
 Processes are found in /proc, which only Linux has.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

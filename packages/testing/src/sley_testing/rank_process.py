@@ -6,8 +6,6 @@ A successful rank keeps its sockets open until all ranks are done, so that no pe
 failed rank exits at once, so that peers fail instead of hanging.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import io

@@ -8,8 +8,6 @@ Forked ranks share the seed of `hash(str)`, so these tests cannot find an order 
 command line can, since they start new interpreters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -117,7 +115,7 @@ class _World:
     processes: list[ForkServerProcess] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
 
-    def __enter__(self) -> _World:
+    def __enter__(self) -> "_World":
         return self
 
     def __exit__(self, *failure: object) -> None:

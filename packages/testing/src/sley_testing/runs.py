@@ -5,8 +5,6 @@ layouts = ranks(2)(record, tables, 3)                # the same plan on two rank
 assert_parity(reference, layouts, "fp32")
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -10,8 +10,6 @@ Most tests start no process. They draw numbers of stages and microbatches at ran
 action lists. The last test trains a small decoder on two stages and compares it with one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path

@@ -6,8 +6,6 @@ Differences are reported in causal order: first values, then for each step the l
 weights.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -12,8 +12,6 @@ The communicator decides which parameters are sharded (`shard_dim`). It must sha
 record declares rounded weights (`tolerance_for` above 0), the rounding errors are tested instead of the match with one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

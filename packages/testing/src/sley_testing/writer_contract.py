@@ -10,8 +10,6 @@ The tests run in this process. They cover a run, two writers in one folder, step
 the files that a killed process leaves.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Tests a checkpointer of a third party and its bugs with the contract of checkpointers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Tests a pipeline of a third party, with its schedule, link and tie handler, and parts with one bug each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

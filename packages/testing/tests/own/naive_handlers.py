@@ -1,7 +1,5 @@
 """Short reducers: two correct ones, and `Hoards` with a bug."""
 
-from __future__ import annotations
-
 from sley_core.api.comm import Work
 from sley_core.api.parts import GradientBuffer, Layout, Param, Parts, StepState
 from sley_core.protocols import GradientHandler

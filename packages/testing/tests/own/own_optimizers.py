@@ -1,7 +1,5 @@
 """Optimizers that are correct in a plain loop but unusual, and optimizers that a run cannot support."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

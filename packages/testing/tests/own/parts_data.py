@@ -1,7 +1,5 @@
 """Datasets: a correct indexed one, a correct stream, and some with one bug each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 

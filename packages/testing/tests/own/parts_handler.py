@@ -1,7 +1,5 @@
 """Gradient handlers with one bug each, based on `Late` of `naive_handlers`."""
 
-from __future__ import annotations
-
 from random import SystemRandom
 
 import torch

@@ -1,7 +1,5 @@
 """Scheduler hooks: a correct one, and some with one bug each."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

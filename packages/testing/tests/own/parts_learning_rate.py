@@ -1,7 +1,5 @@
 """Learning-rate schedules: a correct one, and some with one bug each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 

@@ -1,7 +1,5 @@
 """Offload managers: the simplest correct one, and some with one bug each."""
 
-from __future__ import annotations
-
 from sley_core.api.memory import Moved, OffloadManager, Where, storage_id
 from sley_core.errors import StateError
 

@@ -1,7 +1,5 @@
 """The plugin `parts`: the simplest correct part of each type, and parts with one bug each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sley_core.api.plan import SequenceConfig, Table

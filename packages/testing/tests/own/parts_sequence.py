@@ -1,7 +1,5 @@
 """Sequence attentions: the simplest correct one, which gathers whole sequences, and some with one bug each."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

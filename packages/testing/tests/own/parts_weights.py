@@ -1,7 +1,5 @@
 """Weight communicators: the simplest correct one, which gathers weights before each use, and some with one bug each."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Metrics writers: a correct one, and some with one bug each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

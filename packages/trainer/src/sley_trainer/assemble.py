@@ -4,8 +4,6 @@ draft: dataset, layers on meta, stages ──> groups, over which ranks compare 
 values ──> parameter registry ──> `Parts` ──> plugins, optimizer, executor ──> feed ──> run
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from sley_core.comm.group import Groups
+from sley_core.comm.world import World
 from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
 from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.engine.agreement import agree
+from sley_core.engine.boundary import Description
 from sley_core.engine.buffers import group_by_reduce_group, plan_without_buffers
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
@@ -32,7 +32,8 @@ from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.shards import SHARD_AXIS, Shards, check_hooks, plan_shards, refuse_unregistered, shard_on_meta
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
-from sley_core.memory import DevicePool
+from sley_core.losses.chunked_head import HeadChunks
+from sley_core.memory import DevicePool, OffloadManager
 from sley_core.model.attention import BACKENDS, kernel_of_attention
 from sley_core.model.build import build_on_meta, evaluation_notes, set_train_mode
 from sley_core.model.layers import Layer, Model
@@ -41,8 +42,10 @@ from sley_core.model.values import HostModel
 from sley_core.optim.build import avoid_compiler_import, frozen_names
 from sley_core.optim.learning_rate import learning_rate_factor, shares_digest
 from sley_core.plan.check import check_plan
+from sley_core.plan.loader import Plugin
 from sley_core.plan.plan import Plan, digest_values
 from sley_core.plugin import CrossEntropyConfig
+from sley_core.protocols import SequenceCommunicator, WeightCommunicator
 from sley_core.records import OffloadManagerRecord, ProcessGroupRecord, steps_on_host
 from sley_core.topology import AXES, GroupEntry, Topology
 from sley_trainer.attach import StepProfiler, build_run_memory, build_samples, build_stepper, components_with_objects
@@ -53,16 +56,8 @@ from sley_trainer.stage import Stage, build_stage, count_layer_parameters, needs
 from sley_trainer.state_dict import check_extra_states, collect_names, load_weights
 from sley_trainer.throughput import DOCUMENTS
 
-if TYPE_CHECKING:
-    from sley_core.comm.world import World
-    from sley_core.engine.boundary import Description
-    from sley_core.losses.chunked_head import HeadChunks
-    from sley_core.memory import OffloadManager
-    from sley_core.plan.loader import Plugin
-    from sley_core.protocols import SequenceCommunicator, WeightCommunicator
 
-
-def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Draft | None = None) -> Run:
+def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Draft | None" = None) -> Run:
     """Returns the run of `plan` on this rank of `world`. All ranks must call it.
 
     folder: the folder for metrics and profiles; None on all ranks writes no files. draft: an unused draft of this plan for a

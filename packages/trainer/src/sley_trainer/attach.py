@@ -1,50 +1,45 @@
 """Attaches all plugins to a run's parts, in the same order on every rank; builds the stepper, masters and optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from sley_core import protocols
+from sley_core.comm.device import Device
 from sley_core.data.batches import SequenceSlicer, check_tokens, sliced_info
 from sley_core.data.dataset import AnyDataset, DataInfo
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import patch_layers
+from sley_core.engine.parts import Parts
 from sley_core.engine.registry import check_no_parameters, parameter_roles
 from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.step_batch import BatchSplitter, PositionAdditivity, WholeSequences, needs_whole_sequences
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import PlanError
 from sley_core.memory import MemoryInventory, OffloadManager, Part
+from sley_core.model.layers import Model
 from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
 from sley_core.optim.config import scope_of
 from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.optim.shared import TORCH_TRAITS
+from sley_core.plan.plan import Component, Plan
 from sley_core.plan.tables import CompileConfig
 from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
 from sley_trainer.evaluation import EvaluationFeed, Metrics, build_evaluation_feeds, build_metrics, local_rows
 from sley_trainer.execute import Crossing, Executor
 from sley_trainer.run_memory import RunMemory
+from sley_trainer.stage import Stage
 from sley_trainer.stepper import Stepper
 from sley_trainer.throughput import Meter
 from sley_trainer.update import AVERAGE, Averages, Update, list_averages, named_tensors, optimizer_states
-
-if TYPE_CHECKING:
-    from sley_core.comm.device import Device
-    from sley_core.engine.parts import Parts
-    from sley_core.model.layers import Model
-    from sley_core.plan.plan import Component, Plan
-    from sley_trainer.stage import Stage
-
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 

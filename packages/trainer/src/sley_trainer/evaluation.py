@@ -3,35 +3,31 @@
 output, batch ──metrics──> {name: (sum, count)} of a microbatch ──> of this rank ──one exchange──> sum / count
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from sley_core.comm.group import Group
 from sley_core.data.batches import sliced_info
 from sley_core.data.dataset import SOURCE, AnyDataset, Batch, DataContext, DataInfo, Dataset, is_stream
 from sley_core.data.factory import open_dataset
+from sley_core.data.feed import Feed
 from sley_core.engine.agreement import agree
 from sley_core.engine.boundary import tensors_in
+from sley_core.engine.parts import Parts
 from sley_core.engine.step_batch import BatchSplitter, StepBatch, WholeSequences
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.tensors import version_of
+from sley_core.plan.plan import EvaluationSet, Plan
 from sley_core.plan.tables import BEST_MODES, BestTable, metric_of
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import call_factory
-
-if TYPE_CHECKING:
-    from sley_core.comm.group import Group
-    from sley_core.data.feed import Feed
-    from sley_core.engine.parts import Parts
-    from sley_core.plan.plan import EvaluationSet, Plan
 
 Metric: TypeAlias = "Callable[[Any, Mapping[str, Tensor]], Mapping[str, tuple[Tensor | float, Tensor | float]]]"
 

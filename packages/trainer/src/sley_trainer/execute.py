@@ -9,12 +9,10 @@ freed once nothing else needs it. Received tensors may lie in the link's memory,
 them. The fields of a microbatch leave the device after its last action.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,19 +23,16 @@ from sley_core.actions.action import Action, Flow, Kind, Lowered, Placement, Sta
 from sley_core.data.dataset import SOURCE, Batch, Field
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
 from sley_core.engine.call import LayerCaller, call_hooks
-from sley_core.engine.parts import MicroStep, Phase, StepState
+from sley_core.engine.gradients import GradientStore
+from sley_core.engine.parts import MicroStep, Parts, Phase, StepState
 from sley_core.engine.replicas import check_fields
+from sley_core.engine.step_batch import BatchWeight, PositionAdditivity, WholeSequences
 from sley_core.errors import RunError
+from sley_core.model.layers import Layer
 from sley_core.model.tensors import version_of
 from sley_core.protocols import Loss, SchedulerHook, SplitLogits, StageLink, WeightCommunicator
-
-if TYPE_CHECKING:
-    from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.step_batch import BatchWeight, PositionAdditivity, WholeSequences
-    from sley_core.model.layers import Layer
-    from sley_trainer.evaluation import Tally
-    from sley_trainer.source_losses import SourceSums
+from sley_trainer.evaluation import Tally
+from sley_trainer.source_losses import SourceSums
 
 
 @dataclass(eq=False)
@@ -60,7 +55,7 @@ class ListRun:
     tally: Tally | None = None
     num_counted: int | None = None
     fields: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False)
-    in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict, init=False)
+    in_flight: "dict[tuple[int, int], InFlight]" = field(default_factory=dict, init=False)
     total: Tensor = field(init=False)
 
     @property
@@ -81,7 +76,7 @@ class Executor:
 
     parts: Parts
     chunks: Sequence[Sequence[Layer]]
-    crossing: Crossing
+    crossing: "Crossing"
     caller: LayerCaller
     loss: Loss
     fields: Mapping[str, Field]
@@ -172,7 +167,7 @@ class Executor:
                 self.queue.run(key)
                 call_hooks(self.hooks, "after_backward", weights_step, None)
 
-    def _forward(self, micro: MicroStep, flight: InFlight, run: ListRun) -> None:
+    def _forward(self, micro: MicroStep, flight: "InFlight", run: ListRun) -> None:
         """Runs the chunk's forward, and computes the loss or sends the output. Keeps the graph edges for the backward."""
         batch = run.batch[micro.micro]
         if micro.micro not in run.fields:
@@ -236,7 +231,7 @@ class Executor:
         call_hooks(self.hooks, "after_loss", micro, loss)
         return loss
 
-    def _backward(self, micro: MicroStep, flight: InFlight, weight: BatchWeight | None) -> None:
+    def _backward(self, micro: MicroStep, flight: "InFlight", weight: BatchWeight | None) -> None:
         """Runs the chunk's backward from the loss or the output gradients, and passes input gradients to the previous chunk."""
         if flight.loss is not None:
             assert weight is not None, "the loss, but not its weight"

@@ -3,32 +3,28 @@
 launch step 1 ──> launch step 2 ──> emit row 1: writers, listeners ──> launch step 3 ──> emit row 2 ...
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from sley_core.comm.device import Moment
 from sley_core.comm.progress import BETWEEN, DEVICE
+from sley_core.engine.parts import Parts
 from sley_core.engine.step_batch import BatchCounts, GivenBatch, ModelOutputs
 from sley_core.engine.totals import StepTotals, Votes, build_refusal
 from sley_core.errors import RunError, StateError, run_closed_error
 from sley_core.hookspecs import NOTIFICATIONS
+from sley_core.plan.plan import Plan
 from sley_core.plan.tables import row_name
+from sley_core.protocols import MetricsWriter
+from sley_trainer.attach import Samples, StepProfiler
 from sley_trainer.run_memory import STEP_PARTS, RunMemory
 from sley_trainer.run_state import RunState, build_checkpointer
-
-if TYPE_CHECKING:
-    from sley_core.comm.device import Moment
-    from sley_core.engine.parts import Parts
-    from sley_core.plan.plan import Plan
-    from sley_core.protocols import MetricsWriter
-    from sley_trainer.attach import Samples, StepProfiler
-    from sley_trainer.state_dict import LoadedWeights
-    from sley_trainer.stepper import Stepper
+from sley_trainer.state_dict import LoadedWeights
+from sley_trainer.stepper import Stepper
 
 Row = dict[str, float | int]
 Outcome = Literal["finished", "interrupted", "failed"]

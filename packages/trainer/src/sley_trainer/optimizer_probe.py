@@ -5,12 +5,10 @@ silently give wrong results. The probe compares small trials: both parameters at
 them, without a stop or resumed from a checkpoint. The last comparison reveals states outside `self.state[parameter]`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +16,19 @@ from torch.utils._pytree import tree_leaves
 
 from sley_core.comm.device import storage_id
 from sley_core.engine.buffers import ElementRange
+from sley_core.engine.parts import Parts
 from sley_core.errors import PlanError, RunError, format_cause
 from sley_core.generators import comparable_state, optimizer_generators, seed_generators, seed_host, use_seed
 from sley_core.json_text import decode_value, encode_value
+from sley_core.model.layers import Model
 from sley_core.optim import shared
 from sley_core.optim.config import scope_of
 from sley_core.optim.shared import Traits
+from sley_core.plan.plan import Plan
 from sley_core.records import OffloadManagerRecord
 from sley_core.saved_weights import join_leaves
 from sley_trainer.restore import name_leaves, state_leaves
 from sley_trainer.update import step_buckets
-
-if TYPE_CHECKING:
-    from sley_core.engine.parts import Parts
-    from sley_core.model.layers import Model
-    from sley_core.plan.plan import Plan
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Shape = tuple[int, ...]
@@ -81,7 +77,7 @@ class Trial:
         self.initial_values = shared.copy_attributes(self.optimizer)
         self.keeps_gradients = self.draws = False
 
-    def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> Trial:
+    def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> "Trial":
         """Takes `steps` and returns this trial. Every trial gets the same gradients and random numbers.
 
         factor: step n, from 0, multiplies the learning rate by factor ** (n + 1). one_by_one: whether to step each parameter

@@ -9,19 +9,21 @@ with assemble(plan, world) as run:
     run.save_weights("weights")      # safetensors files
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
+
+from torch import Tensor
 
 from sley_core.comm.device import on_stream
 from sley_core.engine.call import count_graphs
 from sley_core.engine.step_batch import GivenBatch, ModelOutputs
 from sley_core.errors import UsageError
+from sley_core.memory import Part
+from sley_core.plan.plan import Plan
 from sley_core.protocols import Counts, RestoreResult, RewindableWriter
 from sley_core.weight_files.write import FILE_BYTES
 from sley_trainer.attach import components_with_objects
@@ -31,12 +33,6 @@ from sley_trainer.loop import Outcome as Outcome
 from sley_trainer.run_memory import EVALUATION_PARTS, LOAD_PARTS, RESTORE_PARTS, SAVE_PARTS, STEP_PARTS, count_moves
 from sley_trainer.run_state import AUTO
 from sley_trainer.state_dict import LoadedWeights, Precision, WeightSaver
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sley_core.memory import Part
-    from sley_core.plan.plan import Plan
 
 
 class Run(Loop, AbstractContextManager["Run"]):

@@ -1,23 +1,17 @@
 """Defines `run.memory`, which reports the memory of a run on one rank and moves it off the device and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sley_core.comm.device import Device, on_stream, storage_id
+from sley_core.engine.parts import StepNumbers
+from sley_core.engine.weights import Masters
 from sley_core.errors import StateError, UsageError
 from sley_core.memory import COPIED, PARTS, MemoryInventory, Moved, OffloadManager, Part, Where, view_in_copy
-
-if TYPE_CHECKING:
-    from sley_core.engine.parts import StepNumbers
-    from sley_core.engine.weights import Masters
-
 
 STEP_PARTS = PARTS
 EVALUATION_PARTS: tuple[Part, ...] = ("weights", "buffers", "pools")

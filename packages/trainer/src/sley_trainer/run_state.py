@@ -8,67 +8,41 @@ ranks/<rank>/<name>              tensors of one rank
 ranks/<rank>/extra/<name>        the extra states of the rank's modules
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from sley_core import checkpointing
 from sley_core.attempt import RunAttempt
-from sley_core.checkpointing import (
-    AVERAGES,
-    BUFFERS,
-    WEIGHTS,
-    CheckpointReader,
-    Region,
-    SavedRun,
-    TensorPiece,
-    TrainingState,
-    region_of,
-)
+from sley_core.data.feed import Feed
 from sley_core.engine.agreement import Agreement
+from sley_core.engine.parts import Parts
+from sley_core.engine.weights import Stepped
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path, shorten_names
 from sley_core.files import CHECKPOINTS
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim import shared
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import replace_values
-from sley_core.plan.plan import check_changes, compare_plans
+from sley_core.plan.plan import Component, Plan, check_changes, compare_plans
 from sley_core.protocols import Checkpointer, RestoreResult, Stateful
 from sley_core.records import CheckpointerRecord
 from sley_core.saved_weights import BASE, OPTIONS, SHARED, base_error
 from sley_core.weight_files.write import DTYPES
+from sley_trainer import restore
 from sley_trainer.evaluation import Best
-from sley_trainer.restore import (
-    RunRestorer,
-    encode_state,
-    generator_states,
-    is_flat,
-    name_leaves,
-    restore_generators,
-    state_leaves,
-    state_name,
-    state_region,
-)
+from sley_trainer.run_memory import RunMemory
 from sley_trainer.state_dict import extra_state, modules_with_extra_state
-from sley_trainer.update import list_averages
-
-if TYPE_CHECKING:
-    from sley_core.data.feed import Feed
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.weights import Stepped
-    from sley_core.plan.plan import Component, Plan
-    from sley_trainer.run_memory import RunMemory
-    from sley_trainer.update import Update
+from sley_trainer.update import Update, list_averages
 
 T = TypeVar("T")
 
 
-class RunState(TrainingState):
+class RunState(checkpointing.TrainingState):
     """Implements `TrainingState`.
 
     components: the plan's components with their objects in the run. run_folder: the run's folder, or None. plan_values: values
@@ -127,11 +101,11 @@ class RunState(TrainingState):
                 raise RunError(code, f"rank {rank} could not {label}: {reason}")
         return cast("T", result)
 
-    def pieces(self) -> list[TensorPiece]:
+    def pieces(self) -> list[checkpointing.TensorPiece]:
         self._memory.update_masters("a checkpoint")
         current_memory = self._memory.memory_lookup()
         pieces = [
-            TensorPiece(name, region.shape, rectangle, view)
+            checkpointing.TensorPiece(name, region.shape, rectangle, view)
             for name, region, tensor in self._local_tensors()
             for rectangle, view in region.split(current_memory(tensor.detach()))
         ]
@@ -141,33 +115,40 @@ class RunState(TrainingState):
                 raise RunError("checkpoint-type", f"a checkpoint cannot have {piece.name!r}, which is {tensor_type}")
         return pieces
 
-    def _local_tensors(self) -> Iterator[tuple[str, Region, Tensor]]:
+    def _local_tensors(self) -> Iterator[tuple[str, checkpointing.Region, Tensor]]:
         """Yields, for each tensor, its name in the checkpoint, its region in the full tensor, and this rank's part."""
         masters = {stepped.param: stepped for stepped in self.update.masters.stepped}
         for param in self.parts.registry:
             if param.name in self.base:
                 continue  # a resumed run reads it again or draws it again
             if param in masters:
-                yield WEIGHTS + param.name, region_of(param, masters[param].elements), masters[param].parameter
+                yield (
+                    checkpointing.WEIGHTS + param.name,
+                    checkpointing.region_of(param, masters[param].elements),
+                    masters[param].parameter,
+                )
             elif self.parts.store.elements(param) is None or 0 in param.shape:  # not split, or empty
-                yield WEIGHTS + param.name, region_of(param), param.parameter
+                yield checkpointing.WEIGHTS + param.name, checkpointing.region_of(param), param.parameter
         for stepped, average in list_averages(self.update.averages, self.update.masters.stepped):
-            yield AVERAGES + stepped.name, region_of(stepped.param, stepped.elements), average
+            yield checkpointing.AVERAGES + stepped.name, checkpointing.region_of(stepped.param, stepped.elements), average
         for stepped, state in self._optimizer_states():
-            for name, value in state_leaves(state):
+            for name, value in restore.state_leaves(state):
                 if isinstance(value, Tensor):
                     shape = tuple(value.shape)
                     is_elementwise = shape == tuple(stepped.parameter.shape)
-                    region = state_region(stepped) if is_elementwise else Region(shape)
-                    yield state_name(stepped.name, name), region, value
+                    region = restore.state_region(stepped) if is_elementwise else checkpointing.Region(shape)
+                    yield restore.state_name(stepped.name, name), region, value
         for name, buffer, is_per_rank in self.buffers():
-            for saved_name in (BUFFERS + name, *([self.rank_name(BUFFERS + name)] if is_per_rank else [])):
-                yield saved_name, Region(tuple(buffer.shape)), buffer
+            for saved_name in (
+                checkpointing.BUFFERS + name,
+                *([self.rank_name(checkpointing.BUFFERS + name)] if is_per_rank else []),
+            ):
+                yield saved_name, checkpointing.Region(tuple(buffer.shape)), buffer
         states = {path: stateful_object.saved_state() for path, stateful_object in self.stateful_objects.items()}
         states["extra"] = {name: extra_state(name, module) for name, module in modules_with_extra_state(self.parts.layers)}
         for path, tensors in states.items():
             for name, tensor in tensors.items():
-                yield self.rank_name(f"{path}/{name}"), Region(tuple(tensor.shape)), tensor
+                yield self.rank_name(f"{path}/{name}"), checkpointing.Region(tuple(tensor.shape)), tensor
 
     @property
     def base(self) -> Mapping[str, int]:
@@ -193,12 +174,12 @@ class RunState(TrainingState):
         return f"ranks/{self.parts.world.rank}/{name}"
 
     def rank_values(self) -> dict[str, Any]:
-        rank = {"generators": generator_states(self.parts.world.device)}
+        rank = {"generators": restore.generator_states(self.parts.world.device)}
         values = self._optimizer_values() | {BASE + name: value for name, value in self.base.items()}
         trees = {
-            stepped.name: encode_state(tree, stepped.name, "state")
+            stepped.name: restore.encode_state(tree, stepped.name, "state")
             for stepped, state in self._optimizer_states()
-            if not is_flat(tree := name_leaves(state))
+            if not restore.is_flat(tree := restore.name_leaves(state))
         }
         return {"values": values, "trees": trees, "rank": rank}
 
@@ -206,23 +187,23 @@ class RunState(TrainingState):
         """Returns the optimizer's values that are not tensors, as JSON: leaves of states and options of groups."""
         values = {}
         for stepped, state in self._optimizer_states():
-            for name, value in state_leaves(state):
+            for name, value in restore.state_leaves(state):
                 if not isinstance(value, Tensor):
-                    values[state_name(stepped.name, name)] = encode_state(value, stepped.name, name)
+                    values[restore.state_name(stepped.name, name)] = restore.encode_state(value, stepped.name, name)
         names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.optimizer_params}
         for group in self.update.optimizer.param_groups:
             options = shared.options_to_save(self.update.optimizer, group)
-            if changed := {key: encode_state(value, "a group", key) for key, value in options.items()}:
+            if changed := {key: restore.encode_state(value, "a group", key) for key, value in options.items()}:
                 values |= {OPTIONS + names[id(param)]: changed for param in group["params"] if id(param) in names}
         for path, value in shared.shared_to_save(self.update.optimizer, self.update.initial_values).items():
             key = ".".join(map(str, path[1:]))
-            values[f"{SHARED}{path[0]}/{key}"] = encode_state([list(path), value], "all parameters", key)
+            values[f"{SHARED}{path[0]}/{key}"] = restore.encode_state([list(path), value], "all parameters", key)
         return values
 
-    def describe(self, step: int) -> SavedRun:
+    def describe(self, step: int) -> checkpointing.SavedRun:
         update, attempt = self.update, self.attempt.current
         plugins = {name: str(plugin) for name, plugin in self.plan.plugins.items()}
-        return SavedRun(
+        return checkpointing.SavedRun(
             run=self.plan.run.name,
             step=step,
             lineage=() if attempt is None else attempt.lineage,
@@ -247,17 +228,17 @@ class RunState(TrainingState):
         topology = self.parts.topology
         return {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")} | {"world": topology.world}
 
-    def restore(self, saved: CheckpointReader) -> list[str]:
+    def restore(self, saved: checkpointing.CheckpointReader) -> list[str]:
         changes = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
         check_changes(changes)
-        restoring = RunRestorer(self, saved, is_same_layout=saved.description.layout == self._layout)
+        restoring = restore.RunRestorer(self, saved, is_same_layout=saved.description.layout == self._layout)
         restoring.notes += (f"the plan has changed since the checkpoint: {change}" for change in changes)
         self._check_checkpoint(restoring)
         self.all_or_none(restoring.restore, "load the checkpoint")
         self._restore_values(saved.description, restoring.notes)
         return restoring.notes
 
-    def _restore_values(self, description: SavedRun, notes: list[str]) -> None:
+    def _restore_values(self, description: checkpointing.SavedRun, notes: list[str]) -> None:
         """Restores the loss scale, skips, best evaluation, position in the data and generators. Appends a note for each state
         that cannot be restored.
         """
@@ -275,14 +256,14 @@ class RunState(TrainingState):
         if self._feed is not None and state["data"] is not None:
             self._feed.restore(decode_value(state["data"]))
         if description.layout["world"] == world.size:
-            restore_generators(description.ranks[world.rank]["generators"], world.device)
+            restore.restore_generators(description.ranks[world.rank]["generators"], world.device)
         else:
             notes.append(
                 f"{description.layout['world']} ranks wrote the checkpoint, so the states of the program's generators (Python, "
                 "numpy and torch) are not restored"
             )
 
-    def _check_checkpoint(self, restoring: RunRestorer) -> None:
+    def _check_checkpoint(self, restoring: restore.RunRestorer) -> None:
         """Raises RunError "checkpoint-mismatch", on all ranks, if the model or optimizer differs. Raises PlanError
         "data-changed" if the data certainly differ; adds a note if they may differ.
         """
@@ -300,7 +281,7 @@ class RunState(TrainingState):
         problems += [
             f"{name!r} is not in the model"
             for name in saved.names
-            if name.startswith((WEIGHTS, BUFFERS)) and name not in model_names
+            if name.startswith((checkpointing.WEIGHTS, checkpointing.BUFFERS)) and name not in model_names
         ]
         if description.optimizer != self.plan.optimizer.name:
             problems.append(f"its optimizer is {description.optimizer}, the plan's is {self.plan.optimizer.name}")

@@ -7,23 +7,19 @@ The message of a step's totals sums them over ranks, in the order of the run's o
 the same bits in every layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sley_core.data.dataset import IGNORE_INDEX, SOURCE, Batch, Field
 from sley_core.engine.boundary import flatten, unflatten
+from sley_core.engine.parts import Parts
+from sley_core.engine.step_batch import StepBatch
 from sley_core.errors import RunError
 from sley_core.protocols import Loss, SplitLogits
-
-if TYPE_CHECKING:
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.step_batch import StepBatch
 
 
 def split_by_source(

@@ -3,29 +3,24 @@
 layers of the model ──partition──> positions ──placement──> chunks of each stage
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
 from sley_core.actions.action import Action, Kind, Lowered, Placement, forward_only, loop, sequential
 from sley_core.actions.lower import lower
+from sley_core.comm.world import World
+from sley_core.data.dataset import DataInfo
 from sley_core.engine.registry import Stages, tie_axis, ties
 from sley_core.errors import PlanError
+from sley_core.model.layers import Layer, Model
 from sley_core.plan.check import has_tie_handler
+from sley_core.plan.plan import Plan
 from sley_core.records import PartitionerRecord, ScheduleRecord
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry, Topology
-
-if TYPE_CHECKING:
-    from sley_core.comm.world import World
-    from sley_core.data.dataset import DataInfo
-    from sley_core.model.layers import Layer, Model
-    from sley_core.plan.plan import Plan
 
 ActionGenerator = Callable[[int], Sequence[Sequence[Action]]]
 """A function that takes the number of microbatches and returns every stage's compute actions."""
@@ -46,7 +41,7 @@ class ActionLists:
         self.lower_all_stages = lru_cache(maxsize=64)(lambda micros: lower(generate(micros), placement, micros))
         self.evaluation = lru_cache(maxsize=64)(self._evaluation)
 
-    def for_stage(self, stage: int) -> ActionLists:
+    def for_stage(self, stage: int) -> "ActionLists":
         """Returns the lists of stage `stage`, which share the training lists in this object's cache."""
         lists = ActionLists(self.generate, self.placement, stage)
         lists.lower_all_stages = self.lower_all_stages
@@ -76,7 +71,7 @@ class Stage:
     action_lists: ActionLists
     layers_by_position: Stages
 
-    def for_stage(self, number: int) -> Stage:
+    def for_stage(self, number: int) -> "Stage":
         """Returns the part of the model on stage `number`, which shares this stage's cache of lists."""
         return Stage(self.action_lists.for_stage(number), self.layers_by_position)
 

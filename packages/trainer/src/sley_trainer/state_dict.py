@@ -17,24 +17,25 @@ dict it can be any object, but files hold only tensors. So it is written as text
 numbers, strings, bytes, tensors, and lists, tuples and dicts of them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sley_core.engine.agreement import Agreement
+from sley_core.engine.parts import Parts
 from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.shards import REDUCE_GROUP, SHARD_AXIS, gather_full_tensors
+from sley_core.engine.weights import Masters
 from sley_core.errors import RunError, SleyError, format_cause, shorten_names
 from sley_core.json_text import decode_value, encode_value
+from sley_core.model.layers import Layer
 from sley_core.model.tensors import checksum
 from sley_core.weight_files.write import (
     LocalProbeFolder,
@@ -50,11 +51,6 @@ from sley_core.weight_files.write import (
     scratch_folder,
     split_by_size,
 )
-
-if TYPE_CHECKING:
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.weights import Masters
-    from sley_core.model.layers import Layer
 
 EXTRA_STATE_KEY = "_extra_state"
 """The suffix of an extra state's name, as in torch's state dict."""

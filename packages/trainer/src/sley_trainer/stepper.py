@@ -5,13 +5,11 @@ begin ──> forward and backward actions ──> handlers finish ──> norm,
                and handlers reduce them
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,21 +18,17 @@ from sley_core.actions.action import Lowered, select_actions
 from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
 from sley_core.engine import replicas
 from sley_core.engine.agreement import Agreement, collect_exchanges, exchange_difference, exchange_mismatch_error
-from sley_core.engine.parts import StepState
+from sley_core.engine.parts import Parts, StepState
+from sley_core.engine.registry import Param
 from sley_core.engine.step_batch import BatchWeight, StepBatch
 from sley_core.engine.totals import StepTotals, Votes
 from sley_core.errors import RunError, run_closed_error
 from sley_core.model.attention import attention_kernel
+from sley_core.protocols import GradientHandler
 from sley_trainer.evaluation import Metrics, Tally
 from sley_trainer.execute import Executor, ListRun
-
-if TYPE_CHECKING:
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.registry import Param
-    from sley_core.protocols import GradientHandler
-    from sley_trainer.stage import ActionLists
-    from sley_trainer.update import Update
-
+from sley_trainer.stage import ActionLists
+from sley_trainer.update import Update
 
 NO_VOTES = Votes()
 NO_METRICS = Metrics()

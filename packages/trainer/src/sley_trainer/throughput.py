@@ -1,7 +1,5 @@
 """Measures a step for its metrics row: samples and tokens per second, FLOP/s, model FLOPs utilisation and memory."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys
@@ -9,20 +7,16 @@ import time
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.dataset import IGNORE_INDEX
+from sley_core.data.dataset import IGNORE_INDEX, DataInfo
+from sley_core.engine.parts import Parts
 from sley_core.engine.step_batch import BatchCounts
-
-if TYPE_CHECKING:
-    from sley_core.data.dataset import DataInfo
-    from sley_core.engine.parts import Parts
-    from sley_core.model.layers import Layer
-    from sley_core.plan.plan import Plan
-
+from sley_core.model.layers import Layer
+from sley_core.plan.plan import Plan
 
 MEMORY_EVERY_S = 0.5
 """The minimum number of seconds between two readings of the peak memory."""
@@ -84,7 +78,7 @@ class Meter:
         self.unit = "samples" if self._tokens is None else "tokens"
 
     @classmethod
-    def for_run(cls, plan: Plan, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> Meter:
+    def for_run(cls, plan: Plan, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> "Meter":
         """Returns the meter of a run, with the FLOPs of the whole model and the total peak FLOP/s of all devices."""
         device, size, loss = parts.world.device.torch_device, parts.world.size, plan.loss.config
         peak = plan.run.peak_tflops

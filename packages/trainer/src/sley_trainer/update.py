@@ -12,15 +12,13 @@ without communication, and averages have the same bits in every layout in which 
 saved weights use the averages; training keeps the raw weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,31 +26,14 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from sley_core.engine.agreement import collect_exchanges, exchange_difference
 from sley_core.engine.buffers import ElementRange, NormGroup
-from sley_core.engine.parts import Buckets
+from sley_core.engine.parts import Buckets, Parts
 from sley_core.engine.totals import NORM, LossScale, Skips, StepTotals, Votes
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import RunError
 from sley_core.generators import GENERATOR_LOCK, derive_seed, optimizer_generators, seed_generators
+from sley_core.optim import shared
 from sley_core.optim.build import scale_learning_rate
-from sley_core.optim.shared import (
-    TORCH_TRAITS,
-    Shared,
-    Traits,
-    can_compare,
-    can_skip_on_device,
-    changed_values,
-    copy_attributes,
-    copy_gradients_first,
-    is_equal,
-    set_training_mode,
-    set_values,
-    shared_values,
-    step_if,
-)
-
-if TYPE_CHECKING:
-    from sley_core.engine.parts import Parts
-    from sley_trainer.source_losses import SourceSums
+from sley_trainer.source_losses import SourceSums
 
 CLIP_EPSILON = 1e-6
 """The number added to the norm before the division, as in `torch.nn.utils.clip_grad_norm_`."""
@@ -74,8 +55,8 @@ class Update:
     optimizer: torch.optim.Optimizer
     parameter_groups: Callable[[list[Stepped]], list[dict[str, Any]]]
     factor: Callable[[int], float]
-    traits: Traits
-    averages: Averages | None
+    traits: shared.Traits
+    averages: "Averages | None"
     sources: SourceSums | None = field(default=None, init=False)
     was_taken: bool = field(default=True, init=False)
 
@@ -84,9 +65,9 @@ class Update:
         self.store, self.groups, self.device, self.numbers = parts.store, parts.groups, parts.world.device, parts.numbers
         self.scale = None if parts.precision.loss_scale is None else LossScale(parts.precision.loss_scale)
         self.skips = Skips(parts.run.max_skips) if parts.run.on_nan == "skip" else None
-        optimizer = self.optimizer = set_training_mode(self.optimizer)
-        self.initial_values = copy_attributes(optimizer)
-        self._generators = [] if self.traits is TORCH_TRAITS else optimizer_generators(optimizer)
+        optimizer = self.optimizer = shared.set_training_mode(self.optimizer)
+        self.initial_values = shared.copy_attributes(optimizer)
+        self._generators = [] if self.traits is shared.TORCH_TRAITS else optimizer_generators(optimizer)
         self._factor = 1.0
         self._has_stepped = False
         self._layout = self.store.num_layouts
@@ -117,7 +98,7 @@ class Update:
             if overflowed:
                 return totals
         self._add_unfrozen_params()
-        is_on_device = self.device.is_async and self._has_stepped and can_skip_on_device(self.optimizer)
+        is_on_device = self.device.is_async and self._has_stepped and shared.can_skip_on_device(self.optimizer)
         is_on_device &= self.masters.device is None
         if is_on_device:
             norm: Tensor | float = totals.values[NORM]
@@ -132,9 +113,9 @@ class Update:
         self.masters.set_gradients()
         run_optimizer_step: Callable[[], Any] = self.optimizer.step
         if is_on_device:
-            run_optimizer_step = partial(step_if, self.optimizer, totals.is_allowed_on_device)
+            run_optimizer_step = partial(shared.step_if, self.optimizer, totals.is_allowed_on_device)
         if self.traits.keeps_gradients:
-            run_optimizer_step = copy_gradients_first(self.optimizer, run_optimizer_step)
+            run_optimizer_step = shared.copy_gradients_first(self.optimizer, run_optimizer_step)
         if self.averages is not None:
             self.averages.add(self.masters.stepped)
         with self._seed_optimizer(step):
@@ -198,7 +179,7 @@ class Update:
     @contextmanager
     def _seed_optimizer(self, step: int) -> Iterator[None]:
         """Seeds the optimizer's generators equally on all ranks, and restores their states after the block."""
-        if self.traits is TORCH_TRAITS:
+        if self.traits is shared.TORCH_TRAITS:
             yield
             return
         seed = derive_seed(self.parts.run.seed, "update", step)
@@ -387,8 +368,8 @@ def step_buckets(
     if two calls leave different values, and `optimizer-groups` if a call changes the number of groups.
     """
     all_params = [group["params"] for group in optimizer.param_groups]
-    before = deepcopy(shared_values(optimizer))  # copied in one call, since several entries may share a tensor
-    after: Shared = {}
+    before = deepcopy(shared.shared_values(optimizer))  # copied in one call, since several entries may share a tensor
+    after: shared.Shared = {}
     try:
         with closing(buckets(stepped)) as order:  # type: ignore[type-var]  # a generator
             for bucket in order:
@@ -396,7 +377,7 @@ def step_buckets(
                 for group, parameters in zip(optimizer.param_groups, all_params, strict=True):
                     group["params"] = [parameter for parameter in parameters if id(parameter) in bucket_ids]
                 if after:
-                    set_values(optimizer, deepcopy(before))
+                    shared.set_values(optimizer, deepcopy(before))
                 step()
                 if len(optimizer.param_groups) != len(all_params):
                     raise RunError(
@@ -404,9 +385,9 @@ def step_buckets(
                         f"{type(optimizer).__name__} changes its groups within a step, so it cannot update bucket by bucket",
                         hint='set `when = "idle"`, or make the groups when the optimizer is built',
                     )
-                changes = changed_values(before, shared_values(optimizer))
+                changes = shared.changed_values(before, shared.shared_values(optimizer))
                 for location, value in changes.items():
-                    if location in after and can_compare(value) and not is_equal(value, after[location]):
+                    if location in after and shared.can_compare(value) and not shared.is_equal(value, after[location]):
                         raise RunError(
                             "optimizer-counts-steps",
                             f"{type(optimizer).__name__} computes its {location[0]} {location[2]!r} from all parameters of a "
@@ -415,7 +396,7 @@ def step_buckets(
                         )
                 after |= changes
         if after:
-            set_values(optimizer, before | after)
+            shared.set_values(optimizer, before | after)
     finally:
         for group, parameters in zip(optimizer.param_groups, all_params, strict=False):
             group["params"] = parameters

@@ -1,7 +1,5 @@
 """Samples that a test can predict: sample i starts with token i, and every number follows from the index alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

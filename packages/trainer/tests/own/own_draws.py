@@ -1,7 +1,5 @@
 """Layers and data that draw from other generators than torch's default one, and from that one where samples are read."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Losses of one's own: `factory = "own_losses:Mean"`. Not all of them can be trained with."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

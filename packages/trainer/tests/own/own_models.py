@@ -1,7 +1,5 @@
 """Small models of one's own, each with one peculiarity that an engine must bear or refuse."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,29 +1,25 @@
 """`train-cli chat RUN`: a conversation with a trained model in the terminal. Also opens the models for `train-cli sample`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from sley_core.data.dataset import TextIds
 from sley_core.errors import UsageError
 from sley_core.files import PLAN
 from sley_core.hugging_face import CONFIG, merge_adapters
 from sley_core.plan.loader import Loader
+from sley_core.plan.plan import Plan
 from sley_core.records import DatasetRecord
 from train_cli.commands.export import hugging_face_model, write_other_files
 from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, print_line
 from train_cli.main import import_optional
 from train_cli.saved import open_weights
-
-if TYPE_CHECKING:
-    from sley_core.data.dataset import TextIds
-    from sley_core.plan.plan import Plan
 
 
 def chat(

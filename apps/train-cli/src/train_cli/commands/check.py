@@ -1,7 +1,5 @@
 """`train-cli check` reports mistakes in plans, without torch unless `--model` is set. `train-cli env` describes the machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,27 +1,22 @@
 """`train-cli data`: `show` prints counts and samples of a plan's data, `prepare` fills caches, `export` writes token files."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 
-from sley_core.data.dataset import IGNORE_INDEX, SOURCE, DataContext, Split, is_stream
+from sley_core.data.dataset import IGNORE_INDEX, SOURCE, AnyDataset, DataContext, Dataset, Split, TextIds, is_stream
 from sley_core.errors import UsageError
 from sley_core.files import replace_atomically
 from sley_core.plan.load import load_plan
+from sley_core.plan.plan import Component
 from sley_core.records import DatasetRecord
 from train_cli.console import FormatOption, OutputFormat, PlanArgument, SetOption, print_line
-
-if TYPE_CHECKING:
-    from sley_core.data.dataset import AnyDataset, Dataset, TextIds
-    from sley_core.plan.plan import Component
 
 data = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show the data as a plan's model receives it.")
 

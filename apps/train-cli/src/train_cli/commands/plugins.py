@@ -2,8 +2,6 @@
 with passing tests, as a starting point.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from enum import StrEnum

@@ -5,8 +5,6 @@ no launcher, several ranks  checks everything, makes the run folder, starts the 
 torchrun, SLURM, ...        this process is a rank; rank 0 makes the run folder and reports errors
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """`train-cli show`: prints the resolved plan with the origin of each value, the ranks, groups and order of collectives."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -20,17 +20,8 @@ import typer
 
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, UsageError
 from sley_core.plan.load import load_plan
+from train_cli import console
 from train_cli.commands.run import check_world_size, num_devices
-from train_cli.console import (
-    FormatOption,
-    OutputFormat,
-    PlanArgument,
-    SetOption,
-    Settings,
-    WorldOption,
-    print_fault,
-    print_line,
-)
 from train_cli.main import import_optional
 from train_cli.one_process import has_layout, one_process_plan, read_only_plan
 from train_cli.stopping import sigterm_timeout_s
@@ -42,8 +33,8 @@ if TYPE_CHECKING:
 
 def verify(
     context: typer.Context,
-    plan: PlanArgument,
-    overrides: SetOption = None,
+    plan: console.PlanArgument,
+    overrides: console.SetOption = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="The optimizer steps to compare.")] = 3,
     tolerance: Annotated[
         float | None,
@@ -54,11 +45,11 @@ def verify(
             help="The allowed relative error; default: that of the plan's precision and gradient handlers.",
         ),
     ] = None,
-    world_size: WorldOption = None,
-    output_format: FormatOption = OutputFormat.text,
+    world_size: console.WorldOption = None,
+    output_format: console.FormatOption = console.OutputFormat.text,
 ) -> None:
     """Compare a plan's layout with a single-process run of the same plan: loss, gradient norm, every gradient and weight."""
-    settings = context.ensure_object(Settings)
+    settings = context.ensure_object(console.Settings)
     if "RANK" in os.environ:
         raise UsageError("verify-ranks", "`verify` starts its own ranks", hint="run it without a launcher")
     import_optional("testing", "sley_testing", "`train-cli verify`")
@@ -79,17 +70,19 @@ def verify(
     arguments = {"path": str(plan), "overrides": overrides, "steps": steps}
     ranks_findings = _compare_with_one_process(loaded, world_size, arguments, settings)
     allowed = comparison.limits(loaded, tolerance)
-    if output_format is OutputFormat.json:
+    if output_format is console.OutputFormat.json:
         typer.echo(json.dumps(comparison.findings_to_json(ranks_findings, allowed, steps), indent=2))
     else:
         typer.echo("\n".join(comparison.report_lines(ranks_findings, allowed, steps)))
     is_idle = comparison.has_taken_no_step(ranks_findings, steps)
     if is_idle:
-        print_line("no step updated the weights, so no weight was compared; use more `--steps`")
+        console.print_line("no step updated the weights, so no weight was compared; use more `--steps`")
     raise typer.Exit(EXIT_RUN_FAILED if is_idle or comparison.differences(ranks_findings, allowed) else EXIT_OK)
 
 
-def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, Any], settings: Settings) -> list[RankFindings]:
+def _compare_with_one_process(
+    plan: Plan, world_size: int, arguments: dict[str, Any], settings: console.Settings
+) -> list[RankFindings]:
     """Trains `plan` in one process and then on `world_size` ranks, and returns the findings of all ranks.
 
     arguments: the arguments of `compare_on_rank` except the folder. Raises typer.Exit if one of the runs does not finish.
@@ -117,7 +110,7 @@ def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, 
             torch.cuda.empty_cache()  # the ranks need the memory that torch caches in this process
         target, limit_s = f"{__name__}:compare_on_rank", sigterm_timeout_s(plan)
         fault = launch(target, {**arguments, "folder": name}, world_size, folder, sigterm_timeout_s=limit_s)
-        print_fault(fault, settings)
+        console.print_fault(fault, settings)
         if fault.exit_code != EXIT_OK:
             raise typer.Exit(fault.exit_code)
         ranks_findings = read_findings(folder, world_size)

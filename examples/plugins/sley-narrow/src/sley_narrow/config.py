@@ -1,7 +1,5 @@
 """The table of `narrow.reducer` in a plan."""
 
-from __future__ import annotations
-
 from pydantic import NonNegativeInt
 
 from sley_core.api.plan import Table

@@ -1,18 +1,12 @@
 """Sums every gradient over its reduce group in bfloat16."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from sley_core.api.comm import Work
+from sley_core.api.parts import Param, Parts, StepState
 from sley_core.protocols import GradientHandler
 from sley_narrow.config import NarrowConfig
-
-if TYPE_CHECKING:
-    from sley_core.api.parts import Param, Parts, StepState
 
 
 class Narrow(GradientHandler):

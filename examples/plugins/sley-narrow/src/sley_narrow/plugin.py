@@ -1,7 +1,5 @@
 """Defines the records of this package. Imports no torch, since plan checks import it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from sley_core.hookspecs import hookimpl

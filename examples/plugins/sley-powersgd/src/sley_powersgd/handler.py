@@ -17,32 +17,24 @@ The algorithm is that of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_ho
 why torch's code is not used.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import SentBytes, Work
+from sley_core.api.comm import Group, SentBytes, Work
 from sley_core.api.model import derive_seed
-from sley_core.api.parts import FlatBuffer
+from sley_core.api.parts import FlatBuffer, Param, Parts, StepState
 from sley_core.protocols import GradientHandler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from sley_core.api.comm import Group
-    from sley_core.api.parts import Param, Parts, StepState
-    from sley_powersgd.plugin import PowerSGDConfig
+from sley_powersgd.plugin import PowerSGDConfig
 
 
 @dataclass
 class _Compressed:
     """Holds a gradient [n, m] of a bucket in flight, its state, and the factors [n, r] and [m, r] that are sent."""
 
-    state: LowRank
+    state: "LowRank"
     gradient: Tensor
     p: Tensor
     q: Tensor
@@ -128,7 +120,7 @@ class LowRankSums:
         """
         self.states = {param: self.states[param] for param in params if param in self.states}
 
-    def _divide(self, gradients: Mapping[Param, Tensor]) -> tuple[list[tuple[Tensor, LowRank]], list[Tensor]]:
+    def _divide(self, gradients: Mapping[Param, Tensor]) -> "tuple[list[tuple[Tensor, LowRank]], list[Tensor]]":
         """Returns the gradients to compress, as matrices with their states, and the uncompressed gradients."""
         matrices, uncompressed = [], []
         for param, gradient in gradients.items():
@@ -250,7 +242,7 @@ class LowRank:
         self.error = torch.zeros_like(gradient) if error_feedback else None
 
     @classmethod
-    def restored(cls, q: Tensor, error: Tensor | None) -> LowRank:
+    def restored(cls, q: Tensor, error: Tensor | None) -> "LowRank":
         """Returns the state with these tensors."""
         state = cls.__new__(cls)
         state.q, state.error = q, error

@@ -1,18 +1,12 @@
 """Defines the table, the record and the plan check of `powersgd.reducer`. Imports no torch, since plan checks import it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from pydantic import PositiveFloat, PositiveInt
 
-from sley_core.api.plan import Table
+from sley_core.api.plan import Plan, Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, Problem
-
-if TYPE_CHECKING:
-    from sley_core.api.plan import Plan
 
 
 class PowerSGDConfig(Table):

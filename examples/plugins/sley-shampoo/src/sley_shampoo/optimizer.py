@@ -4,8 +4,6 @@ For each dim i of a parameter, the statistic L_i is the sum of G_i G_i^T over al
 first, as a matrix. The update multiplies the gradient along each dim by L_i^(-1 / 2n), for n dims.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

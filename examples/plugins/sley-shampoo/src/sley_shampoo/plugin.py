@@ -1,7 +1,5 @@
 """Defines the table and the record of `shampoo.optimizer`. Imports no torch, since plan checks import it."""
 
-from __future__ import annotations
-
 from pydantic import PositiveFloat, PositiveInt
 
 from sley_core.api.plan import OptimizerConfig

@@ -1,21 +1,15 @@
 """`topk.reducer`: top-k sums with error feedback (Stich et al. 2018; Lin et al. 2018, Deep Gradient Compression)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from math import ceil
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import SentBytes, Work
+from sley_core.api.comm import Group, SentBytes, Work
+from sley_core.api.parts import Param, Parts, StepState
 from sley_core.protocols import GradientHandler
 from sley_topk.plugin import TopKConfig
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import Group
-    from sley_core.api.parts import Param, Parts, StepState
 
 
 class TopK(GradientHandler):

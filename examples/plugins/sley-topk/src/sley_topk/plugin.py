@@ -1,19 +1,14 @@
 """Defines the table, the record and the plan check of `topk.reducer`. Imports no torch, since plan checks import it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from math import sqrt
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from sley_core.api.plan import Table
+from sley_core.api.plan import Plan, Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, Problem
-
-if TYPE_CHECKING:
-    from sley_core.api.plan import Plan
 
 
 class TopKConfig(Table):

@@ -1,19 +1,13 @@
 """`watch.layers`: adds the norms of the gradient and weights of each layer to each row."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from sley_core.api.parts import Param, Parts
 from sley_core.protocols import GradientHandler
 from sley_watch.plugin import LayersConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from sley_core.api.parts import Param, Parts
 
 
 class Layers(GradientHandler):

@@ -8,20 +8,15 @@ noise:
     |G|^2 = (B |g_B|^2 - b |g_b|^2) / (B - b)          S = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)          noise scale = S / |G|^2
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from sley_core.api.parts import Param, Parts, StepState
 from sley_core.protocols import GradientHandler
 from sley_watch.plugin import NoiseConfig
-
-if TYPE_CHECKING:
-    from sley_core.api.parts import Param, Parts, StepState
 
 
 class Noise(GradientHandler):

@@ -1,18 +1,13 @@
 """Defines the tables, the records and the plan check of this package. Imports no torch, since plan checks import it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
-from sley_core.api.plan import Table
+from sley_core.api.plan import Plan, Table, Topology
 from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, Problem
-
-if TYPE_CHECKING:
-    from sley_core.api.plan import Plan, Topology
 
 
 class NoiseConfig(Table):

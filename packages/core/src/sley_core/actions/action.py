@@ -17,8 +17,6 @@ others (`PlacementFunction`):
     route     0 1 2 3 0 1 2 3              route     0 1 2 3 3 2 1 0
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -22,8 +22,6 @@ are in use.
     post F0 F1 B0 > F0.0 > post F2 > F0.1 > post F3 > F0.2 > B0.0 > post B1 > F0.3 > B0.1 > ...
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

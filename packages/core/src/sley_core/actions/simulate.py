@@ -16,8 +16,6 @@ From the end of F on, the received value belongs to the graph. Outputs that are 
 after the transfer.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ class ScheduleSimulator:
     the actions that have run. sent_s, posted_s: the times at which values were sent, and their receives posted.
     """
 
-    def __init__(self, lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs, *, is_lowered: bool) -> None:
+    def __init__(self, lists: Sequence[Sequence[Step]], placement: Placement, costs: "Costs", *, is_lowered: bool) -> None:
         self.lists = lists
         self.placement = placement
         self.costs = costs
@@ -144,7 +142,7 @@ _COUNT_CHANGES = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT_GRADI
 """By the type of an action, the changes that it makes to the number of graphs and to the number of queues."""
 
 
-def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) -> Peaks:
+def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs: "Costs") -> Peaks:
     """Returns the peaks of `stage` when it runs its lowered list `steps`. A forward-only list has no graphs."""
     keeps_graphs = any(step.kind.makes_gradients for step in steps if isinstance(step, Action))
     graphs = queues = receives = num_bytes = 0
@@ -179,11 +177,11 @@ def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs
 class SimulatedStep:
     """The predicted `timeline` of all actions, and the `peaks` of each stage."""
 
-    timeline: Timeline
+    timeline: "Timeline"
     peaks: tuple[Peaks, ...]
 
 
-def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs) -> SimulatedStep:
+def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: "Costs") -> SimulatedStep:
     """Runs lowered lists in simulated time, and returns the prediction. A transfer takes the time of its link, and overlaps
     with the actions of both stages. Raises PlanError "schedule-deadlock" if stages wait for each other.
     """
@@ -216,7 +214,7 @@ class Timeline:
     computing_s: tuple[float, ...] = ()
 
     @classmethod
-    def from_spans(cls, stages: int, spans: Iterable[TimedAction]) -> Timeline:
+    def from_spans(cls, stages: int, spans: Iterable[TimedAction]) -> "Timeline":
         """Returns a timeline of `spans`, which may have any order."""
         return cls(stages, tuple(sorted(spans, key=lambda span: (span.stage, span.start_s, span.end_s))))
 
@@ -261,7 +259,7 @@ class Costs:
         input_gradient: float = 1.0,
         weight_gradient: float = 1.0,
         link: float = 0.0,
-    ) -> Costs:
+    ) -> "Costs":
         """Returns equal costs for all `positions`, with 0 bytes. A full backward takes as long as its two halves together."""
         seconds = {
             Kind.FORWARD: forward,

@@ -1,7 +1,5 @@
 """Defines the transports of core, and chooses the transports of a group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib.metadata import entry_points

@@ -14,8 +14,6 @@ is done when `copy` returns, and all waits are no-ops. `sley_testing.drawn_copie
 copies as far as these calls permit.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -154,7 +152,7 @@ def grow(tensor: Tensor, num_bytes: int) -> None:
     tensor.untyped_storage().resize_(num_bytes)
 
 
-_host_memories: weakref.WeakSet[HostMemory] = weakref.WeakSet()
+_host_memories: "weakref.WeakSet[HostMemory]" = weakref.WeakSet()
 
 
 class HostMemory:
@@ -209,7 +207,7 @@ class Device:
     stream: torch.cuda.Stream | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     @classmethod
-    def pick(cls, name: str, local_rank: int = 0, local_size: int = 1) -> Device:
+    def pick(cls, name: str, local_rank: int = 0, local_size: int = 1) -> "Device":
         """Returns this rank's device. A CUDA device becomes torch's current device.
 
         name: cpu, cuda or auto; auto means cuda if each of the `local_size` ranks of this machine can have its own device, and

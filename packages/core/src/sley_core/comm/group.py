@@ -5,8 +5,6 @@ name them. After start-up nothing runs on the default group, and only this modul
 has the same groups, with torch's backend "fake" and transports that exchange nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -55,7 +53,7 @@ class Group(Members):
     channels: dict[str, dist.ProcessGroup]
     transports: dict[str, Transport] = field(default_factory=dict)
     log: ExchangeLog = field(default_factory=ExchangeLog)
-    simulation: Simulation | None = field(default=None, compare=False, repr=False)
+    simulation: "Simulation | None" = field(default=None, compare=False, repr=False)
 
     @property
     def has_peers(self) -> bool:
@@ -186,7 +184,7 @@ def make_groups(
     extra: Sequence[GroupEntry] = (),
     device: torch.device = _HOST,
     cross_memory: bool = False,
-    simulation: Simulation | None = None,
+    simulation: "Simulation | None" = None,
 ) -> Groups:
     """Returns the groups of `rank`. All ranks of the world call this once, with equal tables.
 

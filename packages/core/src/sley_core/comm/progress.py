@@ -3,8 +3,6 @@
 Errors of torch in an exchange become errors that name the operation, its content and the group (`run_guarded`).
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable
@@ -73,7 +71,7 @@ class Wait(NamedTuple):
     peer's exchange differs. peer: the global rank of the missing peer, if known.
     """
 
-    turn: Turn
+    turn: "Turn"
     seconds: float
     end: str = ""
     peer: int | None = None
@@ -92,10 +90,10 @@ class Progress:
     """
 
     numbers: dict[str, int] = field(default_factory=dict)
-    recent: dict[str, deque[Turn]] = field(default_factory=dict)
+    recent: "dict[str, deque[Turn]]" = field(default_factory=dict)
     step_progress: ActionProgress = field(default_factory=ActionProgress)
-    follow_wait: Callable[[Turn, float], None] | None = None
-    _turn: Turn | None = None
+    follow_wait: "Callable[[Turn, float], None] | None" = None
+    _turn: "Turn | None" = None
     _wait_start_s: float = 0.0
     _failure: tuple[float, str, int | None] | None = None
 
@@ -110,14 +108,14 @@ class Progress:
         failed_at, end, peer = failure
         return Wait(turn, failed_at - self._wait_start_s, end, peer)
 
-    def add_turn(self, turn: Turn) -> None:
+    def add_turn(self, turn: "Turn") -> None:
         self.numbers[turn.queue] = turn.number
         turns = self.recent.get(turn.queue)
         if turns is None:
             turns = self.recent[turn.queue] = deque(maxlen=NUM_RECENT)
         turns.append(turn)
 
-    def begin_wait(self, turn: Turn) -> None:
+    def begin_wait(self, turn: "Turn") -> None:
         self._failure = None
         self._wait_start_s = time.perf_counter()
         self._turn = turn
@@ -150,7 +148,7 @@ class SentBytes:
         """Starts to count a step, and discards the count of an incomplete one."""
         self._num_bytes = 0
 
-    def add(self, tensor: Tensor, group: Members, *, passes: int) -> None:
+    def add(self, tensor: Tensor, group: "Members", *, passes: int) -> None:
         """Counts an exchange of the full tensor `tensor` over `group`: in each pass a rank sends all of it except its own part.
         passes: 1 for an all-gather, a reduce-scatter or an all-to-all, 2 for an all-reduce.
         """

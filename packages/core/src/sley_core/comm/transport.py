@@ -17,8 +17,6 @@ With `MessageTransport` and CMA, the rank that owns a shard sums it: its own par
 coordinate. The result depends neither on timing nor on the transport.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib
@@ -54,7 +52,7 @@ class Mark(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def from_tensors(cls, operation: str, label: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
+    def from_tensors(cls, operation: str, label: str, tensors: Iterable[Tensor], contents: int = 0) -> "Mark":
         """Returns the mark of `operation` on `tensors`, whose order, sizes and dtypes must be equal on all ranks. label:
         describes the content, equally on all ranks. contents: a checksum of additional content to compare (`checksum`).
         """

@@ -5,8 +5,6 @@ World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Ku
 World.fake(3, 64)   rank 3 of 64 without devices or peers: assembles a run on meta; takes steps with a device of fake tensors
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter
@@ -59,7 +57,7 @@ class World(AbstractContextManager["World"]):
     rendezvous: Rendezvous | None = None
 
     @classmethod
-    def alone(cls, device: str | Device = "auto") -> World:
+    def alone(cls, device: str | Device = "auto") -> "World":
         """Returns the world of one process. device: a name for `Device.pick`, or a device."""
         return cls(0, 1, _pick_device(device))
 
@@ -71,7 +69,7 @@ class World(AbstractContextManager["World"]):
         timeout_s: float = 600.0,
         environ: Mapping[str, str] | None = None,
         rendezvous: Rendezvous | None = None,
-    ) -> World:
+    ) -> "World":
         """Joins the world that the launcher's environment describes, and returns it. Without a launcher, returns
         `alone(device)`.
 
@@ -111,7 +109,7 @@ class World(AbstractContextManager["World"]):
         return cls(rank, size, rank_device, owns_default_group=True, rendezvous=rendezvous)
 
     @classmethod
-    def fake(cls, rank: int, size: int, device: Device | None = None, simulation: Simulation | None = None) -> World:
+    def fake(cls, rank: int, size: int, device: Device | None = None, simulation: Simulation | None = None) -> "World":
         """Returns rank `rank` of a world of `size` ranks that do not exist, with torch's fake backend.
 
         device: a device whose tensors have no values; meta by default. simulation: replaces peers and values; without it, a run

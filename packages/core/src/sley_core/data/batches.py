@@ -8,20 +8,16 @@ If sequences are split, every batch has a field `positions`: the dataset's own, 
 a model that counts the positions of its input would start every slice at 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from sley_core.data.dataset import Batch, Collate, DataInfo, Field, Sample
 from sley_core.errors import KeyPath, PlanError, RunError, format_cause
-
-if TYPE_CHECKING:
-    from sley_core.protocols import Loss
+from sley_core.protocols import Loss
 
 
 def narrow_batch(

@@ -6,13 +6,11 @@ inferred from the first sample: each key becomes a field with the tensor's dtype
 sample that consists of int64 `tokens` and `labels` of equal length has `TOKEN_FIELDS`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,11 +27,9 @@ from sley_core.data.dataset import (
     is_stream,
 )
 from sley_core.errors import PlanError, format_cause
+from sley_core.plan.plan import Component
 from sley_core.records import import_factory
 from sley_core.table import Table
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Component
 
 
 def open_dataset(component: Component, context: DataContext) -> AnyDataset:

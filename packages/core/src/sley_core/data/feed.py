@@ -5,8 +5,6 @@ G to (b + 1) * G - 1 of this sequence. So a batch may span two epochs, and the r
 every layout. A resumed run compares digests of samples, to detect data that differ from the checkpoint's run.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +39,7 @@ class PrefetchThread:
     the process alive.
     """
 
-    def __init__(self, items: Iterator[_Item]) -> None:
+    def __init__(self, items: "Iterator[_Item]") -> None:
         self._items = items
         self._ready: SimpleQueue[_Item | BaseException] = SimpleQueue()
         self._permits = threading.Semaphore(1)
@@ -61,7 +59,7 @@ class PrefetchThread:
         except BaseException as error:
             self._ready.put(error)
 
-    def get(self, timeout_s: float) -> _Item:
+    def get(self, timeout_s: float) -> "_Item":
         """Waits for the next item and returns it.
 
         If the thread has failed, raises its error, also in later calls. Raises RunError "data-timeout" after `timeout_s`
@@ -222,7 +220,7 @@ class Feed:
             self._prefetch.close(min(self._timeout_s, CLOSE_TIMEOUT_S))
             self._prefetch = None
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> "Feed":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -265,7 +263,7 @@ class Feed:
             done += self.batch_size
             yield _Item(batch, tuple(indices), {"samples": done})
 
-    def _stream_batches(self, reader: StreamReader, state: Mapping[str, Any]) -> Iterator[_Item]:
+    def _stream_batches(self, reader: "StreamReader", state: Mapping[str, Any]) -> Iterator[_Item]:
         """Yields the batches of a stream. Every rank reads all samples and keeps its rows."""
         collate = collate_function(self._dataset)
         samples = reader.read(state, lambda note: self.notes.append(note))

@@ -12,28 +12,24 @@ of 2^-32 if they do not. All ranks see the same sum. If it is not 0, they gather
 wait for each other in the first action, the check runs before it.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sley_core.comm.group import Group, Groups
 from sley_core.comm.transport import MISMATCH_HINT, ExchangeSummary, Work, checksum
+from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import StepState
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.step_batch import NO_COUNTS, BatchCounts, StepBatch
 from sley_core.errors import RunError, shorten_names
 from sley_core.model.tensors import flat_bytes
-
-if TYPE_CHECKING:
-    from sley_core.engine.gradients import GradientStore
 
 CALL, TRAINED, MICROS, BATCH = range(4)
 """The facts that ranks compare: the call, the trained parameters, the number of microbatches, and the samples."""
@@ -78,7 +74,7 @@ class Agreement:
         self._sum = torch.zeros(0, dtype=torch.float64)
         self._pending: Work | None = None
 
-    def begin(self, label: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> Agreement:
+    def begin(self, label: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> "Agreement":
         """Starts one asynchronous all-reduce over all ranks on the host, and returns this object. Every rank calls this, and
         then `check`.
 

@@ -10,8 +10,6 @@ All ranks run the same program, so the receiver finds the sender's type. Nothing
 the value runs.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import operator
@@ -177,7 +175,7 @@ class Leaf:
         first = 0 if self.same_as is None else self.same_as + 1
         return _SAME_AS_FACTOR * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
-    def with_flags(self, flags: int) -> Leaf:
+    def with_flags(self, flags: int) -> "Leaf":
         first = flags // _SAME_AS_FACTOR
         return replace(
             self,
@@ -204,11 +202,11 @@ class Description:
         return struct.pack(f"<{len(self.leaves)}I", *(leaf.flags for leaf in self.leaves))
 
     @property
-    def gradients(self) -> Description:
+    def gradients(self) -> "Description":
         """Returns the description of the gradients that the receiver sends back, in the order of the leaves."""
         return Description(tuple(leaf for leaf in self.leaves if leaf.has_gradient), None)
 
-    def with_overlaps(self, tensors: Sequence[Tensor]) -> Description:
+    def with_overlaps(self, tensors: Sequence[Tensor]) -> "Description":
         """Returns the description with `overlaps` set on leaves that share memory. tensors: the leaves' original tensors."""
         spans = {index: _address_range(tensors[index]) for index, leaf in enumerate(self.leaves) if leaf.same_as is None}
         overlapping = {
@@ -221,14 +219,14 @@ class Description:
         leaves = [replace(leaf, overlaps=index in overlapping) for index, leaf in enumerate(self.leaves)]
         return replace(self, leaves=tuple(leaves))
 
-    def fits(self, other: Description) -> bool:
+    def fits(self, other: "Description") -> bool:
         """Returns whether both have the same structure, shapes and dtypes; flags are ignored."""
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
             return False
         pairs = zip(self.leaves, other.leaves, strict=True)
         return all(left.dtype == right.dtype and left.shape == right.shape for left, right in pairs)
 
-    def with_flags(self, flags: bytes) -> Description:
+    def with_flags(self, flags: bytes) -> "Description":
         if flags == self.flags:
             return self
         pairs = zip(self.leaves, struct.unpack(f"<{len(self.leaves)}I", flags), strict=True)

@@ -12,8 +12,6 @@ memory for it. If a buffer is sharded (ZeRO's partitions), each rank of a group 
 A shard may begin anywhere within a parameter, so only element-wise operations can work on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

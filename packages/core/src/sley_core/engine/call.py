@@ -13,35 +13,31 @@ does not search tuples and dicts, and would recompute from the changed values wi
 tensors in the arguments are compared here; in the first step their bits too, since some writes do not change a counter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from sley_core.actions.action import Action
+from sley_core.comm.device import Device
 from sley_core.comm.progress import ActionProgress
 from sley_core.engine.boundary import copy_containers, tensors_in
 from sley_core.engine.parts import MicroStep, Phase, Waits
+from sley_core.engine.replicas import WriteWatch
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.generators import GENERATOR_LOCK, derive_seed, module_generators, seed_generators
 from sley_core.model.attention import varlen
 from sley_core.model.layers import ForwardPatch, Layer
 from sley_core.model.tensors import dtype_hint, sum_of_bits, version_of
+from sley_core.plan.tables import CompileConfig
+from sley_core.plugin import KeepConfig, RecomputeConfig
 from sley_core.protocols import ActivationPolicy, SchedulerHook, SequenceCommunicator
-
-if TYPE_CHECKING:
-    from sley_core.actions.action import Action
-    from sley_core.comm.device import Device
-    from sley_core.engine.replicas import WriteWatch
-    from sley_core.plan.tables import CompileConfig
-    from sley_core.plugin import KeepConfig, RecomputeConfig
 
 
 class Keep(ActivationPolicy):

@@ -13,29 +13,25 @@ Nguyen (2013), Fast Reproducible Floating-Point Summation, with a maximum that i
 Defour, Graillat, Iakymchuk (2015), Numerical Reproducibility for the Parallel Reduction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from sley_core.comm.group import Group, Groups
+from sley_core.comm.progress import SentBytes
+from sley_core.engine.buffers import NormGroup
 from sley_core.engine.canonical_tree import Node, PartialSums, SumMemory, TreeSums, covering_nodes, leaf_range, sum_uses
 from sley_core.engine.direct import is_plain_embedding, is_plain_linear
+from sley_core.engine.gradients import GradientStore
+from sley_core.engine.parts import StepState
 from sley_core.engine.reduction import Accumulator, Reduction, Sums, Totals, add_at
 from sley_core.engine.registry import Param, Stages
 from sley_core.errors import Diagnostic, PlanError, RunError
 from sley_core.model.layers import MODEL
 from sley_core.topology import DEFAULT_CHANNEL
-
-if TYPE_CHECKING:
-    from sley_core.comm.group import Group, Groups
-    from sley_core.comm.progress import SentBytes
-    from sley_core.engine.buffers import NormGroup
-    from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.parts import StepState
 
 
 class TreeLeaf(NamedTuple):
@@ -117,7 +113,7 @@ class CanonicalReduction(Reduction):
     def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums:
         return TreeSums(self, store, sent, channel)
 
-    def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> ExactTotals:
+    def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> "ExactTotals":
         return ExactTotals(self.groups, gradients, self.pad_losses(loss), norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:

@@ -9,29 +9,25 @@ A split backward has the actions I and W but traverses the graph once, in I: lin
 multiplying them, and W adds the products to the store. Other parameters get their gradients in I. So recomputation runs once.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from sley_core.engine.gradients import GradientStore
+from sley_core.engine.parts import Parts
+from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.model.layers import ForwardPatch
 from sley_core.model.tensors import is_plain, sum_of_bits, version_of
-
-if TYPE_CHECKING:
-    from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.registry import Param
 
 ActionKey = tuple[int, int]
 """The chunk and the microbatch of an I action and its W action."""
@@ -195,7 +191,7 @@ class GradientUse(Enum):
     VALUE = "autograd.grad of the weight"
 
     @classmethod
-    def find(cls, ctx: Any, index: int = 1) -> GradientUse:
+    def find(cls, ctx: Any, index: int = 1) -> "GradientUse":
         """Returns how the running backward uses a weight's gradient. Must be called in every backward, since a program may call
         both `backward` and `autograd.grad`. index: the index of the weight, a leaf, among the autograd function's inputs.
         """

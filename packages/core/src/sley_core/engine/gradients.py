@@ -15,8 +15,6 @@ user's own backward between two steps. All ranks of a reduce group report in the
 in different orders would sum the wrong tensors without an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 

@@ -3,23 +3,18 @@
 `core.each` is slow and simple; faster reducers are tested against it.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from sley_core.comm.progress import SentBytes
 from sley_core.comm.transport import Work
 from sley_core.engine.buffers import Layout
+from sley_core.engine.parts import Parts, StepState
 from sley_core.engine.reduction import Sums
+from sley_core.engine.registry import Param
+from sley_core.plugin import EachConfig, GradientNormsConfig
 from sley_core.protocols import GradientHandler
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sley_core.engine.parts import Parts, StepState
-    from sley_core.engine.registry import Param
-    from sley_core.plugin import EachConfig, GradientNormsConfig
 
 
 class Each(GradientHandler):

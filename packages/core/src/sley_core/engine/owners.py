@@ -9,25 +9,20 @@ parts are then exchanged over one axis after the other. If each rank has full gr
 each rank updates its own copy, and nothing is exchanged. Norms and clipping use the parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from sley_core.comm.device import free, grow
+from sley_core.comm.group import Group, Groups
 from sley_core.engine.buffers import FlatBuffer
+from sley_core.engine.gradients import GradientStore
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import SHARD_AXIS
-
-if TYPE_CHECKING:
-    from sley_core.comm.group import Group, Groups
-    from sley_core.engine.gradients import GradientStore
 
 
 def update_work(shape: Sequence[int]) -> int:

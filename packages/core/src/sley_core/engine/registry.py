@@ -4,22 +4,18 @@ Norms, clipping, counts, checkpoints, offloads and reports iterate over the regi
 tied weight counts once, names do not depend on the layout, and tensors have no extra attributes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards
 from sley_core.errors import PlanError, RunError, shorten_names
 from sley_core.generators import iterate_leaves
+from sley_core.model.layers import Layer
+from sley_core.plan.plan import Component
 from sley_core.records import OptimizerRecord, ParameterRole
-
-if TYPE_CHECKING:
-    from sley_core.model.layers import Layer
-    from sley_core.plan.plan import Component
 
 Stages: TypeAlias = "Sequence[tuple[int, Sequence[Layer]]]"
 """The parts of the model in model order, each with the number of the stage that holds it. A stage may hold several parts."""

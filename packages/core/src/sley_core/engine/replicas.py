@@ -10,26 +10,22 @@ parameters over their reduce group and, if several stages hold one, over its tie
 differ if a model draws from a generator whose state differs between ranks; later values, if ranks write different values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from operator import is_
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from sley_core.comm.group import Group
+from sley_core.engine.parts import MicroStep, Parts
+from sley_core.engine.registry import Param
 from sley_core.engine.shards import StandIn
 from sley_core.errors import RunError, shorten_names
 from sley_core.model.build import check_written_buffers, is_per_rank
+from sley_core.model.layers import Layer
 from sley_core.model.tensors import fingerprint, version_of
-
-if TYPE_CHECKING:
-    from sley_core.comm.group import Group
-    from sley_core.engine.parts import MicroStep, Parts
-    from sley_core.engine.registry import Param
-    from sley_core.model.layers import Layer
 
 
 class CopyComparison:

@@ -26,26 +26,22 @@ Each rank computes, and has memory for, the full loss, and keeps the gradient of
 communicate. The loss and its weight count only on the first rank of `sp`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from sley_core.comm.group import Group
 from sley_core.data.batches import SequenceSlicer, check_additive, check_tokens, count_microbatches, narrow_batch, sliced_info
+from sley_core.data.dataset import Batch, DataInfo, Field
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.errors import RunError
+from sley_core.plan.plan import Plan
+from sley_core.protocols import Loss
 from sley_core.records import LossRecord
-
-if TYPE_CHECKING:
-    from sley_core.comm.group import Group
-    from sley_core.data.dataset import Batch, DataInfo, Field
-    from sley_core.plan.plan import Plan
-    from sley_core.protocols import Loss
 
 MAX_CHECKED_SHAPES = 16
 """The maximum number of batch shapes whose loss weights are checked."""
@@ -87,7 +83,7 @@ class BatchCounts(NamedTuple):
     positions: float = 0.0
     pairs: float = 0.0
 
-    def add(self, other: BatchCounts) -> BatchCounts:
+    def add(self, other: "BatchCounts") -> "BatchCounts":
         return BatchCounts(*map(sum, zip(self, other, strict=True)))
 
 
@@ -178,7 +174,7 @@ class BatchSplitter:
         weights = [weight if micro < num_counted else 0.0 for micro, weight in enumerate(split.weights)]
         return replace(split, weights=weights, num_counted=num_counted)
 
-    def select_fields(self, names: Collection[str]) -> BatchSplitter:
+    def select_fields(self, names: Collection[str]) -> "BatchSplitter":
         """Returns a splitter for batches that have only the declared fields in `names`."""
         fields = {name: field for name, field in self.info.fields.items() if name in names}
         slices = SequenceSlicer(fields, self.slices.num_slices, self.slices.index)

@@ -19,23 +19,19 @@ after it has queued the next step's forward and backward, before it sets the nex
     step n + 1: forward, backward ────────────────┴─> settle: was n skipped? ──> its learning rate, update
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sley_core.comm.device import Device, Moment
 from sley_core.engine.agreement import Exchanges, exchange_mismatch_error
+from sley_core.engine.parts import Parts
 from sley_core.errors import RunError
-
-if TYPE_CHECKING:
-    from sley_core.engine.parts import Parts
-    from sley_core.plan.tables import LossScaleTable
+from sley_core.plan.tables import LossScaleTable
 
 
 class Votes(NamedTuple):
@@ -75,7 +71,7 @@ class StepTotals:
         self.values = self.device.fetch(self.values)
         self.end = self.device.moment()
 
-    def read(self) -> StepResult:
+    def read(self) -> "StepResult":
         """Waits for the copy that `fetch` started, but for no later work on the device, and returns the result of the step."""
         self.device.wait_until(self.end)
         loss, grad_norm, weight, stops, saves, differs, *numbers = self.device.read(

@@ -16,12 +16,10 @@ Writes through `p.data` itself (`p.data.copy_`) do not increment the version cou
 `Run.load_weights`. The optimizer may write its parameters in any way, including `p.data = `.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +27,10 @@ from torch import Tensor, nn
 from sley_core.comm.device import free, grow, storage_id
 from sley_core.engine.buffers import SHARD_ALIGNMENT, ElementRange, FlatBuffer
 from sley_core.engine.gradients import GradientStore
+from sley_core.engine.owners import MatrixOwners
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.model.tensors import keeps_fp32, select_parameter_dtype
-
-if TYPE_CHECKING:
-    from sley_core.engine.owners import MatrixOwners
 
 
 class WeightBuffer(FlatBuffer):

@@ -4,8 +4,6 @@ A sequence-parallel attention wraps this module: it exchanges slices of the sequ
 with the full sequence of a few heads, and exchanges the context back.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext, suppress

@@ -6,8 +6,6 @@ common code such as `torch.linspace(0, rate, depth).tolist()` would fail.) `Host
 values. If the factory needs the values of parameters, both runs are on the host.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections import OrderedDict
@@ -15,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +23,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError, PluginError, SleyError, format_cause, shorten_names
 from sley_core.generators import function_generators, use_program_seed
 from sley_core.model.layers import MODEL, Layer, Model, as_model, parameter_like, set_fields
 from sley_core.model.tensors import check_references
-
-if TYPE_CHECKING:
-    from sley_core.data.dataset import DataInfo
-    from sley_core.plan.plan import Component
+from sley_core.plan.plan import Component
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def build_on_meta(component: Component, data: DataInfo, seed: int, adapters: Com
     return set_fields(model, data)
 
 
-def _run_factory(recipe: Recipe, to_meta: MetaParameters, *, on_meta: bool) -> Model:
+def _run_factory(recipe: Recipe, to_meta: "MetaParameters", *, on_meta: bool) -> Model:
     """Runs the factory and its builders. on_meta: whether parameters move to meta when registered, or only afterwards."""
     context = parameters_on_meta(to_meta) if on_meta else nullcontext()
     with use_program_seed(recipe.seed), _preserve_defaults(), context:
@@ -106,7 +102,7 @@ def _run_factory(recipe: Recipe, to_meta: MetaParameters, *, on_meta: bool) -> M
     return model
 
 
-def _move_to_meta(layer: Layer, to_meta: MetaParameters) -> None:
+def _move_to_meta(layer: Layer, to_meta: "MetaParameters") -> None:
     """Moves the layer's parameters to meta. Raises the same errors as `check_parameters`."""
     check_parameters(layer.name, layer.module, to_meta)
     for module in layer.module.modules():

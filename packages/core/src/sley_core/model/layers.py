@@ -16,22 +16,18 @@ rank needs the memory of the whole model:
     [("embed", make_embed), ("block", make_block, 32), ("head", make_head)]     # block.0 ... block.31
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from sley_core.data.dataset import DataInfo
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError, format_cause
 from sley_core.generators import derive_seed, use_program_seed
-
-if TYPE_CHECKING:
-    from sley_core.data.dataset import DataInfo
 
 InitWeights: TypeAlias = Callable[[nn.Module, str], None]
 """`init_weights(module, name)` sets the initial values of `module`, and of nothing outside it."""
@@ -110,7 +106,7 @@ class Model:
         """Returns the layer `name`. Raises StopIteration if there is none."""
         return next(layer for layer in self.layers if layer.name == name)
 
-    def build(self, seed: int = 0) -> Model:
+    def build(self, seed: int = 0) -> "Model":
         """Calls all builders and ties parameters; returns this model. Raises the same errors as `build_layer` and `tie`."""
         for layer in self.layers:
             self.build_layer(layer, seed)

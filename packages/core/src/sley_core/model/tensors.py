@@ -5,8 +5,6 @@ it, would silently keep the old values. So this module searches the attributes, 
 for tensors.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 from collections import OrderedDict

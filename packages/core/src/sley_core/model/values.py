@@ -6,8 +6,6 @@ after their parameters are sharded, cast and moved to the device. Layers with bu
 torch fills new memory with NaN. A parameter with NaN values afterwards raises an error, because nothing has written them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ unfrozen. A parameter belongs to the first group of the plan whose pattern match
 weight counts. Names do not depend on the layout, so every layout has the same groups.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches

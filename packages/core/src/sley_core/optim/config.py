@@ -1,7 +1,5 @@
 """Core's types of the tables `[optimizer]` and `[learning_rate]`, and the scopes of updates. Imports no torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator

@@ -10,19 +10,14 @@ its end, by default the run's last step, it reaches exactly `min_ratio`, and sta
           0  w-1    last at the full rate
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 from sley_core.errors import PlanError, SleyError
 from sley_core.optim.config import ConstantConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
+from sley_core.plan.plan import Plan
 from sley_core.records import Problem
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
 
 Factor = Callable[[int], float]
 """A function from a step to the fraction of the full rate."""

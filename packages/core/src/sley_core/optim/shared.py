@@ -6,8 +6,6 @@ elsewhere. Here each such value has a location, so that checkpoints can contain 
 buckets counts only once.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,24 +1,19 @@
 """Checks whether a valid plan can run with a given number of ranks. Imports no torch and starts no process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sley_core import records
 from sley_core.errors import Diagnostic, KeyPath, PlanError, install_hint, suggestion
 from sley_core.optim.config import FactoryOptimizerConfig, scope_of
 from sley_core.plan.document import sort_by_place
 from sley_core.plan.kinds import CHECKPOINTER
+from sley_core.plan.plan import Component, Plan
 from sley_core.plan.tables import BEST_MODES, BatchTable, ModelConfig, metric_of, row_name
 from sley_core.topology import Topology
-
-if TYPE_CHECKING:
-    from sley_core.plan.plan import Component, Plan
-
 
 MAX_FORWARDS = 1_000_000
 """The largest number of forwards (chunks x microbatches) per step. Checking longer action lists takes minutes and gigabytes."""

@@ -3,8 +3,6 @@
 Later code works on the data. To report a problem, it asks the document for the place of the key path.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence

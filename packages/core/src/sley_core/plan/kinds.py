@@ -1,7 +1,5 @@
 """The plan tables that name a record by `use` or the user's code by `factory`, in the order of a resolved plan."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Literal

@@ -5,8 +5,6 @@ One error reports all problems. For some tables, the record of the schedule name
 the plan does not name are not imported.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy

@@ -4,8 +4,6 @@ Discovery reads only the metadata of packages, so a broken plugin does no harm u
 hooks of a plugin. Hooks are called in the plan's order of plugins, not in pluggy's order.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

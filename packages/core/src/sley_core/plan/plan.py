@@ -2,8 +2,6 @@
 TOML, and compares two plans.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

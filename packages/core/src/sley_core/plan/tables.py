@@ -1,7 +1,5 @@
 """Core's own tables of a plan, such as [run], [batch] and [parallel]. `kinds` lists the tables that name records."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -220,7 +218,7 @@ class BestTable(Table):
     """
 
     @model_validator(mode="after")
-    def _check_mode(self) -> BestTable:
+    def _check_mode(self) -> "BestTable":
         if self.mode is None and metric_of(self.metric) not in BEST_MODES:
             raise ValueError(f'set `mode` to "min" or "max", for the smallest or largest `{self.metric}`')
         return self
@@ -276,7 +274,7 @@ class EvaluationTable(Table):
     """
 
     @model_validator(mode="after")
-    def _check_keys(self) -> EvaluationTable:
+    def _check_keys(self) -> "EvaluationTable":
         if not self.held_out and not self.sets:
             raise ValueError("with `held_out = false` and no `sets` there is no data to evaluate")
         if self.patience is not None and self.keep_best is None:

@@ -5,8 +5,6 @@
 Unlike the safetensors library, this module writes one tensor at a time, so only one gathered tensor is in memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -18,17 +16,15 @@ from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from sley_core.comm.group import Group
 from sley_core.errors import RunError, format_cause
 from sley_core.files import sync_names, write_atomically
 from sley_core.weight_files.read import INDEX, SINGLE, TensorReader
-
-if TYPE_CHECKING:
-    from sley_core.comm.group import Group
 
 FILE_BYTES = 5 * 10**9
 """The largest size of a file in bytes, as in Hugging Face's libraries; a larger tensor gets a file of its own."""
@@ -63,7 +59,7 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def from_dtype(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Spec:
+    def from_dtype(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> "Spec":
         """Returns the spec of a tensor. Raises RunError "weight-files" for a dtype that is not in `DTYPES`."""
         if dtype not in DTYPES:
             raise RunError("weight-files", f"{name!r} is {dtype}, which weight files do not support")

@@ -1,7 +1,5 @@
 """Models whose last layer ends in a linear, and losses that scale the cross-entropy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ result is new memory, a view of an argument, or an argument itself. A call is no
 argument is neither a fake tensor without values nor plain, or if it changes a shape in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -42,7 +40,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
     An operation whose result depends on values raises torch's DataDependentOutputException or a similar exception.
     """
 
-    _results: ClassVar[dict[Hashable, _CachedResult]] = {}
+    _results: ClassVar[dict[Hashable, "_CachedResult"]] = {}
 
     def __init__(self, ledger: Ledger, *, has_scratch: bool = True) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)

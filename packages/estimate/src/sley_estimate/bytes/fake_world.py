@@ -6,8 +6,6 @@ stages would announce about their outputs is found by running their layers on me
 copies.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,7 +50,7 @@ _COLLECTIVES: Mapping[Exchange, Collective] = {
 class FakeStream(CopyStream):
     """A copy stream. pending: the numbers of the copies that nothing has waited for."""
 
-    def __init__(self, device: FakeDevice, number: int) -> None:
+    def __init__(self, device: "FakeDevice", number: int) -> None:
         self.pending: deque[int] = deque()
         self._device = device
         self._number = number

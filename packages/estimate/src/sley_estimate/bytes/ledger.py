@@ -1,7 +1,5 @@
 """Counts memory. Each storage counts once, from its first use until it is freed. The position in the step is kept for both."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ fake world ──> assemble ──> first step ──> second ──> third: the
 All ranks of a stage need the same amount of memory. Stages with equal work share one recorded step.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 from collections import Counter

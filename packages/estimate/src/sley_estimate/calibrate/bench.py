@@ -8,8 +8,6 @@ split     lead, forward, lead, first half of the backward, lead, second half
 rows      forward, forward, ... backward, backward, ...    whole or split, by a host that does not wait for the device
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -38,17 +36,8 @@ from sley_core.model.values import HostModel
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate.device import Lead
+from sley_estimate.layers import trace
 from sley_estimate.layers.prices import LayerSeconds
-from sley_estimate.layers.trace import (
-    MICRO_STEP,
-    Value,
-    describe_next_input,
-    layer_keys,
-    make_output_gradients,
-    queue_weight_gradients,
-    run_backward,
-    start_call,
-)
 from sley_estimate.search.layouts import list_choices
 from sley_trainer.assemble import DTYPES, build_meta_model, weight_dtypes
 from sley_trainer.execute import InFlight, describe_output, gradient_edges
@@ -107,7 +96,7 @@ class LayerBench:
         self._host = HostModel(model)
         self._drops_gradients = False
 
-    def time(self, layer: Layer, value: Value | None, *, split: bool = False) -> tuple[LayerSeconds, Value]:
+    def time(self, layer: Layer, value: trace.Value | None, *, split: bool = False) -> tuple[LayerSeconds, trace.Value]:
         """Returns the median seconds of `layer`, and its output, which is the input of the next layer. The host's seconds
         exclude the accumulation of gradients, which is part of the time outside the layers. They are 0 for a device without a
         queue.
@@ -126,7 +115,7 @@ class LayerBench:
         self._host.load_values({layer.name}, dtype=self._dtype, device=device, keep=fp32_patterns)
         queue, outputs = WeightQueue(), list[Any]()
         with self._accumulate_gradients(layer):
-            products = partial(queue_weight_gradients, layer.module, queue, self._gradients)
+            products = partial(trace.queue_weight_gradients, layer.module, queue, self._gradients)
             with products() if self._is_direct else nullcontext():
                 forward, backward, _ = self._median_parts(layer, value, None, outputs)
             first_half = second_half = PartSeconds(0.0, 0.0)
@@ -138,9 +127,9 @@ class LayerBench:
         layer.module = meta_module
         parts = forward, backward, first_half, second_half
         times = LayerSeconds(*(part.device_s for part in parts), *(part.host_s for part in parts))
-        return times, describe_next_input(outputs[-1], layer)
+        return times, trace.describe_next_input(outputs[-1], layer)
 
-    def _median_parts(self, layer: Layer, value: Value | None, queue: WeightQueue | None, outputs: list[Any]) -> Parts:
+    def _median_parts(self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None, outputs: list[Any]) -> Parts:
         """Returns the median seconds of the parts of a call. queue: None for a whole backward. outputs: set to the last one."""
 
         def median_host_s() -> list[float]:
@@ -193,10 +182,10 @@ class LayerBench:
         return {name: self.device.move(value) for name, value in first.items()}
 
     def _time_call(
-        self, layer: Layer, value: Value | None, queue: WeightQueue | None, outputs: list[Any], launch_s: Sequence[float]
+        self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None, outputs: list[Any], launch_s: Sequence[float]
     ) -> Parts:
         """Times the parts of one call. launch_s: the host's seconds to launch each part; 0 if unknown."""
-        in_flight, args, named = start_call(layer, value, self._fields)
+        in_flight, args, named = trace.start_call(layer, value, self._fields)
         outputs.clear()
 
         def forward() -> None:
@@ -204,10 +193,10 @@ class LayerBench:
 
         def backward() -> None:
             with nullcontext() if queue is None else queue.collect((0, 0)):
-                run_backward(in_flight, gradients)
+                trace.run_backward(in_flight, gradients)
 
         forward_s, forward_device_s = self._time_work(forward, launch_s[0])
-        gradients = make_output_gradients(in_flight, outputs[-1])
+        gradients = trace.make_output_gradients(in_flight, outputs[-1])
         backward_s, backward_device_s = self._time_work(backward, launch_s[1])
         parts = [
             PartSeconds(forward_device_s(), forward_s),
@@ -226,18 +215,20 @@ class LayerBench:
         host_s, end = time.perf_counter() - start_s, self.device.moment()
         return host_s, lambda: self.device.seconds_between(start, end)
 
-    def _time_rows(self, layer: Layer, value: Value | None, queue: WeightQueue | None) -> tuple[float, float, float]:
+    def _time_rows(self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None) -> tuple[float, float, float]:
         """Runs forwards, then as many backwards, without waits. Returns the host's mean seconds for each part of one call."""
-        calls = [start_call(layer, value, self._fields) for _ in range(ROW_LENGTH)]
+        calls = [trace.start_call(layer, value, self._fields) for _ in range(ROW_LENGTH)]
         self.device.wait_until(self.device.moment())
         times = [time.perf_counter()]
         outputs = [self._call_layer(layer, *started_call) for started_call in calls]
         times.append(time.perf_counter())
-        gradients = [make_output_gradients(in_flight, output) for (in_flight, _, _), output in zip(calls, outputs, strict=True)]
+        gradients = [
+            trace.make_output_gradients(in_flight, output) for (in_flight, _, _), output in zip(calls, outputs, strict=True)
+        ]
         times.append(time.perf_counter())
         for number, (in_flight, _, _) in enumerate(calls):
             with nullcontext() if queue is None else queue.collect((0, number)):
-                run_backward(in_flight, gradients[number])
+                trace.run_backward(in_flight, gradients[number])
         times.append(time.perf_counter())
         for number in range(ROW_LENGTH):
             if queue is not None:
@@ -247,7 +238,7 @@ class LayerBench:
         return forward_s, max(0.0, backward_s - self._empty_s), products_s
 
     def _call_layer(self, layer: Layer, in_flight: InFlight, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
-        output = self._caller(layer, args, named, MICRO_STEP)
+        output = self._caller(layer, args, named, trace.MICRO_STEP)
         if layer is self.model.layers[-1]:
             in_flight.loss = self._loss.loss(output, self._fields)
         return output
@@ -283,7 +274,7 @@ def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Mo
     if world.rank == 0:
         try:
             dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-            value: Value | None = None
+            value: trace.Value | None = None
             with world.device.preserve_random_state():
                 bench = LayerBench(plan, world.device, build_model(dataset.info), dataset, dtype)
                 for layer in bench.model.layers:
@@ -308,10 +299,10 @@ def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = build_meta_model(plan, dataset.info)
     policy = plan.activations.build([layer.name for layer in model.layers])
-    keys = layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))
+    keys = trace.layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))
     tables: dict[str, dict[str, Any]] = {}
-    outputs: dict[str, Value] = {}
-    value: Value | None = None
+    outputs: dict[str, trace.Value] = {}
+    value: trace.Value | None = None
     with device.preserve_random_state():
         bench = LayerBench(plan, device, model, dataset, weight_dtypes(plan)[0], NUM_CALIBRATION_CALLS)
         for layer, key in zip(model.layers, keys, strict=True):

@@ -1,7 +1,5 @@
 """Measures a device (matrix products, bandwidth, launches) and its host (copies, an optimizer on the host's cores)."""
 
-from __future__ import annotations
-
 import platform
 import statistics
 import time

@@ -6,8 +6,6 @@ Four runs, with few or many weights and with one or several microbatches, determ
 idle, so a step takes as long as its host works: on batches, gradients from autograd, norm, clipping, optimizer and totals.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Measures a machine and the exchanges between its ranks, alone and during computation, with the transports of a run."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

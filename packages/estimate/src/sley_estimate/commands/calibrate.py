@@ -1,7 +1,5 @@
 """Implements `train-cli calibrate`, which measures this machine, in its own process or on local ranks that it starts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated

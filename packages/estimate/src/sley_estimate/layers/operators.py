@@ -11,8 +11,6 @@ The right column follows torch's sources in aten/src/ATen/native/cuda and native
 `assume_device_type("cuda")` changes the masks of documents and the loss in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

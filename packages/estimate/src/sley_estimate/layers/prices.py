@@ -12,8 +12,6 @@ work on any number of samples. A slice of a sequence over n ranks counts as 1/n 
 heads in attention.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -64,12 +62,12 @@ class LayerSeconds:
     host_weight_gradient: float = 0.0
 
     @classmethod
-    def from_table(cls, table: LayerTable) -> LayerSeconds:
+    def from_table(cls, table: LayerTable) -> "LayerSeconds":
         """Returns the seconds in a `[[layers]]` table of a machine file."""
         return cls(**{entry.name: getattr(table, entry.name) for entry in fields(cls)})
 
     @classmethod
-    def from_operators(cls, work: LayerWork, device: DeviceTable, *, with_host: bool = False) -> LayerSeconds:
+    def from_operators(cls, work: LayerWork, device: DeviceTable, *, with_host: bool = False) -> "LayerSeconds":
         """Returns the seconds of a layer's operators on `device`. with_host: whether to also set the host's seconds, on a GPU.
         Raises PlanError "machine-matmul" for a matrix product in a dtype that the machine file does not list.
         """
@@ -81,7 +79,9 @@ class LayerSeconds:
         return replace(seconds, host_forward=device.launch_s * forward_count, host_backward=device.launch_s * backward_count)
 
     @classmethod
-    def from_variant(cls, work: LayerWork, baseline: LayerWork, measured: LayerSeconds, device: DeviceTable) -> LayerSeconds:
+    def from_variant(
+        cls, work: LayerWork, baseline: LayerWork, measured: "LayerSeconds", device: DeviceTable
+    ) -> "LayerSeconds":
         """Returns the counted seconds of `work`, multiplied by the ratio of measured to counted seconds of another variant of
         the layer. baseline, measured: the work and the measured seconds of this other variant.
 

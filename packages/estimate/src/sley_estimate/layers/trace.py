@@ -9,8 +9,6 @@ attribute that is not plain (plain ones are numbers, texts, tensor shapes), its 
 which is slower but never wrong.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

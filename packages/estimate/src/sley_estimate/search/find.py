@@ -8,8 +8,6 @@ Both parts run in forked processes, so that this process never runs a backward: 
 forked after one.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence

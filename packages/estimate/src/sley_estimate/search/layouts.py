@@ -9,8 +9,6 @@ hints without importing or requiring this package, since it returns plain mappin
         return {"mine.reducer": {"variants": [{}, {"bucket_mb": 50}]}}
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

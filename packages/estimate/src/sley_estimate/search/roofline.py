@@ -12,8 +12,6 @@ gathers a layer before its forward and its backward, and reduces its gradients. 
 outputs. The formula treats all weights as sharded, and ignores tied weights and padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, get_args

@@ -10,8 +10,6 @@ the action lists; all other exchanges come from the recorded step, in its order.
 ranks of a stage do the same work at the same time.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

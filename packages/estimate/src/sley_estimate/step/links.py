@@ -6,8 +6,6 @@ or shares one card with the rings of the other groups. In an all-to-all, ranks s
 exchange at the same time, and the slowest one determines the cost.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -33,7 +31,7 @@ class Cost(NamedTuple):
     work_s: float
     member_work_s: float = 0.0
 
-    def split_overlap(self, share: float) -> Cost:
+    def split_overlap(self, share: float) -> "Cost":
         """Returns the cost if only `share` of it overlaps with computing; `member_work_s` contains the rest."""
         return Cost(
             self.latency_s * share, self.work_s * share, self.member_work_s + (1 - share) * (self.latency_s + self.work_s)

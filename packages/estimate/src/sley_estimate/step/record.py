@@ -8,8 +8,6 @@ closing      waits of gradient handlers, norm, update, and the gathers that the 
 `expand_step` builds a step with many microbatches from a recorded step with few.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -110,7 +108,7 @@ class RankRecord:
     messages: Sequence[int]
     num_trained: int
 
-    def on_stage(self, stage: int) -> RankRecord:
+    def on_stage(self, stage: int) -> "RankRecord":
         """Returns this record as that of the first rank of `stage`, whose work must be equal."""
         stage_ranks = set(self.groups["stage"])
         shift = stage * self.topology.ranks_per_stage - min(stage_ranks)

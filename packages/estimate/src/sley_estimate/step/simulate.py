@@ -13,8 +13,6 @@ The host may run up to one step ahead of its device, so time that it gains in wi
 narrow ones. A step therefore takes as long as its devices or its slowest host, whichever is longer.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence

@@ -1,7 +1,5 @@
 """The plugin `broken`: links, schedules and tie handlers with one bug each, based on the plugin `wave`."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import count
 

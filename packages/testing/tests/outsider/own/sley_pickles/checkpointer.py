@@ -1,10 +1,7 @@
 """Saves a run as a folder of pickles: one of each rank's tensors, and `run.pickle`, the last, with everything else."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +9,7 @@ from torch import Tensor
 from sley_core.api.state import SavedRun, TrainingState, WholeTensors
 from sley_core.errors import RunError
 from sley_core.protocols import Checkpointer, RestoreResult
-
-if TYPE_CHECKING:
-    from sley_pickles.plugin import PicklesConfig
+from sley_pickles.plugin import PicklesConfig
 
 
 class Pickles(Checkpointer):

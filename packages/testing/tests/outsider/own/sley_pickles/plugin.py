@@ -1,7 +1,5 @@
 """The plugin `pickles`. Imports no torch."""
 
-from __future__ import annotations
-
 from pydantic import PositiveInt
 
 from sley_core.api.plan import CheckpointConfig

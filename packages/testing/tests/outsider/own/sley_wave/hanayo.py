@@ -5,8 +5,6 @@ chunk 0   0 > 1 > 2
 chunk 1   5 < 4 < 3
 """
 
-from __future__ import annotations
-
 from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule
 from sley_core.errors import PlanError
 from sley_wave.plugin import HanayoConfig

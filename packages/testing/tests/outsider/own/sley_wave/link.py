@@ -3,8 +3,6 @@
 It receives a message into new memory when the run asks for it, so it keeps no memory of earlier messages.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections import deque
 from collections.abc import Hashable, Sequence
