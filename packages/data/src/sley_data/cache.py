@@ -256,7 +256,7 @@ def _map_parts(folder: Path, dtype: str, parts: Iterable[_Part], digest: str | N
     return Stream(tokens, map_tokens(folder / _OFFSETS, "int64"), digest)
 
 
-def _compute_offsets(lengths: array[int], start: int = 0) -> Integers:
+def _compute_offsets(lengths: "array[int]", start: int = 0) -> Integers:
     """Returns the offset of each non-empty document and the end of the last one. start: the offset of the first document."""
     sizes = np.array(lengths, np.int64)
     offsets: Integers = np.cumsum(np.concatenate([[start], sizes[sizes > 0]]), dtype=np.int64)

@@ -66,7 +66,7 @@ NOT_TRAINED = "no token has a label"
 
 def encode_conversations(
     template: ChatTemplate, config: ChatConfig, conversations: Iterable[Conversation]
-) -> tuple[array[int], array[int], dict[str, Any]]:
+) -> "tuple[array[int], array[int], dict[str, Any]]":
     """Returns the tokens of all samples, with `_LABEL_BIT` for labels, their lengths, and the fields of the `ChatStats`.
 
     Raises PlanError "data-too-long" for a sample that needs more than `sequence` positions, if `too_long` is "refuse".

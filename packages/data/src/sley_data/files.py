@@ -70,7 +70,7 @@ def find_cache_home() -> Path | None:
         return None
 
 
-FilesAndProblems: TypeAlias = "tuple[list[DataFile], list[Problem]]"
+FilesAndProblems: TypeAlias = tuple[list[DataFile], list[Problem]]
 """The files that some paths and patterns name, and the problems with these paths and patterns."""
 
 

@@ -23,8 +23,8 @@ from sley_testing.parity import assert_close_gradients
 
 Tensors: TypeAlias = dict[str, Tensor]
 Batch: TypeAlias = Mapping[str, Tensor]
-NamedParameters: TypeAlias = "list[tuple[str, nn.Parameter]]"
-MakeOptimizer: TypeAlias = "Callable[[NamedParameters], torch.optim.Optimizer]"
+NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
+MakeOptimizer: TypeAlias = Callable[[NamedParameters], torch.optim.Optimizer]
 
 GRADIENT_NOISE_SHARE = 1e-6
 """Errors of gradients are relative to at least this share of the largest gradient norm, since smaller ones are noise."""

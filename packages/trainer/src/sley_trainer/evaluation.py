@@ -29,7 +29,7 @@ from sley_core.plan.tables import BEST_MODES, BestTable, metric_of
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import call_factory
 
-Metric: TypeAlias = "Callable[[Any, Mapping[str, Tensor]], Mapping[str, tuple[Tensor | float, Tensor | float]]]"
+Metric: TypeAlias = Callable[[Any, Mapping[str, Tensor]], Mapping[str, tuple[Tensor | float, Tensor | float]]]
 
 """A function `(output, fields)` for one microbatch that returns {name: (sum, count)}."""
 

@@ -33,8 +33,18 @@ from sley_core.protocols import Checkpointer, RestoreResult, Stateful
 from sley_core.records import CheckpointerRecord
 from sley_core.saved_weights import BASE, OPTIONS, SHARED, base_error
 from sley_core.weight_files.write import DTYPES
-from sley_trainer import restore
 from sley_trainer.evaluation import Best
+from sley_trainer.restore import (
+    RunRestorer,
+    encode_state,
+    generator_states,
+    is_flat,
+    name_leaves,
+    restore_generators,
+    state_leaves,
+    state_name,
+    state_region,
+)
 from sley_trainer.run_memory import RunMemory
 from sley_trainer.state_dict import extra_state, modules_with_extra_state
 from sley_trainer.update import Update, list_averages
@@ -132,12 +142,12 @@ class RunState(checkpointing.TrainingState):
         for stepped, average in list_averages(self.update.averages, self.update.masters.stepped):
             yield checkpointing.AVERAGES + stepped.name, checkpointing.region_of(stepped.param, stepped.elements), average
         for stepped, state in self._optimizer_states():
-            for name, value in restore.state_leaves(state):
+            for name, value in state_leaves(state):
                 if isinstance(value, Tensor):
                     shape = tuple(value.shape)
                     is_elementwise = shape == tuple(stepped.parameter.shape)
-                    region = restore.state_region(stepped) if is_elementwise else checkpointing.Region(shape)
-                    yield restore.state_name(stepped.name, name), region, value
+                    region = state_region(stepped) if is_elementwise else checkpointing.Region(shape)
+                    yield state_name(stepped.name, name), region, value
         for name, buffer, is_per_rank in self.buffers():
             for saved_name in (
                 checkpointing.BUFFERS + name,
@@ -174,12 +184,12 @@ class RunState(checkpointing.TrainingState):
         return f"ranks/{self.parts.world.rank}/{name}"
 
     def rank_values(self) -> dict[str, Any]:
-        rank = {"generators": restore.generator_states(self.parts.world.device)}
+        rank = {"generators": generator_states(self.parts.world.device)}
         values = self._optimizer_values() | {BASE + name: value for name, value in self.base.items()}
         trees = {
-            stepped.name: restore.encode_state(tree, stepped.name, "state")
+            stepped.name: encode_state(tree, stepped.name, "state")
             for stepped, state in self._optimizer_states()
-            if not restore.is_flat(tree := restore.name_leaves(state))
+            if not is_flat(tree := name_leaves(state))
         }
         return {"values": values, "trees": trees, "rank": rank}
 
@@ -187,17 +197,17 @@ class RunState(checkpointing.TrainingState):
         """Returns the optimizer's values that are not tensors, as JSON: leaves of states and options of groups."""
         values = {}
         for stepped, state in self._optimizer_states():
-            for name, value in restore.state_leaves(state):
+            for name, value in state_leaves(state):
                 if not isinstance(value, Tensor):
-                    values[restore.state_name(stepped.name, name)] = restore.encode_state(value, stepped.name, name)
+                    values[state_name(stepped.name, name)] = encode_state(value, stepped.name, name)
         names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.optimizer_params}
         for group in self.update.optimizer.param_groups:
             options = shared.options_to_save(self.update.optimizer, group)
-            if changed := {key: restore.encode_state(value, "a group", key) for key, value in options.items()}:
+            if changed := {key: encode_state(value, "a group", key) for key, value in options.items()}:
                 values |= {OPTIONS + names[id(param)]: changed for param in group["params"] if id(param) in names}
         for path, value in shared.shared_to_save(self.update.optimizer, self.update.initial_values).items():
             key = ".".join(map(str, path[1:]))
-            values[f"{SHARED}{path[0]}/{key}"] = restore.encode_state([list(path), value], "all parameters", key)
+            values[f"{SHARED}{path[0]}/{key}"] = encode_state([list(path), value], "all parameters", key)
         return values
 
     def describe(self, step: int) -> checkpointing.SavedRun:
@@ -231,7 +241,7 @@ class RunState(checkpointing.TrainingState):
     def restore(self, saved: checkpointing.CheckpointReader) -> list[str]:
         changes = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
         check_changes(changes)
-        restoring = restore.RunRestorer(self, saved, is_same_layout=saved.description.layout == self._layout)
+        restoring = RunRestorer(self, saved, is_same_layout=saved.description.layout == self._layout)
         restoring.notes += (f"the plan has changed since the checkpoint: {change}" for change in changes)
         self._check_checkpoint(restoring)
         self.all_or_none(restoring.restore, "load the checkpoint")
@@ -256,14 +266,14 @@ class RunState(checkpointing.TrainingState):
         if self._feed is not None and state["data"] is not None:
             self._feed.restore(decode_value(state["data"]))
         if description.layout["world"] == world.size:
-            restore.restore_generators(description.ranks[world.rank]["generators"], world.device)
+            restore_generators(description.ranks[world.rank]["generators"], world.device)
         else:
             notes.append(
                 f"{description.layout['world']} ranks wrote the checkpoint, so the states of the program's generators (Python, "
                 "numpy and torch) are not restored"
             )
 
-    def _check_checkpoint(self, restoring: restore.RunRestorer) -> None:
+    def _check_checkpoint(self, restoring: RunRestorer) -> None:
         """Raises RunError "checkpoint-mismatch", on all ranks, if the model or optimizer differs. Raises PlanError
         "data-changed" if the data certainly differ; adds a note if they may differ.
         """

@@ -17,7 +17,7 @@ from sley_core.model.layers import Layer
 from sley_core.plan.plan import Component
 from sley_core.records import OptimizerRecord, ParameterRole
 
-Stages: TypeAlias = "Sequence[tuple[int, Sequence[Layer]]]"
+Stages: TypeAlias = Sequence[tuple[int, Sequence[Layer]]]
 """The parts of the model in model order, each with the number of the stage that holds it. A stage may hold several parts."""
 
 NORM_CLASSES = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)

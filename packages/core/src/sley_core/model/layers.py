@@ -39,8 +39,9 @@ Builder: TypeAlias = Callable[[], nn.Module]
 """A function that makes the module of a layer."""
 
 Layers: TypeAlias = (
-    "nn.Sequential | Mapping[str, nn.Module | Builder]"
-    " | Iterable[nn.Module | tuple[str, nn.Module | Builder] | tuple[str, Builder, int]]"
+    nn.Sequential
+    | Mapping[str, nn.Module | Builder]
+    | Iterable[nn.Module | tuple[str, nn.Module | Builder] | tuple[str, Builder, int]]
 )
 
 MODEL: KeyPath = ("model",)
