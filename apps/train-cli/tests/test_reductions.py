@@ -134,7 +134,7 @@ def test_a_step_with_sums_in_bf16(texts: Path, changes: Tables) -> None:
     tables = changed(PLAN, **{"precision": sums, "optimizer__clip_norm": 0.37, "optimizer__weight_decay": 0.0, **changes})
     with running(tables, texts) as run:
         exact = record(changed(tables, precision__gradients="fp32"), 1, folder=texts)
-        masters = run.stepper.update.masters.stepped
+        masters = run.stepper.update.masters.local_params
         copies = [torch.nn.Parameter(master.parameter.detach().clone()) for master in masters]
         adam: Any = torch.optim.AdamW(copies, lr=3e-3, weight_decay=0.0)
         row = run.step()

@@ -35,11 +35,11 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_twice(shape, count, sp
     times = torch.zeros(shape)
     for index in range(count):
         shard = Shard(shape, count, index, dim)
-        own, numel = shard.cut(whole + 1), prod(shard.own_shape)
+        own, numel = shard.cut(whole + 1), prod(shard.local_shape)
         ends = [numel * number // spans for number in range(spans + 1)]
         for first, last in pairwise(ends):
             region = Region(shape, shard, ElementRange(first, last))
-            for rectangle, view in region.split(own.reshape(-1)[first:last].view(region.own_shape)):
+            for rectangle, view in region.split(own.reshape(-1)[first:last].view(region.local_shape)):
                 place = rectangle.slices_in(Rectangle.full(shape))
                 assert torch.equal(whole[place] + 1, view)
                 times[place] += 1

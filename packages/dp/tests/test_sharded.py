@@ -201,7 +201,7 @@ def test_master_weights_and_states_cover_only_the_rank_s_shard(ranks, small, own
         assert {(name, state) for name, _, state, _ in results} == stepped
         for name, span, state, shape in results:
             assert span == spans[name]
-            assert shape == (() if state == "step" else span.stepped_shape(shapes[name]))
+            assert shape == (() if state == "step" else span.optimizer_shape(shapes[name]))
     for name in by_rank[0][3]:
         parts = sorted({rank[3][name] for rank in by_rank if rank[3][name].numel})
         assert [part.first for part in parts] == [0, *(part.last for part in parts[:-1])][: len(parts)]

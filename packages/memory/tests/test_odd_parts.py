@@ -63,7 +63,7 @@ def test_foreign_memory_stays_with_a_warning():
 
 def states(run, *names):
     """Returns the optimizer states of these parameters."""
-    of_name = {one.name: one.parameter for one in run.stepper.update.masters.stepped}
+    of_name = {one.name: one.parameter for one in run.stepper.update.masters.local_params}
     return [run.stepper.update.optimizer.state[of_name[name]] for name in names]
 
 

@@ -47,7 +47,7 @@ class TestMuon(OptimizerContract):
 def names_by_role(tables: Tables, folder: Path) -> dict[str, set[str]]:
     """Returns the names of the parameters in this rank's groups, by role."""
     with running(tables, folder) as run:
-        names = {id(stepped.parameter): stepped.name for stepped in run.stepper.update.masters.optimizer_params}
+        names = {id(entry.parameter): entry.name for entry in run.stepper.update.masters.optimizer_params}
         return {
             role: {
                 names[id(parameter)]
@@ -144,7 +144,7 @@ def test_plan_may_change_the_algorithm_on_resume(texts: Path, tmp_path: Path) ->
         run.load_checkpoint(tmp_path / "changed")
         run.step()
         update = run.stepper.update
-        states = {stepped.name: update.optimizer.state[stepped.parameter] for stepped in update.masters.optimizer_params}
+        states = {entry.name: update.optimizer.state[entry.parameter] for entry in update.masters.optimizer_params}
         assert set(states["blocks.0.feed_forward.up.weight"]) == {"momentum_buffer"}
         assert set(states["blocks.0.attention_norm.weight"]) >= {"exp_avg", "step"}
 

@@ -24,7 +24,7 @@ def given(run: Run) -> dict[str, torch.Tensor]:
 
 
 def masters(run: Run) -> dict[str, torch.Tensor]:
-    return {stepped.name: stepped.parameter.detach().clone() for stepped in run.stepper.update.masters.stepped}
+    return {entry.name: entry.parameter.detach().clone() for entry in run.stepper.update.masters.local_params}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -33,15 +33,15 @@ def test_loaded_weights_are_exact_and_stay(alone, small, precision):
         run.step()
         state = given(run)
         assert run.load_weights(state) == ([], [])
-        stepped = masters(run)
+        values = masters(run)
         for name, value in state.items():
-            assert torch.equal(stepped[name].double(), value.double()), "masters hold every digit"
+            assert torch.equal(values[name].double(), value.double()), "masters hold every digit"
             assert torch.equal(run.registry[name].parameter.float(), value.to(run.registry[name].parameter.dtype).float())
         before = weights(run)
         run.step()
         after = weights(run)
         assert all(torch.equal(before[name], after[name]) for name in state)
-        assert all(torch.equal(stepped[name], value) for name, value in masters(run).items())
+        assert all(torch.equal(values[name], value) for name, value in masters(run).items())
 
 
 def write_in_place(run: Run) -> None:

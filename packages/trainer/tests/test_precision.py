@@ -63,7 +63,7 @@ def test_updates_that_bf16_cannot_hold_come_together_in_the_masters(alone, small
 def test_masters_begin_with_what_was_drawn(alone, small):
     """In fp32, of which the working weights are the rounding."""
     with alone(small(precision__compute="bf16")) as narrow, alone(small(precision__compute="fp32")) as wide:
-        masters = {stepped.name: stepped.parameter.detach() for stepped in narrow.stepper.update.masters.stepped}
+        masters = {entry.name: entry.parameter.detach() for entry in narrow.stepper.update.masters.local_params}
         assert_same_bits({param.name: param.parameter.detach() for param in wide.registry}, masters)
         rounded = {name: value.to(torch.bfloat16) for name, value in masters.items()}
         assert_same_bits(rounded, {param.name: param.parameter.detach() for param in narrow.registry})

@@ -150,13 +150,13 @@ def test_a_storage_that_two_parts_have_moves_with_the_first(run):
     run.step()
     param = next(iter(run.registry))
     optimizer = run.stepper.update.optimizer
-    parameter = next(one.parameter for one in run.stepper.update.masters.stepped if one.param is param)
+    parameter = next(one.parameter for one in run.stepper.update.masters.local_params if one.param is param)
     optimizer.state[parameter]["alias"] = param.parameter.detach()
     names = [name for piece in run.memory.inventory.storages("optimizer_states") for name in piece.tensors]
     assert f"{param.name}.exp_avg" in names
     assert f"{param.name}.alias" not in names
-    stepped = [one for one in run.stepper.update.masters.stepped if one.param is param]
-    assert storage_id(param.parameter) in run.memory.inventory.storage_ids_without(stepped)
+    params = [one for one in run.stepper.update.masters.local_params if one.param is param]
+    assert storage_id(param.parameter) in run.memory.inventory.storage_ids_without(params)
 
 
 def test_pieces_are_storages_with_all_that_lies_in_them():

@@ -40,13 +40,13 @@ def trained(texts, buckets, **changes):
         return [row["grad_norm"] for row in rows], weights(run)
 
 
-def one_by_one(stepped):
-    for one in reversed(stepped):
+def one_by_one(params):
+    for one in reversed(params):
         yield [one]
 
 
-def by_threes(stepped):
-    yield from (stepped[at : at + 3] for at in range(0, len(stepped), 3))
+def by_threes(params):
+    yield from (params[at : at + 3] for at in range(0, len(params), 3))
 
 
 @pytest.mark.sample(2)
@@ -92,21 +92,21 @@ class One:
 def test_an_optimizer_that_counts_steps_counts_them_once(where):
     found = []
     for is_whole in (True, False):
-        stepped: list[Any] = [One() for _ in range(3)]
-        optimizer = Counting([one.parameter for one in stepped], where)
+        params: list[Any] = [One() for _ in range(3)]
+        optimizer = Counting([one.parameter for one in params], where)
         for _ in range(3):
-            optimizer.step() if is_whole else step_buckets(optimizer, stepped, one_by_one, optimizer.step)
-        found.append([one.parameter.tolist() for one in stepped])
+            optimizer.step() if is_whole else step_buckets(optimizer, params, one_by_one, optimizer.step)
+        found.append([one.parameter.tolist() for one in params])
     assert found[0] == found[1]
 
 
 def test_an_optimizer_whose_number_depends_on_what_it_steps_is_refused():
     """It is not that of one step; the groups are whole again."""
-    stepped: list[Any] = [One(), One()]
-    stepped[0].parameter.data.mul_(2)
-    optimizer = Counting([one.parameter for one in stepped], "sum")
+    params: list[Any] = [One(), One()]
+    params[0].parameter.data.mul_(2)
+    optimizer = Counting([one.parameter for one in params], "sum")
     with pytest.raises(RunError, match=r"optimizer-counts-steps.*Counting computes its option 'sum'"):
-        step_buckets(optimizer, stepped, one_by_one, optimizer.step)
+        step_buckets(optimizer, params, one_by_one, optimizer.step)
     assert len(optimizer.param_groups[0]["params"]) == 2
 
 
@@ -120,7 +120,7 @@ class Splitting(torch.optim.SGD):
 
 
 def test_an_optimizer_that_makes_groups_within_a_step_is_refused():
-    stepped: list[Any] = [One()]
-    optimizer = Splitting([stepped[0].parameter], lr=0.1)
+    params: list[Any] = [One()]
+    optimizer = Splitting([params[0].parameter], lr=0.1)
     with pytest.raises(RunError, match=r"optimizer-groups.*Splitting changes its groups within a step"):
-        step_buckets(optimizer, stepped, one_by_one, optimizer.step)
+        step_buckets(optimizer, params, one_by_one, optimizer.step)

@@ -154,16 +154,16 @@ def restores_old_values(original: Any, self: Any, placed: Any) -> None:
 
 
 @wrong("sley_trainer.restore:RunRestorer._read_state", "resume-wp")
-def forgets_optimizer_states(original: Any, self: Any, stepped: Any) -> Any:
+def forgets_optimizer_states(original: Any, self: Any, optimizer_param: Any) -> Any:
     """Resets the moments on all ranks except rank 0."""
-    return {} if self.state.parts.world.rank else original(self, stepped)
+    return {} if self.state.parts.world.rank else original(self, optimizer_param)
 
 
 @wrong("sley_trainer.restore:RunRestorer._read_state", "resume-pp")
-def forgets_states_of_ties(original: Any, self: Any, stepped: Any) -> Any:
+def forgets_states_of_ties(original: Any, self: Any, optimizer_param: Any) -> Any:
     """Resets the moments of the tied table on the stage that did not save them."""
-    is_lost = self.state.parts.world.rank and stepped.param.tie_axis is not None
-    return {} if is_lost else original(self, stepped)
+    is_lost = self.state.parts.world.rank and optimizer_param.param.tie_axis is not None
+    return {} if is_lost else original(self, optimizer_param)
 
 
 @wrong("sley_core.data.feed:Feed.restore", "resume-again")
@@ -171,11 +171,11 @@ def starts_with_the_first_sample(original: Any, self: Any, state: Any) -> None:
     """Starts a resumed run with its first samples."""
 
 
-@wrong("sley_core.engine.weights:Masters.write_back", "bf16-masters")
+@wrong("sley_core.engine.weights:MasterWeights.write_back", "bf16-masters")
 def rounds_masters(original: Any, self: Any) -> None:
     """Rounds the master weights to bf16 after every step."""
     with torch.no_grad():
-        for master in self.stepped:
+        for master in self.local_params:
             master.parameter.copy_(master.parameter.bfloat16())
     original(self)
 

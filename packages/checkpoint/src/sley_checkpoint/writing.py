@@ -203,14 +203,14 @@ class BackgroundWriter:
         self.failure = ""
         pieces = [piece for pieces in writer.files for piece in pieces]
         # On an asynchronous device, a forward may change tensors without an optimizer step, such as buffers, before their copy.
-        stable = [piece.is_stepped or not host.device.is_async for piece in pieces]
+        stable = [piece.is_updated_by_optimizer or not host.device.is_async for piece in pieces]
         self._sources = [
             piece.tensor.detach() if is_stable else torch.clone(piece.tensor.detach())
             for piece, is_stable in zip(pieces, stable, strict=True)
         ]
         copies, self._event = host.start(self._sources)
         self._copies = {id(piece): copy for piece, copy in zip(pieces, copies, strict=True)}
-        self._versions = [(piece, version_of(piece.tensor)) for piece in pieces if piece.is_stepped]
+        self._versions = [(piece, version_of(piece.tensor)) for piece in pieces if piece.is_updated_by_optimizer]
         self._lock = Lock()
         self._changed_name: str | None = "" if self._event.is_done() else None
         writer.chunks = self._chunks

@@ -114,7 +114,7 @@ class TensorPiece:
         return self.tensor.numel() * self.tensor.element_size()
 
     @property
-    def is_stepped(self) -> bool:
+    def is_updated_by_optimizer(self) -> bool:
         """Whether only updates change the tensor, as is true of weights, their averages and optimizer states."""
         return self.name.startswith((WEIGHTS, AVERAGES, OPTIMIZER))
 
@@ -129,26 +129,26 @@ class Region(NamedTuple):
     elements: ElementRange | None = None
 
     @property
-    def own_shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """The shape of the rank's tensor, including padding."""
-        shape = self.shape if self.shard is None else self.shard.own_shape
-        return shape if self.elements is None else self.elements.stepped_shape(shape)
+        shape = self.shape if self.shard is None else self.shard.local_shape
+        return shape if self.elements is None else self.elements.optimizer_shape(shape)
 
     def split(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """Yields the rectangles of the whole tensor that `shard` holds, each with its view of `shard`; leaves out padding."""
-        assert tuple(shard.shape) == self.own_shape, f"a tensor of {list(shard.shape)} for {self}"
+        assert tuple(shard.shape) == self.local_shape, f"a tensor of {list(shard.shape)} for {self}"
         for rectangle, view in self._split_shard(shard):
             if self.shard is None:
                 yield rectangle, view
                 continue
             dim = self.shard.dim
-            size = min(rectangle.sizes[dim], self.shard.own_size - rectangle.offsets[dim])
+            size = min(rectangle.sizes[dim], self.shard.unpadded_size - rectangle.offsets[dim])
             if size > 0:
                 yield rectangle.shift(dim, self.shard.index * self.shard.size, size), view.narrow(dim, 0, size)
 
     def _split_shard(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """Yields the rectangles of the padded shard, each with its view of `shard`."""
-        shape = self.shape if self.shard is None else self.shard.own_shape
+        shape = self.shape if self.shard is None else self.shard.local_shape
         if self.elements is None:
             yield Rectangle.full(shape), shard
             return

@@ -31,7 +31,7 @@ from sley_core.comm.device import free, grow, storage_id
 if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.parts import Parts
-    from sley_core.engine.weights import Stepped
+    from sley_core.engine.weights import OptimizerParam
 
 
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools"]
@@ -155,7 +155,7 @@ class MemoryInventory:
     device: torch.device
     store: GradientStore
     _sources: Mapping[Part, NamedTensors]
-    _states_of: Callable[[Stepped], Iterable[tuple[str, Tensor]]]
+    _states_of: Callable[[OptimizerParam], Iterable[tuple[str, Tensor]]]
     trim: Callable[[], int]
 
     def all_tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
@@ -173,18 +173,18 @@ class MemoryInventory:
         earlier_ids = self._storage_ids_before(part)
         return [entry for entry in group_by_storage(self.tensors(part)) if storage_id(entry.memory) not in earlier_ids]
 
-    def state_storages(self, stepped: Sequence[Stepped]) -> list[StorageEntry]:
-        """Returns each storage of the optimizer states of `stepped` once; [] before the first step."""
-        states = chain.from_iterable(map(self._states_of, stepped))
+    def state_storages(self, params: Sequence[OptimizerParam]) -> list[StorageEntry]:
+        """Returns each storage of the optimizer states of `params` once; [] before the first step."""
+        states = chain.from_iterable(map(self._states_of, params))
         return group_by_storage((name, state) for name, state in states if self._is_state(state))
 
-    def storage_ids_without(self, stepped: Sequence[Stepped]) -> set[int]:
+    def storage_ids_without(self, params: Sequence[OptimizerParam]) -> set[int]:
         """Returns the `storage_id`s of the storages of the parts before the optimizer states, and of all states except those of
-        `stepped`.
+        `params`.
 
-        While only `stepped` are updated, none of these storages may be offloaded with their states.
+        While only `params` are updated, none of these storages may be offloaded with their states.
         """
-        ids = {id(state) for tensor in stepped for _, state in self._states_of(tensor)}
+        ids = {id(state) for param in params for _, state in self._states_of(param)}
         other_states = (state for _, state in self._sources["optimizer_states"]() if id(state) not in ids)
         return self._storage_ids_before("optimizer_states") | set(map(storage_id, other_states))
 

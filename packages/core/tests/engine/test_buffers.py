@@ -65,13 +65,14 @@ def test_shards_cover_the_whole_once(length, count, rest, dim):
     whole = torch.arange(1.0, 1.0 + torch.Size(shape).numel()).view(shape)
     shards = [Shard(shape, count, index, dim) for index in range(count)]
     cuts = [shard.cut(whole) for shard in shards]
-    assert {tuple(cut.shape) for cut in cuts} == {shards[0].own_shape}, "alike on every rank"
+    assert {tuple(cut.shape) for cut in cuts} == {shards[0].local_shape}, "alike on every rank"
     assert all(cut.is_contiguous() for cut in cuts)
     assert torch.equal(torch.cat(cuts, dim).narrow(dim, 0, length), whole)
-    assert sum(shard.own_size for shard in shards) == length
+    assert sum(shard.unpadded_size for shard in shards) == length
     assert sum(cut.numel() - shard.padding for cut, shard in zip(cuts, shards, strict=True)) == whole.numel()
     assert all(
-        not cut.narrow(dim, shard.own_size, shard.size - shard.own_size).any() for cut, shard in zip(cuts, shards, strict=True)
+        not cut.narrow(dim, shard.unpadded_size, shard.size - shard.unpadded_size).any()
+        for cut, shard in zip(cuts, shards, strict=True)
     )
     joined = shards[0].join(torch.stack(cuts))
     assert torch.equal(joined, whole)
@@ -83,11 +84,11 @@ def test_nested_states_have_the_way_to_them_in_their_names(texts):
     with running(small_plan(precision__compute="bf16"), texts) as run:
         run.step()
         update = run.stepper.update
-        stepped = update.masters.stepped[0]
+        entry = update.masters.local_params[0]
         left, right = torch.ones(3), torch.ones(4)
-        update.optimizer.state[stepped.parameter]["factors"] = {"both": [left, (right, "unused")]}
+        update.optimizer.state[entry.parameter]["factors"] = {"both": [left, (right, "unused")]}
         update.optimizer.state["all"] = {"count": torch.ones(2)}
-        of_first = {one.state: one.tensor for one in states_of(update) if one.name == stepped.name}
+        of_first = {one.state: one.tensor for one in states_of(update) if one.name == entry.name}
         assert list(of_first) == [MASTER, "step", "exp_avg", "exp_avg_sq", "factors.both.0", "factors.both.1.0"]
         assert of_first["factors.both.0"] is left
         assert of_first["factors.both.1.0"] is right

@@ -91,7 +91,7 @@ class VocabularyHead(GatheredHead):
         self.token_gather = sharded.communicator.token_gather
         self.group = self.token_gather.group
         self.store = sharded.parts.store
-        self.classes = ClassRange(shard.index * shard.size, shard.own_size, shard.shape[0])
+        self.classes = ClassRange(shard.index * shard.size, shard.unpadded_size, shard.shape[0])
 
     def local_logits(self, inputs: Tensor) -> Tensor:
         """Returns the logits [tokens, rows of a shard] of this rank's classes, including columns for padding rows."""

@@ -122,30 +122,32 @@ class ShardedModule:
         writes = {param: partial(self.write_gradient, param, output_gradient, inputs) for param in self.trainable_params}
         self.communicator.reduce(self.group, writes)
 
-    def write_gradient(self, param: Param, output_gradient: Tensor, inputs: Tensor, full: Tensor, accumulate: bool) -> None:
-        """Writes the full gradient of `param` into `full`, or adds it if `accumulate`.
+    def write_gradient(self, param: Param, output_gradient: Tensor, inputs: Tensor, target: Tensor, accumulate: bool) -> None:
+        """Writes the full gradient of `param` into `target`, or adds it if `accumulate`.
 
-        output_gradient: [n, out]. inputs: [n, in], or an embedding's tokens [n]. full: the shape of `param`. An embedding's
+        output_gradient: [n, out]. inputs: [n, in], or an embedding's tokens [n]. target: the shape of `param`. An embedding's
         gradient is added row by row, without a temporary tensor as large as the table.
         """
         if isinstance(self.module, nn.Embedding):
             if self.module.padding_idx is not None:
                 output_gradient = output_gradient.masked_fill((inputs == self.module.padding_idx).unsqueeze(1), 0.0)
             if not accumulate:
-                full.zero_()
-            add_at(full, inputs, output_gradient.to(full.dtype))
-        elif param is self.weight and output_gradient.dtype == full.dtype and not accumulate:
-            torch.mm(output_gradient.t(), inputs, out=full)
-        elif param is self.weight and output_gradient.dtype == full.dtype and self.can_fuse:
-            full.addmm_(output_gradient.t(), inputs)
+                target.zero_()
+            add_at(target, inputs, output_gradient.to(target.dtype))
+        elif param is self.weight and output_gradient.dtype == target.dtype and not accumulate:
+            torch.mm(output_gradient.t(), inputs, out=target)
+        elif param is self.weight and output_gradient.dtype == target.dtype and self.can_fuse:
+            target.addmm_(output_gradient.t(), inputs)
         else:
             is_bias = param is self.bias
-            copy_or_add(output_gradient.sum(0, dtype=full.dtype) if is_bias else output_gradient.t() @ inputs, full, accumulate)
+            copy_or_add(
+                output_gradient.sum(0, dtype=target.dtype) if is_bias else output_gradient.t() @ inputs, target, accumulate
+            )
 
 
-def copy_or_add(gradient: Tensor, full: Tensor, accumulate: bool) -> None:
-    """Copies `gradient` to `full`, or adds it if `accumulate`."""
-    full.add_(gradient) if accumulate else full.copy_(gradient)
+def copy_or_add(gradient: Tensor, target: Tensor, accumulate: bool) -> None:
+    """Copies `gradient` to `target`, or adds it if `accumulate`."""
+    target.add_(gradient) if accumulate else target.copy_(gradient)
 
 
 class _Call(torch.autograd.Function):

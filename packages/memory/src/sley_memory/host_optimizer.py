@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import HostMemory
-from sley_core.api.memory import Moved, Part, Stepped, Where
+from sley_core.api.memory import Moved, OptimizerParam, Part, Where
 from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout, Parts
 from sley_memory.movers import Mover, Streams, TimedCopies, split_by_bytes
 
@@ -26,10 +26,10 @@ NUM_HOST_BUCKETS = 2
 """The number of buckets for which the host has memory: one is updated while the next is copied."""
 
 
-class SteppedBucket(NamedTuple):
+class OptimizerBucket(NamedTuple):
     """Parameters that are updated together, with host tensors for their gradients and for weights in the device's dtype."""
 
-    stepped: Sequence[Stepped]
+    params: Sequence[OptimizerParam]
     gradients: Sequence[Tensor]
     weights: list[Tensor]
 
@@ -51,14 +51,14 @@ class HostOptimizer(Mover):
         self._device = parts.world.device
         self._streams = streams
         self._bucket_bytes = bucket_bytes
-        self._buckets: list[SteppedBucket] = []
+        self._buckets: list[OptimizerBucket] = []
         self._ring: list[HostMemory] = []
         self._sent: dict[int, TimedCopies] = {}
         parts.events.step_in_buckets = self._step
 
-    def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
+    def _step(self, params: Sequence[OptimizerParam]) -> Iterator[Sequence[OptimizerParam]]:
         """Yields each bucket once its gradients are on the host, and then sends its weights. Finally waits for all copies."""
-        self._build_buckets(stepped)
+        self._build_buckets(params)
         streams = self._streams
         streams.to_host.wait_for_device()  # gradients are copied only after they are clipped
         streams.to_device.wait_for_device()  # weights are written only after the backward has read them
@@ -66,16 +66,16 @@ class HostOptimizer(Mover):
         try:
             for index, bucket in enumerate(self._buckets):
                 fetches[index].finish(self._gradient_counters, to_host=True)
-                for param, host_gradient in zip(bucket.stepped, bucket.gradients, strict=True):
+                for param, host_gradient in zip(bucket.params, bucket.gradients, strict=True):
                     param.parameter.grad = host_gradient.to(param.parameter.dtype) if param.param in self._store else None
-                yield bucket.stepped
-                for param, host_gradient in zip(bucket.stepped, bucket.gradients, strict=True):
+                yield bucket.params
+                for param, host_gradient in zip(bucket.params, bucket.gradients, strict=True):
                     if host_gradient.dtype != param.parameter.dtype:  # frees the converted copy before the next bucket's
                         param.parameter.grad = None
                 self._send(index)
                 if index + NUM_HOST_BUCKETS < len(self._buckets):
                     fetches.append(self._fetch(index + NUM_HOST_BUCKETS))
-        except BaseException:  # if the optimizer fails, earlier buckets stay stepped
+        except BaseException:  # if the optimizer fails, earlier buckets stay updated
             streams.wait()  # the next step may write gradients, or have other buckets
             self._sent.clear()
             raise
@@ -87,7 +87,7 @@ class HostOptimizer(Mover):
     def _fetch(self, index: int) -> TimedCopies:
         """Starts to copy the gradients of bucket `index` to the host."""
         start_s, num_bytes = time.perf_counter(), 0
-        for param, host_gradient in zip(self._buckets[index].stepped, self._buckets[index].gradients, strict=True):
+        for param, host_gradient in zip(self._buckets[index].params, self._buckets[index].gradients, strict=True):
             if param.param in self._store:
                 gradient = self._store.part(param.param)
                 self._streams.to_host.copy(host_gradient, gradient)
@@ -112,18 +112,18 @@ class HostOptimizer(Mover):
         self._counters.copied_in += num_bytes
         self._sent[index % NUM_HOST_BUCKETS] = TimedCopies(self._streams.to_device.record(), start_s, num_bytes)
 
-    def _build_buckets(self, stepped: Sequence[Stepped]) -> None:
+    def _build_buckets(self, params: Sequence[OptimizerParam]) -> None:
         """Builds the buckets and their host memory, in the first step and when the number of weights has changed."""
-        if sum(len(bucket.stepped) for bucket in self._buckets) == len(stepped):
+        if sum(len(bucket.params) for bucket in self._buckets) == len(params):
             return
-        buckets = split_by_bytes(stepped, self._bucket_bytes)
+        buckets = split_by_bytes(params, self._bucket_bytes)
         self._ring.clear()
         gradients = self._allocate_views(buckets, self._store.dtype)
-        weights = self._allocate_views(buckets, stepped[0].original.dtype)
+        weights = self._allocate_views(buckets, params[0].original.dtype)
         self._gradient_counters.host_bytes = sum(memory.num_bytes for memory in self._ring)
-        self._buckets = [SteppedBucket(*fields) for fields in zip(buckets, gradients, weights, strict=True)]
+        self._buckets = [OptimizerBucket(*fields) for fields in zip(buckets, gradients, weights, strict=True)]
 
-    def _allocate_views(self, buckets: Sequence[Sequence[Stepped]], dtype: torch.dtype) -> list[list[Tensor]]:
+    def _allocate_views(self, buckets: Sequence[Sequence[OptimizerParam]], dtype: torch.dtype) -> list[list[Tensor]]:
         """Returns host tensors of `dtype` in the shapes of each bucket's weights. Every second bucket uses the same memory."""
         alignment = ALIGNMENT_BYTES // dtype.itemsize
         layouts = [FlatLayout([param.parameter.shape for param in bucket], alignment) for bucket in buckets]

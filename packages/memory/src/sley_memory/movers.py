@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import CopyEvent, CopyStream
-from sley_core.api.memory import MemoryInventory, Moved, Stepped, StorageEntry, Where, is_plain, storage_id
+from sley_core.api.memory import MemoryInventory, Moved, OptimizerParam, StorageEntry, Where, is_plain, storage_id
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up, split_by_size
 from sley_memory.arena import HostArena
 
@@ -362,6 +362,6 @@ class HostCopy(Mover):
         return split_by_size(copies, lambda copy: copy[1].numel(), self._bucket_bytes)
 
 
-def split_by_bytes(stepped: Iterable[Stepped], num_bytes: int) -> list[list[Stepped]]:
-    """Splits `stepped` into buckets of at most `num_bytes` of parameters. A larger parameter gets its own bucket."""
-    return split_by_size(stepped, lambda param: param.parameter.nbytes, num_bytes)
+def split_by_bytes(params: Iterable[OptimizerParam], num_bytes: int) -> list[list[OptimizerParam]]:
+    """Splits `params` into buckets of at most `num_bytes` of parameters. A larger parameter gets its own bucket."""
+    return split_by_size(params, lambda param: param.parameter.nbytes, num_bytes)

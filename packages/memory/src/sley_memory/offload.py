@@ -7,7 +7,7 @@ from math import inf
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from sley_core.api.memory import MemoryInventory, Moved, OffloadManager, Part, Stepped, StorageEntry, Where, storage_id
+from sley_core.api.memory import MemoryInventory, Moved, OffloadManager, OptimizerParam, Part, StorageEntry, Where, storage_id
 from sley_core.api.model import Layer
 from sley_core.api.parts import Param, Parts
 from sley_core.errors import StateError
@@ -41,7 +41,7 @@ class BetweenSteps(Mover):
             HostCopy, streams=streams, arena=arena, bucket_bytes=bucket_bytes, counters=counters, reserves_segment=False
         )
         self._bucket_bytes = bucket_bytes
-        self._buckets: list[tuple[list[Stepped], HostCopy]] = []
+        self._buckets: list[tuple[list[OptimizerParam], HostCopy]] = []
         self._is_before_first_gradient = False
         parts.events.step_in_buckets = self._step
         parts.events.began.append(self._start_step)
@@ -71,13 +71,13 @@ class BetweenSteps(Mover):
             self._is_before_first_gradient = False
             self._onload_bucket(0)
 
-    def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
+    def _step(self, params: Sequence[OptimizerParam]) -> Iterator[Sequence[OptimizerParam]]:
         """Yields each bucket once later device work can use its states. Starts to onload the next bucket before that. When the
         caller has updated the bucket, starts to offload its states.
         """
         # Adds buckets for new weights: all weights in the first step, and later those that were unfrozen.
         known_ids = {id(param.parameter) for bucket, _ in self._buckets for param in bucket}
-        for bucket in split_by_bytes([param for param in stepped if id(param.parameter) not in known_ids], self._bucket_bytes):
+        for bucket in split_by_bytes([param for param in params if id(param.parameter) not in known_ids], self._bucket_bytes):
             self._buckets.append((bucket, self._new_host_copy(self._make_state_lister(bucket))))
         self._onload_bucket(0)
         for index, (bucket, states) in enumerate(self._buckets):
@@ -97,7 +97,7 @@ class BetweenSteps(Mover):
             if states.where in (Where.HERE, Where.COMING):
                 states.offload()
 
-    def _make_state_lister(self, bucket: Sequence[Stepped]) -> ListStorages:
+    def _make_state_lister(self, bucket: Sequence[OptimizerParam]) -> ListStorages:
         """Returns a function that lists the states of a bucket's weights, with small storages merged. States that weights of
         other buckets share are left out, since they must stay on the device while those weights are updated.
         """

@@ -68,20 +68,20 @@ def train(tables: dict[str, Any], *, save: Path | None = None, steps_separately:
     observation = Observation()
 
     def prepare(run: Run) -> None:
-        events, stepped = run.parts.events, run.stepper.update.masters.stepped
+        events, params = run.parts.events, run.stepper.update.masters.local_params
 
         def copy_parameters() -> Tensors:
-            return {stepped_param.name: stepped_param.parameter.detach().clone() for stepped_param in stepped}
+            return {entry.name: entry.parameter.detach().clone() for entry in params}
 
         def record_gradients() -> None:  # clone them, since the update may write to gradients
-            trained = [stepped_param.param for stepped_param in stepped if stepped_param.param in run.store]
+            trained = [entry.param for entry in params if entry.param in run.store]
             observation.step_gradients.append({param.name: run.store.part(param).clone() for param in trained})
 
         observation.initial_parameters = copy_parameters()
         events.gradients_done.append(record_gradients)
         run.listeners.append(lambda row: observation.final_parameters.update(copy_parameters()))
         if steps_separately:
-            events.step_in_buckets = lambda params: ([stepped_param] for stepped_param in params[::-1])
+            events.step_in_buckets = lambda params: ([entry] for entry in params[::-1])
         if save is not None:
             save_at(SAVED_AT, save, run)
 

@@ -114,7 +114,7 @@ def full_tensors(run: Run) -> dict[str, Tensor]:
     pieces = [
         (piece.name, piece.shape, piece.rectangle, piece.tensor.cpu().clone())
         for piece in run._state.pieces()
-        if piece.is_stepped
+        if piece.is_updated_by_optimizer
     ]
     pieces_by_rank = [pieces] * run.world.size
     if run.world.size > 1:

@@ -77,8 +77,8 @@ class PlainLoop:
         self.layers = [(layer.name, layer.module) for layer in as_model(layers).build()]
         self.loss = loss
         self.parameters = dict(named_parameters(self.layers))
-        self.stepped = {name: _make_stepped_parameter(parameter) for name, parameter in self.parameters.items()}
-        self.optimizer = optimizer(list(self.stepped.items()))
+        self.optimizer_params = {name: _make_optimizer_param(parameter) for name, parameter in self.parameters.items()}
+        self.optimizer = optimizer(list(self.optimizer_params.items()))
         self.clip_norm = math.inf if clip_norm is None else clip_norm
         self.clip_kind = clip_kind
 
@@ -87,7 +87,7 @@ class PlainLoop:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(values[name])
-                self.stepped[name].copy_(values[name])
+                self.optimizer_params[name].copy_(values[name])
 
     @property
     def weights(self) -> Tensors:
@@ -103,7 +103,7 @@ class PlainLoop:
             loss = self.loss.loss(self.forward(micro_batch), micro_batch)
             self._accumulate(loss / total if total > 0 else loss * 0.0)
             loss_sum += loss.item()
-        trained = {name: parameter for name, parameter in self.stepped.items() if parameter.requires_grad}
+        trained = {name: parameter for name, parameter in self.optimizer_params.items() if parameter.requires_grad}
         for parameter in trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -134,14 +134,14 @@ class PlainLoop:
         """Runs the backward of one microbatch, and adds gradients of narrow parameters to those of their fp32 copies."""
         loss.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self.parameters.items():
-            master = self.stepped[name]
+            master = self.optimizer_params[name]
             if master is not parameter and parameter.grad is not None:
                 wide_dtype = parameter.grad.to(master.dtype)
                 master.grad = wide_dtype if master.grad is None else master.grad + wide_dtype
                 parameter.grad = None
 
 
-def _make_stepped_parameter(parameter: nn.Parameter) -> nn.Parameter:
+def _make_optimizer_param(parameter: nn.Parameter) -> nn.Parameter:
     """Returns the parameter that the optimizer updates: `parameter`, or its fp32 copy if it is trained in a narrower dtype."""
     wide_dtype = torch.promote_types(parameter.dtype, torch.float32)
     if wide_dtype == parameter.dtype or not parameter.requires_grad:

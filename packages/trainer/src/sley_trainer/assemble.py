@@ -343,14 +343,14 @@ def describe_dtypes(plan: Plan, model: Model) -> list[str]:
     Raises PlanError "precision-keep" for a pattern of `[precision] keep` that matches no parameter, and for a part that needs
     all weights in one dtype: a handler whose result is a shard, or master weights on the host.
     """
-    working, stepped = weight_dtypes(plan)
+    working, master = weight_dtypes(plan)
     keep = plan.precision.keep
     parameters = {name: param for layer in model.layers for name, param in layer.module.named_parameters(layer.name)}
     wide = [name for name in parameters if keeps_fp32(name, keep)]
     faults = [
         f"`{pattern}` matches no parameter" for pattern in keep if not any(keeps_fp32(name, [pattern]) for name in parameters)
     ]
-    if wide and working != stepped:
+    if wide and working != master:
         flat = [table.name for table in plan.gradient_handlers if getattr(table.record, "result", "") == "shard"]
         flat += [component.name for component in plan.offload if steps_on_host(component.record)]
         faults += [f"`{name}` stores all weights in one buffer of one dtype" for name in flat]
@@ -359,12 +359,12 @@ def describe_dtypes(plan: Plan, model: Model) -> list[str]:
         raise PlanError.from_diagnostics(
             [plan.diagnostic("precision-keep", fault, ("precision", "keep"), hint) for fault in faults]
         )
-    if working == stepped:
+    if working == master:
         return []
     note = (
-        f"{len(parameters) - len(wide)} parameters compute in {_dtype_name(working)}, and are updated in {_dtype_name(stepped)}"
+        f"{len(parameters) - len(wide)} parameters compute in {_dtype_name(working)}, and are updated in {_dtype_name(master)}"
     )
-    note += f"; {len(wide)} stay in {_dtype_name(stepped)}" if wide else ""
+    note += f"; {len(wide)} stay in {_dtype_name(master)}" if wide else ""
     buffers = [buffer for layer in model.layers for buffer in layer.module.buffers()]
     if num_kept := sum(buffer.is_floating_point() and buffer.dtype != working for buffer in buffers):
         note += f"; {num_kept} buffers keep their dtypes"

@@ -22,7 +22,7 @@ from sley_core.engine.parts import Parts
 from sley_core.engine.registry import check_no_parameters, parameter_roles
 from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.step_batch import BatchSplitter, PositionAdditivity, WholeSequences, needs_whole_sequences
-from sley_core.engine.weights import Masters, Stepped
+from sley_core.engine.weights import MasterWeights, OptimizerParam
 from sley_core.errors import PlanError
 from sley_core.memory import MemoryInventory, OffloadManager, Part
 from sley_core.model.layers import Model
@@ -144,7 +144,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
 
         elementwise = {name for name, role in (roles or {}).items() if role.scope == "elementwise"}
         owners = MatrixOwners(parts.groups, parts.store, master_dtype, elementwise)
-    masters = Masters(parts.weights, parts.store, master_dtype, master_device, owners)
+    masters = MasterWeights(parts.weights, parts.store, master_dtype, master_device, owners)
     masters.add(parts.registry.trainable)
     for param in parts.registry:
         if not param.trainable:
@@ -288,17 +288,17 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
 
     def states() -> NamedTensors:
         """Yields the optimizer's states in the order of the parameters, then states under other keys, then averages."""
-        names = {id(stepped.parameter) for stepped in update.masters.optimizer_params}
-        for stepped in update.masters.optimizer_params:
-            yield from states_of(stepped)
+        names = {id(entry.parameter) for entry in update.masters.optimizer_params}
+        for entry in update.masters.optimizer_params:
+            yield from states_of(entry)
         for key, state in update.optimizer.state.items():
             if id(key) not in names:
                 yield from _prefix_names("optimizer", named_tensors(state))
-        for stepped, average in list_averages(update.averages, update.masters.stepped):
-            yield f"{stepped.name}.{AVERAGE}", average
+        for entry, average in list_averages(update.averages, update.masters.local_params):
+            yield f"{entry.name}.{AVERAGE}", average
 
-    def states_of(stepped: Stepped) -> NamedTensors:
-        return _prefix_names(stepped.name, optimizer_states(update, stepped))
+    def states_of(optimizer_param: OptimizerParam) -> NamedTensors:
+        return _prefix_names(optimizer_param.name, optimizer_states(update, optimizer_param))
 
     def handler_tensors() -> NamedTensors:
         for handler in stepper.handlers:

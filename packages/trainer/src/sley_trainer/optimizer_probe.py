@@ -101,8 +101,8 @@ class Trial:
         before = comparable_state(), cuda_generator and cuda_generator.manual_seed(number).get_offset()
         if one_by_one:
             step = shared.copy_gradients_first(self.optimizer, self.optimizer.step)
-            stepped: Any = [_SteppedParameter(parameter) for parameter in self.parameters]
-            step_buckets(self.optimizer, stepped, lambda params: ([param] for param in params[::-1]), step)
+            params: Any = [_OptimizerParam(parameter) for parameter in self.parameters]
+            step_buckets(self.optimizer, params, lambda params: ([param] for param in params[::-1]), step)
         else:
             self.optimizer.step()
         self.draws |= before != (comparable_state(), cuda_generator and cuda_generator.get_offset()) or bool(self._generators)
@@ -121,10 +121,10 @@ class Trial:
         if not self._is_split or not shape:
             return [flat.view(shape)]
         ranges = (ElementRange(0, 2), ElementRange(2, len(flat)))  # in the middle of a row, as in a flat buffer
-        return [flat[part.first : part.last].clone().view(part.stepped_shape(shape)) for part in ranges]
+        return [flat[part.first : part.last].clone().view(part.optimizer_shape(shape)) for part in ranges]
 
 
-class _SteppedParameter(NamedTuple):
+class _OptimizerParam(NamedTuple):
     parameter: nn.Parameter
 
 

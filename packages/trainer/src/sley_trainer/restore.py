@@ -20,13 +20,17 @@ from sley_trainer.state_dict import modules_with_extra_state, set_extra_state
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
-    from sley_core.engine.weights import Stepped
+    from sley_core.engine.weights import OptimizerParam
     from sley_trainer.run_state import RunState
 
 
-def state_region(stepped: Stepped) -> Region:
+def state_region(optimizer_param: OptimizerParam) -> Region:
     """Returns the region of the parameter whose optimizer state this rank holds; the owner of a matrix holds the full state."""
-    return Region(stepped.param.shape) if stepped.is_owned else region_of(stepped.param, stepped.elements)
+    return (
+        Region(optimizer_param.param.shape)
+        if optimizer_param.is_owned
+        else region_of(optimizer_param.param, optimizer_param.elements)
+    )
 
 
 def state_name(parameter: str, state: str) -> str:
@@ -166,10 +170,10 @@ class RunRestorer:
                 self.notes.append("the checkpoint has no averages of the weights, so they start from its weights")
             return
         update.averages.first_update = self.saved.description.state["averaging"]
-        for stepped in update.masters.stepped:
-            name, parameter = AVERAGES + stepped.name, stepped.parameter
+        for entry in update.masters.local_params:
+            name, parameter = AVERAGES + entry.name, entry.parameter
             if name in self.names:
-                average = self._read_local(name, region_of(stepped.param, stepped.elements), parameter)
+                average = self._read_local(name, region_of(entry.param, entry.elements), parameter)
                 update.averages.tensors[parameter] = average.to(parameter.device, parameter.dtype)
 
     @torch.no_grad()
@@ -183,10 +187,10 @@ class RunRestorer:
     def _restore_optimizer(self) -> None:
         """Restores the optimizer states with `load_state_dict`, which chooses their devices and dtypes."""
         update = self.state.update
-        stepped_by_id = {id(stepped.parameter): stepped for stepped in update.masters.optimizer_params}
-        states = {key: self._read_state(stepped) for key, stepped in stepped_by_id.items()}
-        names = [[stepped_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
-        dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + stepped.name).dtype] for key, stepped in stepped_by_id.items()}
+        params_by_id = {id(entry.parameter): entry for entry in update.masters.optimizer_params}
+        states = {key: self._read_state(entry) for key, entry in params_by_id.items()}
+        names = [[params_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
+        dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + entry.name).dtype] for key, entry in params_by_id.items()}
         shared.load_optimizer_state(
             update.optimizer,
             states,
@@ -218,19 +222,19 @@ class RunRestorer:
                 raise RunError("checkpoint-mismatch", f"{name!r} is not in the checkpoint")
             set_extra_state(module, self.saved.tensor(rank_name if self.is_same_layout else saved_names[name]))
 
-    def _read_state(self, stepped: Stepped) -> Any:
-        names = self._state_names.get(stepped.name, {})
-        leaves = {leaf: self._read_leaf(stepped, name) for leaf, name in names.items()}
-        return join_leaves(decode_value(self.saved.description.trees.get(stepped.name)), leaves)
+    def _read_state(self, optimizer_param: OptimizerParam) -> Any:
+        names = self._state_names.get(optimizer_param.name, {})
+        leaves = {leaf: self._read_leaf(optimizer_param, name) for leaf, name in names.items()}
+        return join_leaves(decode_value(self.saved.description.trees.get(optimizer_param.name)), leaves)
 
-    def _read_leaf(self, stepped: Stepped, name: str) -> Any:
+    def _read_leaf(self, optimizer_param: OptimizerParam, name: str) -> Any:
         """Reads a leaf of an optimizer state: a value, a whole tensor, or this rank's part of a tensor."""
         if name in self.saved.description.values:
             return decode_value(self.saved.description.values[name])
         shape = self.saved.kind(name).shape
-        if shape != tuple(stepped.param.shape):
+        if shape != tuple(optimizer_param.param.shape):
             return self._read_local(name, Region(shape))
-        return self._read_local(name, state_region(stepped), stepped.parameter)
+        return self._read_local(name, state_region(optimizer_param), optimizer_param.parameter)
 
     def _read_options(self, names: Sequence[str]) -> dict[str, Any]:
         values = self.saved.description.values
@@ -246,7 +250,7 @@ class RunRestorer:
         """
         dtype = BY_NAME[self.saved.kind(name).dtype]
         if like is None:
-            local = torch.zeros(region.own_shape, dtype=dtype)
+            local = torch.zeros(region.local_shape, dtype=dtype)
         else:
             local = torch.zeros_like(like, dtype=dtype, device="cpu", requires_grad=False)
         for rectangle, view in region.split(local):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sley_core.comm.device import Device, on_stream, storage_id
 from sley_core.engine.parts import StepNumbers
-from sley_core.engine.weights import Masters
+from sley_core.engine.weights import MasterWeights
 from sley_core.errors import StateError, UsageError
 from sley_core.memory import COPIED, PARTS, MemoryInventory, Moved, OffloadManager, Part, Where, view_in_copy
 
@@ -54,7 +54,7 @@ class RunMemory:
     device: Device
     inventory: MemoryInventory
     managers: Sequence[OffloadManager]
-    masters: Masters
+    masters: MasterWeights
     wait_until_idle: Callable[[], None] = lambda: None
     check_idle: Callable[[], None] = lambda: None
 

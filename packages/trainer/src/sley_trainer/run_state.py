@@ -21,7 +21,7 @@ from sley_core.attempt import RunAttempt
 from sley_core.data.feed import Feed
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.parts import Parts
-from sley_core.engine.weights import Stepped
+from sley_core.engine.weights import OptimizerParam
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path, shorten_names
 from sley_core.files import CHECKPOINTS
 from sley_core.json_text import decode_value, encode_value
@@ -127,7 +127,7 @@ class RunState(checkpointing.TrainingState):
 
     def _local_tensors(self) -> Iterator[tuple[str, checkpointing.Region, Tensor]]:
         """Yields, for each tensor, its name in the checkpoint, its region in the full tensor, and this rank's part."""
-        masters = {stepped.param: stepped for stepped in self.update.masters.stepped}
+        masters = {entry.param: entry for entry in self.update.masters.local_params}
         for param in self.parts.registry:
             if param.name in self.base:
                 continue  # a resumed run reads it again or draws it again
@@ -139,15 +139,15 @@ class RunState(checkpointing.TrainingState):
                 )
             elif self.parts.store.elements(param) is None or 0 in param.shape:  # not split, or empty
                 yield checkpointing.WEIGHTS + param.name, checkpointing.region_of(param), param.parameter
-        for stepped, average in list_averages(self.update.averages, self.update.masters.stepped):
-            yield checkpointing.AVERAGES + stepped.name, checkpointing.region_of(stepped.param, stepped.elements), average
-        for stepped, state in self._optimizer_states():
+        for entry, average in list_averages(self.update.averages, self.update.masters.local_params):
+            yield checkpointing.AVERAGES + entry.name, checkpointing.region_of(entry.param, entry.elements), average
+        for entry, state in self._optimizer_states():
             for name, value in state_leaves(state):
                 if isinstance(value, Tensor):
                     shape = tuple(value.shape)
-                    is_elementwise = shape == tuple(stepped.parameter.shape)
-                    region = state_region(stepped) if is_elementwise else checkpointing.Region(shape)
-                    yield state_name(stepped.name, name), region, value
+                    is_elementwise = shape == tuple(entry.parameter.shape)
+                    region = state_region(entry) if is_elementwise else checkpointing.Region(shape)
+                    yield state_name(entry.name, name), region, value
         for name, buffer, is_per_rank in self.buffers():
             for saved_name in (
                 checkpointing.BUFFERS + name,
@@ -165,9 +165,9 @@ class RunState(checkpointing.TrainingState):
         """The checksums of the frozen parameters of a model with adapters, by name; a checkpoint stores only these of them."""
         return self.parts.registry.base
 
-    def _optimizer_states(self) -> list[tuple[Stepped, Any]]:
+    def _optimizer_states(self) -> list[tuple[OptimizerParam, Any]]:
         params = self.update.masters.optimizer_params
-        return [(stepped, self.update.optimizer.state.get(stepped.parameter, {})) for stepped in params]
+        return [(entry, self.update.optimizer.state.get(entry.parameter, {})) for entry in params]
 
     def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yields the name and value of each saved buffer, and whether it may differ between ranks."""
@@ -187,8 +187,8 @@ class RunState(checkpointing.TrainingState):
         rank = {"generators": generator_states(self.parts.world.device)}
         values = self._optimizer_values() | {BASE + name: value for name, value in self.base.items()}
         trees = {
-            stepped.name: encode_state(tree, stepped.name, "state")
-            for stepped, state in self._optimizer_states()
+            entry.name: encode_state(tree, entry.name, "state")
+            for entry, state in self._optimizer_states()
             if not is_flat(tree := name_leaves(state))
         }
         return {"values": values, "trees": trees, "rank": rank}
@@ -196,11 +196,11 @@ class RunState(checkpointing.TrainingState):
     def _optimizer_values(self) -> dict[str, Any]:
         """Returns the optimizer's values that are not tensors, as JSON: leaves of states and options of groups."""
         values = {}
-        for stepped, state in self._optimizer_states():
+        for entry, state in self._optimizer_states():
             for name, value in state_leaves(state):
                 if not isinstance(value, Tensor):
-                    values[state_name(stepped.name, name)] = encode_state(value, stepped.name, name)
-        names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.optimizer_params}
+                    values[state_name(entry.name, name)] = encode_state(value, entry.name, name)
+        names = {id(entry.parameter): entry.name for entry in self.update.masters.optimizer_params}
         for group in self.update.optimizer.param_groups:
             options = shared.options_to_save(self.update.optimizer, group)
             if changed := {key: encode_state(value, "a group", key) for key, value in options.items()}:

@@ -32,7 +32,7 @@ from sley_core.engine.agreement import Agreement
 from sley_core.engine.parts import Parts
 from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.shards import REDUCE_GROUP, SHARD_AXIS, gather_full_tensors
-from sley_core.engine.weights import Masters
+from sley_core.engine.weights import MasterWeights
 from sley_core.errors import RunError, SleyError, format_cause, shorten_names
 from sley_core.json_text import decode_value, encode_value
 from sley_core.model.layers import Layer
@@ -105,13 +105,13 @@ class _SavedTensor(NamedTuple):
 class WeightSaver:
     """Saves this rank's `parts` of a model and their `masters`, for `Run.save_weights`."""
 
-    def __init__(self, parts: Parts, masters: Masters) -> None:
+    def __init__(self, parts: Parts, masters: MasterWeights) -> None:
         self._parts = parts
         self._masters = masters
         self._control = parts.groups["control"]
         self._is_first_copy = parts.groups[REDUCE_GROUP].coord == 0
         self._writes = self._is_first_copy and parts.groups[SHARD_AXIS].coord == 0
-        self._stepped = {stepped.param: stepped for stepped in masters.stepped}
+        self._optimizer_params = {entry.param: entry for entry in masters.local_params}
         # All ranks must take the same branch, so it depends on sharded buffers, not on the part that this rank updates.
         self._shards = {param: buffer.shard for buffer in parts.store.buffers if buffer.shard for param in buffer.params}
 
@@ -242,15 +242,15 @@ class WeightSaver:
     def _master_shard(self, param: Param) -> Tensor:
         """Returns the master weight of this rank's shard of `param`, gathered from the ranks that update parts of it."""
         parameter, master_dtype = param.parameter, self._masters.dtype
-        stepped, shard = self._stepped.get(param), self._shards.get(param)
+        entry, shard = self._optimizer_params.get(param), self._shards.get(param)
         if shard is None:
-            value = parameter.detach() if stepped is None else stepped.parameter.detach()
+            value = parameter.detach() if entry is None else entry.parameter.detach()
             return value.to(device=parameter.device, dtype=master_dtype)
         flat = torch.zeros(parameter.numel(), dtype=master_dtype, device=parameter.device)
         group = self._parts.groups[param.reduce_group]
         # Other ranks of the reduce group may have copies of the same parts, so only the first copy is added.
-        if stepped is not None and stepped.elements is not None and group.ranks[0] in self._parts.groups[shard.axis].ranks:
-            flat[stepped.elements.first : stepped.elements.last] = stepped.parameter.detach().reshape(-1)
+        if entry is not None and entry.elements is not None and group.ranks[0] in self._parts.groups[shard.axis].ranks:
+            flat[entry.elements.first : entry.elements.last] = entry.parameter.detach().reshape(-1)
         # All ranks of the reduce group join: they save the same parameters in the order of the registry.
         bits = flat.view(_INTEGER_DTYPES[flat.element_size()])
         group.all_reduce(bits, label=f"the master of {param.name}").wait()
@@ -295,7 +295,7 @@ def collect_names(layers: Sequence[Layer]) -> ModelNames:
 
 
 def load_weights(
-    names: ModelNames, parts: Parts, masters: Masters, state: Mapping[str, Tensor] | Pairs, *, strict: bool
+    names: ModelNames, parts: Parts, masters: MasterWeights, state: Mapping[str, Tensor] | Pairs, *, strict: bool
 ) -> LoadedWeights:
     """Loads `state` into this rank's `parts` of a model with these `names`, and into `masters`, as `Run.load_weights`
     describes. Every rank must call it, since it runs two blocking collectives over `control`.
@@ -315,7 +315,7 @@ def load_weights(
 class _WeightLoader:
     """Holds the state of one call of `load_weights` on this rank. sums: the checksums of the values, keyed by name."""
 
-    def __init__(self, names: ModelNames, parts: Parts, masters: Masters) -> None:
+    def __init__(self, names: ModelNames, parts: Parts, masters: MasterWeights) -> None:
         self.names = names
         self.masters = masters
         self.control = parts.groups["control"]

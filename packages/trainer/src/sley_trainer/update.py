@@ -28,7 +28,7 @@ from sley_core.engine.agreement import collect_exchanges, exchange_difference
 from sley_core.engine.buffers import ElementRange, NormGroup
 from sley_core.engine.parts import Buckets, Parts
 from sley_core.engine.totals import NORM, LossScale, Skips, StepTotals, Votes
-from sley_core.engine.weights import Masters, Stepped
+from sley_core.engine.weights import MasterWeights, OptimizerParam
 from sley_core.errors import RunError
 from sley_core.generators import GENERATOR_LOCK, derive_seed, optimizer_generators, seed_generators
 from sley_core.optim import shared
@@ -51,9 +51,9 @@ class Update:
 
     parts: Parts
     config: Any
-    masters: Masters
+    masters: MasterWeights
     optimizer: torch.optim.Optimizer
-    parameter_groups: Callable[[list[Stepped]], list[dict[str, Any]]]
+    parameter_groups: Callable[[list[OptimizerParam]], list[dict[str, Any]]]
     factor: Callable[[int], float]
     traits: shared.Traits
     averages: "Averages | None"
@@ -117,7 +117,7 @@ class Update:
         if self.traits.keeps_gradients:
             run_optimizer_step = shared.copy_gradients_first(self.optimizer, run_optimizer_step)
         if self.averages is not None:
-            self.averages.add(self.masters.stepped)
+            self.averages.add(self.masters.local_params)
         with self._seed_optimizer(step):
             if (buckets := self.parts.events.step_in_buckets) is None:
                 run_optimizer_step()
@@ -126,7 +126,7 @@ class Update:
         self.masters.scatter_owned_params()
         if self.averages is not None:
             allowed = totals.is_allowed_on_device if is_on_device else None
-            self.averages.update(self.masters.stepped, step, step - num_skipped, allowed)
+            self.averages.update(self.masters.local_params, step, step - num_skipped, allowed)
         self._has_stepped = self.was_taken = True
         self.masters.write_back()
         return totals
@@ -145,7 +145,7 @@ class Update:
             yield
             return
         self.masters.copy_outside_writes()
-        restore = self._switch_mode() if self.averages is None else self.averages.swap(self.masters.stepped)
+        restore = self._switch_mode() if self.averages is None else self.averages.swap(self.masters.local_params)
         self._publish_weights()
         try:
             yield
@@ -156,7 +156,7 @@ class Update:
     def _switch_mode(self) -> Callable[[], None]:
         """Switches the optimizer to its evaluation mode. Returns a function that restores the mode and the masters."""
         optimizer: Any = self.optimizer
-        before = [stepped.parameter.detach().clone() for stepped in self.masters.stepped]
+        before = [entry.parameter.detach().clone() for entry in self.masters.local_params]
         self.masters.gather_owned_params()
         optimizer.eval()
         self.masters.scatter_owned_params()
@@ -166,8 +166,8 @@ class Update:
             optimizer.train()
             self.masters.scatter_owned_params()
             with torch.no_grad():
-                for stepped, value in zip(self.masters.stepped, before, strict=True):
-                    stepped.parameter.copy_(value)
+                for entry, value in zip(self.masters.local_params, before, strict=True):
+                    entry.parameter.copy_(value)
 
         return restore
 
@@ -193,8 +193,8 @@ class Update:
         if self._layout == self.store.num_layouts:
             return
         self._layout = self.store.num_layouts
-        stepped_params = {stepped.param for stepped in self.masters.stepped}
-        new_params = [param for param in self.store.params if param not in stepped_params]
+        local_params = {entry.param for entry in self.masters.local_params}
+        new_params = [param for param in self.store.params if param not in local_params]
         # The next step cannot be skipped on the device: fused optimizers create a parameter's state in its first step.
         self._has_stepped = False
         for group in self.parameter_groups(self.masters.add(new_params)) if new_params else ():
@@ -253,14 +253,14 @@ class Averages:
     first_update: int | None = field(default=None, init=False)
     tensors: dict[nn.Parameter, Tensor] = field(default_factory=dict, init=False)
 
-    def add(self, stepped: Sequence[Stepped]) -> None:
+    def add(self, params: Sequence[OptimizerParam]) -> None:
         """Adds averages for tensors that are new to the optimizer. They start at the current values."""
-        for entry in stepped:
+        for entry in params:
             if entry.parameter not in self.tensors:
                 self.tensors[entry.parameter] = entry.parameter.detach().clone()
 
-    def update(self, stepped: Sequence[Stepped], step: int, index: int, allowed: Tensor | None) -> None:
-        """Adds the updated values of `stepped` to their averages.
+    def update(self, params: Sequence[OptimizerParam], step: int, index: int, allowed: Tensor | None) -> None:
+        """Adds the updated values of `params` to their averages.
 
         step: the number of the step, from 0. index: the number of updates before this one. allowed: a bool on the device; if
         it is false, the step has changed no weight, and averages stay as they are. Raises RunError `averaging-weight`.
@@ -273,18 +273,18 @@ class Averages:
                 raise RunError("averaging-weight", message, hint="report this to the authors of the rule")
         if weight == 1.0:
             self.first_update = index
-        if stepped and weight > 0.0:
-            averages = [self.tensors[entry.parameter] for entry in stepped]
-            _average(averages, [entry.parameter.detach() for entry in stepped], weight, allowed)
+        if params and weight > 0.0:
+            averages = [self.tensors[entry.parameter] for entry in params]
+            _average(averages, [entry.parameter.detach() for entry in params], weight, allowed)
 
     @torch.no_grad()
-    def swap(self, stepped: Sequence[Stepped]) -> Callable[[], object]:
-        """Exchanges the values of `stepped` and of their averages. Returns a function that restores the bits of both."""
-        for entry, average in list_averages(self, stepped):
+    def swap(self, params: Sequence[OptimizerParam]) -> Callable[[], object]:
+        """Exchanges the values of `params` and of their averages. Returns a function that restores the bits of both."""
+        for entry, average in list_averages(self, params):
             value = entry.parameter.detach().clone()
             entry.parameter.copy_(average)
             average.copy_(value)
-        return lambda: self.swap(stepped)
+        return lambda: self.swap(params)
 
     def reset(self) -> None:
         """Drops the averages. The next update starts new ones."""
@@ -292,11 +292,11 @@ class Averages:
         self.tensors.clear()
 
 
-def list_averages(averages: Averages | None, stepped: Sequence[Stepped]) -> list[tuple[Stepped, Tensor]]:
-    """Returns the tensors of `stepped` that have an average, each with its average; [] without [averaging]."""
+def list_averages(averages: Averages | None, params: Sequence[OptimizerParam]) -> list[tuple[OptimizerParam, Tensor]]:
+    """Returns the tensors of `params` that have an average, each with its average; [] without [averaging]."""
     if averages is None:
         return []
-    return [(entry, averages.tensors[entry.parameter]) for entry in stepped if entry.parameter in averages.tensors]
+    return [(entry, averages.tensors[entry.parameter]) for entry in params if entry.parameter in averages.tensors]
 
 
 @torch.no_grad()
@@ -336,19 +336,19 @@ def states_of(update: Update) -> Iterator[ParamState]:
     """Yields this rank's master weights, optimizer states and averages, as live tensors. Optimizer states and
     averages exist after the first step.
     """
-    for stepped in update.masters.stepped:
-        if stepped.master is not None:
-            yield ParamState(stepped.name, stepped.elements, MASTER, stepped.parameter.detach())
-    for stepped, average in list_averages(update.averages, update.masters.stepped):
-        yield ParamState(stepped.name, stepped.elements, AVERAGE, average)
-    for stepped in update.masters.optimizer_params:
-        for state, tensor in optimizer_states(update, stepped):
-            yield ParamState(stepped.name, stepped.elements, state, tensor)
+    for entry in update.masters.local_params:
+        if entry.master is not None:
+            yield ParamState(entry.name, entry.elements, MASTER, entry.parameter.detach())
+    for entry, average in list_averages(update.averages, update.masters.local_params):
+        yield ParamState(entry.name, entry.elements, AVERAGE, average)
+    for entry in update.masters.optimizer_params:
+        for state, tensor in optimizer_states(update, entry):
+            yield ParamState(entry.name, entry.elements, state, tensor)
 
 
-def optimizer_states(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
+def optimizer_states(update: Update, optimizer_param: OptimizerParam) -> Iterator[tuple[str, Tensor]]:
     """Yields the name and tensor of each optimizer state of one parameter, including nested ones; none before step 1."""
-    return named_tensors(update.optimizer.state.get(stepped.parameter, {}))
+    return named_tensors(update.optimizer.state.get(optimizer_param.parameter, {}))
 
 
 def named_tensors(nested: object) -> Iterator[tuple[str, Tensor]]:
@@ -359,7 +359,7 @@ def named_tensors(nested: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def step_buckets(
-    optimizer: torch.optim.Optimizer, stepped: Sequence[Stepped], buckets: Buckets, step: Callable[[], None]
+    optimizer: torch.optim.Optimizer, params: Sequence[OptimizerParam], buckets: Buckets, step: Callable[[], None]
 ) -> None:
     """Calls `step`, which runs `optimizer`, once for each bucket, with only the bucket's parameters in the optimizer's groups.
 
@@ -371,9 +371,9 @@ def step_buckets(
     before = deepcopy(shared.shared_values(optimizer))  # copied in one call, since several entries may share a tensor
     after: shared.Shared = {}
     try:
-        with closing(buckets(stepped)) as order:  # type: ignore[type-var]  # a generator
+        with closing(buckets(params)) as order:  # type: ignore[type-var]  # a generator
             for bucket in order:
-                bucket_ids = {id(stepped.parameter) for stepped in bucket}
+                bucket_ids = {id(entry.parameter) for entry in bucket}
                 for group, parameters in zip(optimizer.param_groups, all_params, strict=True):
                     group["params"] = [parameter for parameter in parameters if id(parameter) in bucket_ids]
                 if after:

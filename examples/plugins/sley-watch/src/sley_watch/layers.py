@@ -28,7 +28,7 @@ class Layers(GradientHandler):
                 layer = param.name.rpartition(".")[0]
             else:
                 layer = _layer_of(param.name, [known_layer.name for known_layer in parts.layers])
-            params_by_layer.setdefault(layer, []).append((param, parts.numbers.fraction(param)))
+            params_by_layer.setdefault(layer, []).append((param, parts.numbers.replica_weight(param)))
         sources: dict[str, Callable[[Param], Tensor]] = {"gradient": parts.store.gradient}
         if self.config.weights:
             sources["weight"] = lambda param: param.parameter.detach()
@@ -39,7 +39,7 @@ class Layers(GradientHandler):
 
     def _squares(self, params: Iterable[tuple[Param, float]], get_tensor: Callable[[Param], Tensor]) -> Tensor | float:
         """Returns this rank's share of a squared norm. The padding of shards is zero."""
-        squares = [get_tensor(param).double().square().sum() * fraction for param, fraction in params if param in self._store]
+        squares = [get_tensor(param).double().square().sum() * weight for param, weight in params if param in self._store]
         return sum(squares, start=0.0)
 
 

@@ -100,7 +100,7 @@ class ElementRange(NamedTuple):
     def numel(self) -> int:
         return self.last - self.first
 
-    def stepped_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+    def optimizer_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape for the optimizer: `whole`, the parameter's shape, if the range has all elements. Otherwise returns
         a flat shape with leading dims of size 1, since an optimizer may treat matrices and vectors differently.
         """
@@ -232,7 +232,7 @@ class GradientBuffer(FlatBuffer):
         for param, start in zip(self.params, self.offsets, strict=True):
             elements = self.ranges[param]
             first = max(start + elements.first - self._begin, 0) if elements.numel else 0
-            views[param] = memory[first : first + elements.numel].view(elements.stepped_shape(param.parameter.shape))
+            views[param] = memory[first : first + elements.numel].view(elements.optimizer_shape(param.parameter.shape))
         return views
 
     def check_not_sharded(self, param: Param) -> None:

@@ -61,7 +61,7 @@ class CanonicalReduction(Reduction):
         return self.groups["dp"].size * max(1, self.state.num_microbatches)
 
     @property
-    def micro(self) -> int:
+    def microbatch_index(self) -> int:
         """Returns the global number of the running microbatch; if no action runs, that of this rank's first microbatch."""
         action = self.state.action
         return self.state.first_micro + (0 if action is None else action.micro)
@@ -107,7 +107,7 @@ class CanonicalReduction(Reduction):
     def concurrent_microbatches(self, group: Group) -> range:
         """Returns the global number of the microbatch that each rank of `group` runs now: all run the same actions."""
         step = max(1, self.state.num_microbatches)
-        begin = self.micro - group.coord * step
+        begin = self.microbatch_index - group.coord * step
         return range(begin, begin + group.size * step, step)
 
     def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums:
@@ -175,7 +175,7 @@ class CanonicalAccumulator(Accumulator):
         """
         layers = self.param.layers
         assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}, so the contribution must name its layer"
-        leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.micro if micro is None else micro)
+        leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.microbatch_index if micro is None else micro)
         if leaf == self._leaf:
             return
         self._close_leaf()

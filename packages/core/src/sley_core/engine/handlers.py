@@ -86,13 +86,12 @@ class GradientNorms(GradientHandler):
         """Adds one number per trained parameter to the rows: the root of the sum of all ranks' `_squared_norm_share`."""
         self._store = parts.store
         for param in parts.registry.trainable:
-            share = partial(self._squared_norm_share, param, parts.numbers.fraction(param))
+            share = partial(self._squared_norm_share, param, parts.numbers.replica_weight(param))
             parts.numbers.add(f"gradient_norm/{param.name}", share, of="root")
 
-    def _squared_norm_share(self, param: Param, fraction: float) -> Tensor | float:
-        """Returns this rank's share of the squared norm; the ranks' shares add up to it. fraction: 1 / the number of copies."""
+    def _squared_norm_share(self, param: Param, replica_weight: float) -> Tensor | float:
+        """Returns this rank's share of the squared norm; the ranks' shares add up to it."""
         if param not in self._store:
             return 0.0
-        # `fraction` assumes that each rank of the reduce group has all elements. If `num_shards` ranks share one copy, fewer
-        # ranks have each element by this factor.
-        return self._store.part(param).double().square().sum() * fraction * self._store.num_shards(param)
+        # `replica_weight` assumes that each rank of the reduce group has all elements, but `num_shards` ranks may share a copy.
+        return self._store.part(param).double().square().sum() * replica_weight * self._store.num_shards(param)

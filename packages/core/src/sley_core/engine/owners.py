@@ -72,7 +72,7 @@ class PartExchange:
         if self.group.axis != SHARD_AXIS:
             return torch.cat(list(pieces)).view(param.parameter.shape)
         assert param.shard is not None, param
-        return param.shard.join(torch.stack(list(pieces)).view(-1, *param.shard.own_shape))
+        return param.shard.join(torch.stack(list(pieces)).view(-1, *param.shard.local_shape))
 
     def _split(self, param: Param, full_tensor: Tensor) -> Sequence[Tensor]:
         if self.group.axis != SHARD_AXIS:

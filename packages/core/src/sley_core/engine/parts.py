@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sley_core.engine.direct import WeightQueue
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.registry import Param, ParameterRegistry
-    from sley_core.engine.weights import Stepped, WeightStore
+    from sley_core.engine.weights import OptimizerParam, WeightStore
     from sley_core.losses.chunked_head import HeadChunks
     from sley_core.memory import DevicePool
     from sley_core.model.layers import Layer
@@ -155,7 +155,7 @@ class Waits:
         return any(is_due is None or is_due() for _, is_due in self._waits.get(name, ()))
 
 
-Buckets: TypeAlias = Callable[[Sequence["Stepped"]], Iterator[Sequence["Stepped"]]]
+Buckets: TypeAlias = Callable[[Sequence["OptimizerParam"]], Iterator[Sequence["OptimizerParam"]]]
 """A function that takes everything to update, and yields it in buckets. Each bucket is updated before the next one is
 requested. If an update fails, the iterator is closed.
 """
@@ -211,7 +211,7 @@ class StepNumbers:
         self._shares[name] = share
         self._combinations[name] = of
 
-    def fraction(self, param: Param) -> float:
+    def replica_weight(self, param: Param) -> float:
         """Returns the factor for a share summed over `param`, so that the sum over all ranks counts each element once."""
         return 1.0 / (self._groups[param.reduce_group].size * len(param.stages))
 

@@ -60,32 +60,32 @@ class Shard:
         return -(-self.shape[self.dim] // self.count)
 
     @property
-    def own_size(self) -> int:
+    def unpadded_size(self) -> int:
         """Returns the size of this rank's shard along `dim`, without padding. It may be 0."""
         return max(0, min(self.size, self.shape[self.dim] - self.index * self.size))
 
     @property
-    def own_shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """Returns the shape of a shard, including padding. It is equal on all ranks."""
         return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])
 
     @property
     def padding(self) -> int:
         """Returns the number of padding elements in this rank's shard."""
-        return (self.size - self.own_size) * prod((*self.shape[: self.dim], *self.shape[self.dim + 1 :]))
+        return (self.size - self.unpadded_size) * prod((*self.shape[: self.dim], *self.shape[self.dim + 1 :]))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Returns this rank's shard of the full tensor `whole`: a copy of shape `own_shape`, padded with zeros."""
+        """Returns this rank's shard of the full tensor `whole`: a copy of shape `local_shape`, padded with zeros."""
         assert tuple(whole.shape) == self.shape, (
             f"a full tensor of shape {list(whole.shape)} for a shard of shape {list(self.shape)}"
         )
-        shard = whole.new_zeros(self.own_shape)
+        shard = whole.new_zeros(self.local_shape)
         first = min(self.index * self.size, self.shape[self.dim])
-        shard.narrow(self.dim, 0, self.own_size).copy_(whole.narrow(self.dim, first, self.own_size))
+        shard.narrow(self.dim, 0, self.unpadded_size).copy_(whole.narrow(self.dim, first, self.unpadded_size))
         return shard
 
     def join(self, parts: Tensor) -> Tensor:
-        """Returns the full tensor, without padding, as a contiguous copy. parts: all ranks' shards, [count, *own_shape]."""
+        """Returns the full tensor, without padding, as a contiguous copy. parts: all ranks' shards, [count, *local_shape]."""
         padded = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         return padded.narrow(self.dim, 0, self.shape[self.dim]).clone(memory_format=torch.contiguous_format)
 
@@ -122,7 +122,7 @@ def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
             for attribute, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 shard = shards.get(id(parameter))
                 if shard is not None:
-                    meta_shard = torch.empty(shard.own_shape, device="meta", dtype=parameter.dtype)
+                    meta_shard = torch.empty(shard.local_shape, device="meta", dtype=parameter.dtype)
                     setattr(
                         module, attribute, small_parameters.setdefault(id(parameter), parameter_like(parameter, meta_shard))
                     )
@@ -257,7 +257,7 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
 def sharded_read_error(param: Param, label: str) -> RunError:
     """Returns the error `sharded-weight-read`. label: what reads the parameter, such as "`norm` reads"."""
     assert param.shard is not None, f"{param.name} is not sharded"
-    part = f"{param.shard.own_size} of {param.shape[param.shard.dim]} {'columns' if param.shard.dim else 'rows'}"
+    part = f"{param.shard.unpadded_size} of {param.shape[param.shard.dim]} {'columns' if param.shard.dim else 'rows'}"
     return RunError(
         "sharded-weight-read",
         f"{label} the parameter {param.name!r} outside its module or after its run, but this rank has only {part}",

@@ -171,7 +171,7 @@ class WeightStore:
 
 
 @dataclass(eq=False)
-class Stepped:
+class OptimizerParam:
     """The tensor that the optimizer updates for one parameter. Its gradient is the store's `part`.
 
     parameter: the updated tensor. original: the working weight in the modules, which may be the same object. elements: the
@@ -212,7 +212,7 @@ class Stepped:
 
 
 @dataclass(eq=False)
-class Masters:
+class MasterWeights:
     """Holds the tensors that the optimizer updates, in the order of `add` calls.
 
     weights: the store of the working weights. store: the gradient store, which knows this rank's elements. dtype: the dtype of
@@ -220,8 +220,8 @@ class Masters:
     rounded to the working dtype, and their former values become master weights, in one flat buffer for each call of `add` and
     one for this rank's part of each sharded buffer. device: the device of the masters; None for the device of the parameters.
     With a `device` there are always masters, and the code that updates them copies gradients there and weights back. owners:
-    exchange the matrices that the optimizer needs in full; None if it can update parts. stepped: this rank's parts of the
-    weights. optimizer_params: the tensors in the optimizer's groups: those of `stepped`, but for split matrices the full
+    exchange the matrices that the optimizer needs in full; None if it can update parts. local_params: this rank's parts of the
+    weights. optimizer_params: the tensors in the optimizer's groups: those of `local_params`, but for split matrices the full
     tensors that this rank owns.
     """
 
@@ -230,16 +230,16 @@ class Masters:
     dtype: torch.dtype
     device: torch.device | None = None
     owners: MatrixOwners | None = None
-    stepped: list[Stepped] = field(default_factory=list, init=False)
-    optimizer_params: list[Stepped] = field(default_factory=list, init=False)
+    local_params: list[OptimizerParam] = field(default_factory=list, init=False)
+    optimizer_params: list[OptimizerParam] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._originals: list[tuple[Param, nn.Parameter, torch.dtype]] = []
         self._flats: list[FlatBuffer] = []
-        self._masters: dict[Param, Stepped] = {}
-        self._copies: list[Stepped] = []  # those whose `parameter` is a master or a view of a weight
+        self._masters: dict[Param, OptimizerParam] = {}
+        self._copies: list[OptimizerParam] = []  # those whose `parameter` is a master or a view of a weight
 
-    def add(self, params: Sequence[Param]) -> list[Stepped]:
+    def add(self, params: Sequence[Param]) -> list[OptimizerParam]:
         """Adds `params`, and rounds them to the working dtype if needed. Returns the tensors that the optimizer updates."""
         narrow = [param for param in params if self.weights.dtype_of(param) != self.dtype or self.device is not None]
         masters = self._copy_to_masters(narrow)
@@ -252,18 +252,18 @@ class Masters:
                 continue
             if param in masters:
                 updated, master = nn.Parameter(masters[param]), masters[param]
-                self._masters[param] = Stepped(param, updated, parameter, elements, master=master)
+                self._masters[param] = OptimizerParam(param, updated, parameter, elements, master=master)
                 added.append(self._masters[param])
             else:
                 updated = parameter if elements is None else nn.Parameter(_view_elements(parameter.detach(), elements))
-                added.append(Stepped(param, updated, parameter, elements))
-        self.stepped += added
-        self._copies += [stepped for stepped in added if stepped.parameter is not stepped.original]
+                added.append(OptimizerParam(param, updated, parameter, elements))
+        self.local_params += added
+        self._copies += [entry for entry in added if entry.parameter is not entry.original]
         if self.owners is not None:
             self.owners.add(params)
-            added = [stepped for stepped in added if stepped.param not in self.owners.params]
+            added = [entry for entry in added if entry.param not in self.owners.params]
             owned = [(param, self.owners.owned_params[param]) for param in params if param in self.owners.owned_params]
-            added += [Stepped(param, parameter, param.parameter, is_owned=True) for param, parameter in owned]
+            added += [OptimizerParam(param, parameter, param.parameter, is_owned=True) for param, parameter in owned]
         self.optimizer_params += added
         return added
 
@@ -273,8 +273,8 @@ class Masters:
         return sum(flat.num_bytes for flat in self._flats)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for stepped in self._masters.values():
-            yield stepped.name, stepped.parameter
+        for entry in self._masters.values():
+            yield entry.name, entry.parameter
 
     def set_gradients(self) -> None:
         """Calls `copy_outside_writes`. Without a `device`, also sets `grad` of the optimizer's tensors from the store, to None
@@ -284,10 +284,10 @@ class Masters:
         if self.device is not None:
             return
         gradients = self.store.parts()
-        for stepped in self.optimizer_params:
-            if not stepped.is_owned:
-                gradient = gradients.get(stepped.param)
-                stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
+        for entry in self.optimizer_params:
+            if not entry.is_owned:
+                gradient = gradients.get(entry.param)
+                entry.parameter.grad = None if gradient is None else gradient.to(entry.parameter.dtype)
         if self.owners is not None:
             self.gather_owned_params()
             self.owners.gather_gradients()
@@ -295,15 +295,15 @@ class Masters:
     def gather_owned_params(self) -> None:
         """Copies the values of split matrices to their owners. All ranks of a stage call this."""
         if self.owners is not None:
-            self.owners.gather_values({stepped.param: stepped.parameter.detach() for stepped in self.stepped})
+            self.owners.gather_values({entry.param: entry.parameter.detach() for entry in self.local_params})
 
     def scatter_owned_params(self) -> None:
         """Copies the owners' values of split matrices into this rank's parts. All ranks of a stage call this."""
         if self.owners is not None:
             values = self.owners.scatter_values()
-            for stepped in self.stepped:
-                if stepped.param in values:
-                    stepped.parameter.detach().copy_(values[stepped.param].view(stepped.parameter.shape))
+            for entry in self.local_params:
+                if entry.param in values:
+                    entry.parameter.detach().copy_(values[entry.param].view(entry.parameter.shape))
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
         """Rounds the masters into the working weights, drops references to gradients, and starts to fetch the parts of other
@@ -313,24 +313,24 @@ class Masters:
         self._copy_back()
         if masters := list(self._masters.values()):
             if not (self.device is not None if are_sent is None else are_sent):
-                values = [stepped.master for stepped in masters if stepped.master is not None]
-                torch._foreach_copy_([stepped.working for stepped in masters], values)
-            for stepped in masters:
-                stepped.synced = stepped.state
-        for stepped in self._copies:
-            stepped.parameter.grad = None
+                values = [entry.master for entry in masters if entry.master is not None]
+                torch._foreach_copy_([entry.working for entry in masters], values)
+            for entry in masters:
+                entry.synced = entry.state
+        for entry in self._copies:
+            entry.parameter.grad = None
         self.weights.start_completions()
 
     @torch.no_grad()
     def _copy_back(self) -> None:
         """If the optimizer has replaced the `.data` of its tensors, copies the values back into masters and weights."""
-        for stepped in self._copies:
-            memory = stepped.master
+        for entry in self._copies:
+            memory = entry.master
             if memory is None:
-                memory = _view_elements(stepped.original.detach(), stepped.elements)
-            if stepped.parameter.data_ptr() != memory.data_ptr():
-                memory.copy_(stepped.parameter.detach())
-                stepped.parameter.data = memory
+                memory = _view_elements(entry.original.detach(), entry.elements)
+            if entry.parameter.data_ptr() != memory.data_ptr():
+                memory.copy_(entry.parameter.detach())
+                entry.parameter.data = memory
 
     @torch.no_grad()
     def set(self, param: Param, value: Tensor) -> None:
@@ -339,16 +339,16 @@ class Masters:
         parameter = param.parameter
         value = value.to(self.dtype)  # on every rank, even without a master, so that all round alike
         parameter.copy_(value)
-        stepped = self._masters.get(param)
-        if stepped is not None and stepped.master is not None:
-            stepped.master.copy_(_view_elements(value, stepped.elements))
-            stepped.sync()
+        entry = self._masters.get(param)
+        if entry is not None and entry.master is not None:
+            entry.master.copy_(_view_elements(value, entry.elements))
+            entry.sync()
 
     @property
     def has_outside_writes(self) -> bool:
         """Returns whether a program has written weights since the last `copy_outside_writes`. Works during an offload too."""
         is_moved = next(self.weights.moved_parameters(), None) is not None
-        return is_moved or any(stepped.synced != stepped.state for stepped in self._masters.values())
+        return is_moved or any(entry.synced != entry.state for entry in self._masters.values())
 
     def copy_outside_writes(self) -> None:
         """Copies the values that a program wrote to working weights into their masters. Writes are detected by version and
@@ -365,11 +365,11 @@ class Masters:
                 hint = "write into the parameter under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`"
                 raise RunError("weight-replaced", message, hint=hint)
         self.weights.restore_places()
-        for stepped in self._masters.values():
-            master = stepped.master
-            if master is not None and stepped.synced != stepped.state:
-                stepped.sync()
-                working = stepped.working.to(master.device)
+        for entry in self._masters.values():
+            master = entry.master
+            if master is not None and entry.synced != entry.state:
+                entry.sync()
+                working = entry.working.to(master.device)
                 # only elements whose rounded values differ: the others keep the precision that the working weight cannot hold
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
@@ -397,5 +397,5 @@ def _view_elements(value: Tensor, elements: ElementRange | None) -> Tensor:
     return (
         value
         if elements is None
-        else value.reshape(-1)[elements.first : elements.last].view(elements.stepped_shape(value.shape))
+        else value.reshape(-1)[elements.first : elements.last].view(elements.optimizer_shape(value.shape))
     )

@@ -298,11 +298,11 @@ def update_bytes_per_element(plan: Plan, num_states: int) -> int:
     """Returns the bytes per element that an update with `num_states` states reads and writes, with norm and clipping."""
     config: Any = plan.optimizer.config
     times = 2 if config.clip_norm is None else 4
-    working, stepped = weight_dtypes(plan)
-    copy = working.itemsize if stepped != working else 0
+    working, master = weight_dtypes(plan)
+    copy = working.itemsize if master != working else 0
     gradients = DTYPES[plan.precision.gradients]
-    widened = 2 * stepped.itemsize if gradients != stepped else 0
-    return times * gradients.itemsize + widened + stepped.itemsize * (2 + 2 * num_states) + copy
+    widened = 2 * master.itemsize if gradients != master else 0
+    return times * gradients.itemsize + widened + master.itemsize * (2 + 2 * num_states) + copy
 
 
 def count_states(plan: Plan) -> int:

@@ -143,7 +143,7 @@ class Recording:
         """Starts recording. Called before a step of `run`."""
         master_weights = run.stepper.update.masters
         if master_weights.device is not None:
-            self._on_host = {storage_id(stepped.parameter) for stepped in master_weights.stepped}
+            self._on_host = {storage_id(entry.parameter) for entry in master_weights.local_params}
         self._first = len(self._exchanges)
         self._is_recording = True
         run.groups.progress.step_progress.follow = self._record_entry
