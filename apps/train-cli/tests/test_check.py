@@ -211,6 +211,10 @@ def layers(more: str, picks: str = "pass", loss: str = "") -> str:
             "error[layer-fails]: layer `head` (Linear) fails with inputs FORMAT [1, 16, 64]: ",
         ),
         (f'("pair", Pair(32, 32)), {HEAD}', "error[layer-fails]: layer `head` (Linear) fails with inputs tuple: TypeError: "),
+        (
+            '("head", nn.Linear(32, 8))',
+            "error[label-out-of-range]: labels must be classes from 0 to 7, but the field `labels` has",
+        ),
         ('("head", Longer(32, 256))', "error[loss-output]: logits of shape [1, 32, 256]"),
         ('("head", Pair(32, 256))', "error[loss-output]: cross-entropy needs a tensor of logits"),
     ],
@@ -220,6 +224,13 @@ def test_errors_name_layers_that_do_not_fit(cli: Cli, own_model: Own, more: str,
     changes = ("parallel.dp=1",) if form == "float32" else ("parallel.dp=2", 'precision.compute="bf16"')
     result = cli("check", own_model(layers(more)), "--model", changes=changes).expect(3)
     assert message.replace("FORMAT", form) in result.err
+
+
+def test_errors_name_layers_whose_output_cannot_be_sent(cli: Cli, own_model: Own) -> None:
+    path = own_model(layers(f'("picks", Picks(32, 32)), {HEAD}', "return super().forward(hidden), 3"))
+    message = "error[boundary-type]: the output of the layer 'picks' contains a value of type int"
+    cli("check", path, "--model", changes=PIPELINE).expect(3, message)
+    cli("check", path, "--model", changes=ONE).expect(3, "error[layer-fails]: layer `head` (Linear) fails with inputs tuple")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ because their forward reads values.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -15,15 +15,18 @@ from torch import Tensor, nn
 
 from sley_core.comm.world import World
 from sley_core.data.batches import SequenceSlicer, collate_function
-from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, AnyDataset, is_stream
-from sley_core.errors import PlanError, RunError, SleyError, format_cause
+from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, AnyDataset, DataInfo, is_stream
+from sley_core.errors import KeyPath, PlanError, RunError, SleyError, format_cause
 from sley_core.model.build import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Layer, Model
 from sley_core.model.tensors import dtype_hint, select_buffer_dtype, select_parameter_dtype
 from sley_core.plan.plan import Plan
+from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import ModelRecord
 from sley_trainer.assemble import DTYPES, assemble, build_meta_model
+from sley_trainer.execute import describe_output
 from sley_trainer.run import Run
+from sley_trainer.stage import build_stage, count_layer_parameters
 from train_cli.progress import format_bytes, format_parameters
 
 
@@ -51,7 +54,8 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
                 record = plan.model.record
                 if isinstance(record, ModelRecord) and record.compare is not None:
                     notes.append(record.load(record.compare)(plan.model.config))
-                note = check_layers(plan, model, dataset)
+                positions = build_stage(plan, run.topology, 0, model, count_layer_parameters(model)).layers_by_position
+                note = check_layers(plan, model, dataset, {layers[-1].name for _, layers in positions[:-1]})
                 notes += [note] if note else []
             # Ranks open the dataset again in their own processes, so its workers must end here.
             if world > 1 and callable(close := getattr(dataset, "close", None)):
@@ -167,11 +171,12 @@ methods `weight` and `attach` set, which are not called here.
 """
 
 
-def check_layers(plan: Plan, model: Model, dataset: AnyDataset) -> str | None:
+def check_layers(plan: Plan, model: Model, dataset: AnyDataset, sent_outputs: Container[str]) -> str | None:
     """Calls the layers and the loss on a microbatch on meta. Returns a note on the part that was not checked, or None.
 
-    model: a model on meta, which must not be used again. Raises PlanError: "layer-fails" with the layer's name and inputs,
-    "model-buffer-written" if a layer updates running statistics, "loss-fails", or the loss's own errors.
+    model: a model on meta, which must not be used again. sent_outputs: the names of the layers whose output the next stage
+    receives. Raises PlanError: "layer-fails" with the layer's name and inputs, "boundary-type" for an output that cannot be
+    sent, "model-buffer-written" if a layer updates running statistics, "loss-fails", or the loss's own errors.
     """
     try:
         fields = meta_micro_batch(plan, dataset)
@@ -186,10 +191,12 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset) -> str | None:
         try:
             state = meta_state(layer, DTYPES[plan.precision.compute], plan.precision.keep)
             args = (meta_output(layer, args, fields, state),)
+            if layer.name in sent_outputs:
+                describe_output(args[0], layer.name)
             statistics = _find_written_statistics(layer, state)
             written += [pair for pair in statistics if not is_per_rank(pair[0], model.per_rank_buffers)]
-        except SleyError:
-            raise
+        except SleyError as error:
+            raise _to_plan_error(error, MODEL) from None
         except Exception as error:
             if not _is_certain(error, _LAYER_ERRORS):
                 check_written_buffers(written)
@@ -200,24 +207,31 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset) -> str | None:
             hint = "its first argument is the previous layer's output; use `train-cli run --traceback` to see the calls"
             raise PlanError("layer-fails", message, path=MODEL, hint=dtype_hint(error) or hint) from error
     check_written_buffers(written)
-    return _check_loss(plan, args[0], fields)
+    return _check_loss(plan, args[0], fields, dataset.info)
 
 
-def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | None:
+def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor], info: DataInfo) -> str | None:
     """Calls the loss on meta. Returns a note if it cannot run there. Raises PlanError: "loss-fails" or the loss's own."""
-    loss = plan.loss.build()
+    loss, config = plan.loss.build(), plan.loss.config
     try:
+        labels = config.labels if isinstance(config, CrossEntropyConfig) else ""
+        if info.vocab_size and labels in info.fields and info.fields[labels].ids == "label":
+            loss.weight({labels: torch.tensor([info.vocab_size - 1])})  # `loss` compares the highest label with the classes
         with torch.device("meta"):
             loss.loss(output, fields)
     except SleyError as error:
-        diagnostic = error.diagnostics[0]
-        raise PlanError(diagnostic.code, diagnostic.message, path=diagnostic.path or ("loss",), hint=diagnostic.hint) from None
+        raise _to_plan_error(error, ("loss",)) from None
     except Exception as error:
         if hasattr(loss, "attach") or not _is_certain(error, _LOSS_ERRORS):
             return f"the loss was not checked: {format_cause(error)}"
         message = f"the loss fails with output {_describe_value(output)}: {format_cause(error)}"
         raise PlanError("loss-fails", message, path=("loss",), hint="its first argument is the last layer's output") from error
     return None
+
+
+def _to_plan_error(error: SleyError, path: KeyPath) -> PlanError:
+    diagnostic = error.diagnostics[0]
+    return PlanError(diagnostic.code, diagnostic.message, path=diagnostic.path or path, hint=diagnostic.hint)
 
 
 def _is_certain(error: Exception, error_types: tuple[type[Exception], ...]) -> bool:
