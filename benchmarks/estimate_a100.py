@@ -31,8 +31,7 @@ from sley_core.protocols import Loss
 from sley_estimate.layers.operators import LayerWork
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.layers.trace import trace_layer
-from sley_estimate.machine import MachineFile, machine_from_dict
-from sley_estimate.step.links import collective_cost, message_cost
+from sley_estimate.machine import MachineFile, collective_cost, machine_from_dict, message_cost
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange
 from sley_estimate.testing import simulate_without_plan
 from sley_pp.schedules import one_f_one_b

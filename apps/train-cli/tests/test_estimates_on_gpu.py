@@ -20,8 +20,7 @@ from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
 from sley_estimate.bytes.rank import STEPS, rank_bytes
 from sley_estimate.calibrate.bench import measure_layers
-from sley_estimate.calibrate.device import measure_device, measure_host, measure_host_bandwidth
-from sley_estimate.calibrate.engine import mean_step_s, measure_engine
+from sley_estimate.calibrate.device import mean_step_s, measure_device, measure_engine, measure_host, measure_host_bandwidth
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_plan
 from sley_testing.live_bytes import Figure, note

@@ -13,9 +13,8 @@ from sley_core.comm.progress import Members
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import fake_tensors
-from sley_estimate.bytes.fake_tensors import FakeTensors
+from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger
 from sley_estimate.bytes.fake_world import FakeTransport
-from sley_estimate.bytes.ledger import Ledger
 from sley_estimate.bytes.rank import rank_bytes
 from sley_testing.live_bytes import real_bytes
 from sley_testing.plans import changed, small_plan

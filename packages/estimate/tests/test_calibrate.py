@@ -11,8 +11,7 @@ from sley_estimate.calibrate.bench import measure_layers
 from sley_estimate.calibrate.device import HostOptimizerBench, fit_saturation, measure_host_bandwidth
 from sley_estimate.calibrate.links import LARGE_BYTES, SMALL_BYTES, fit_link, measure_links
 from sley_estimate.layers.prices import price_layers
-from sley_estimate.machine import LinksTable, load_machine, machine_from_dict, machine_text
-from sley_estimate.step.links import collective_cost, message_cost
+from sley_estimate.machine import LinksTable, collective_cost, load_machine, machine_from_dict, machine_text, message_cost
 from sley_estimate.testing import short_calibration, small_machine
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import small_plan

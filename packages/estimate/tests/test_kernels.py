@@ -18,8 +18,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.model.attention import Attention
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes.fake_tensors import FakeTensors
-from sley_estimate.bytes.ledger import Ledger
+from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger
 from sley_estimate.bytes.rank import rank_bytes
 from sley_estimate.calibrate import bench as benches
 from sley_estimate.calibrate import device as devices

@@ -22,8 +22,8 @@ from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.layers.prices import COPY, LayerSeconds, add_copies, operators_s, price_layers, scale_work
 from sley_estimate.layers.trace import layer_keys, module_signature, trace_layer, trace_layers
 from sley_estimate.machine import DeviceTable, MachineFile, machine_from_dict
+from sley_estimate.search.find import Roofline
 from sley_estimate.search.layouts import Layouts, list_choices
-from sley_estimate.search.roofline import Roofline
 from sley_estimate.step.estimate import estimate_plan
 from sley_estimate.testing import small_machine, timed_layers
 from sley_testing.plans import changed, loader_of, small_plan

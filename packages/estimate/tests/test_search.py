@@ -15,9 +15,8 @@ from sley_core.records import ActivationPolicyRecord, GradientHandlerRecord, Sch
 from sley_core.table import Table
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.search import find as finding
-from sley_estimate.search.find import order_by_variety, search_layouts
+from sley_estimate.search.find import Roofline, RooflineEstimate, order_by_variety, search_layouts
 from sley_estimate.search.layouts import Choice, Layout, Layouts, list_choices
-from sley_estimate.search.roofline import Roofline, RooflineEstimate
 from sley_estimate.step.estimate import estimate_plan
 from sley_estimate.testing import small_machine
 from sley_testing.plans import loader_of, small_plan

@@ -16,28 +16,27 @@ from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.topology import Topology
-from sley_estimate.bytes.fake_tensors import FakeTensors
+from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger
 from sley_estimate.bytes.fake_world import FakeDevice
-from sley_estimate.bytes.ledger import Ledger
 from sley_estimate.bytes.rank import build_rank0_draft
-from sley_estimate.calibrate import engine
-from sley_estimate.calibrate.device import measure_host
-from sley_estimate.calibrate.engine import MICRO_BATCH_COUNTS, WEIGHT_COUNTS, measure_engine, solve_engine_table
+from sley_estimate.calibrate import device as devices
+from sley_estimate.calibrate.device import MICRO_BATCH_COUNTS, WEIGHT_COUNTS, measure_engine, measure_host, solve_engine_table
 from sley_estimate.layers.operators import Operator
-from sley_estimate.layers.prices import LayerSeconds
-from sley_estimate.machine import EngineTable, LinksTable, machine_from_dict
-from sley_estimate.step.estimate import estimate_plan
-from sley_estimate.step.links import (
+from sley_estimate.layers.prices import LayerSeconds, host_operators_s
+from sley_estimate.machine import (
     NO_COST,
     Cost,
+    EngineTable,
+    LinksTable,
     collective_cost,
     concurrent_groups,
     copy_cost,
-    host_operators_s,
+    machine_from_dict,
     message_cost,
     slowest_cost,
     slowest_message_cost,
 )
+from sley_estimate.step.estimate import estimate_plan
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, ProgramSimulator
 from sley_estimate.testing import simulate_without_plan, small_machine, timed_layers
 from sley_testing.plans import small_plan
@@ -183,7 +182,7 @@ def test_engine_table_is_solved_from_exact_seconds() -> None:
 
 def test_engine_is_measured_by_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures are those of a CPU, whose machine files do not have them."""
-    monkeypatch.setattr(engine, "NUM_TURNS", 2)
+    monkeypatch.setattr(devices, "NUM_TURNS", 2)
     with World.alone("cpu") as world:
         table = measure_engine(world.device, plan_from_dict(small_plan(precision={"compute": "bf16"})))
     assert table.keys() == ENGINE.keys()

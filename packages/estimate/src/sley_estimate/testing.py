@@ -18,9 +18,8 @@ from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import bench, device, links
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.layers.trace import layer_keys, trace_layers
-from sley_estimate.machine import machine_from_dict
+from sley_estimate.machine import Cost, machine_from_dict
 from sley_estimate.step.estimate import list_instructions
-from sley_estimate.step.links import Cost
 from sley_estimate.step.simulate import Compute, Instruction, StepTime, simulate_programs
 from sley_testing.plans import Tables, changed
 from sley_trainer.assemble import build_meta_model

@@ -35,7 +35,8 @@ from sley_core.protocols import Collective
 from sley_core.records import import_object
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.layers.trace import module_signature, replace_tensors
-from sley_estimate.step.record import CopyDirection, Recording
+from sley_estimate.machine import CopyDirection
+from sley_estimate.step.record import Recording
 from sley_trainer.execute import describe_output
 from sley_trainer.stage import Stage
 from train_cli.meta_model import meta_micro_batch, meta_output, meta_state

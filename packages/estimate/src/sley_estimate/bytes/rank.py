@@ -40,9 +40,8 @@ from sley_core.model.tensors import assume_device_type, estimate_bytes
 from sley_core.plan.check import check_plan
 from sley_core.plan.plan import Plan, iterate_values
 from sley_core.topology import Topology
-from sley_estimate.bytes.fake_tensors import FakeTensors
+from sley_estimate.bytes.fake_tensors import Allocation, FakeTensors, Ledger, StepPosition
 from sley_estimate.bytes.fake_world import FakeDevice, StepSimulation, meta_outputs
-from sley_estimate.bytes.ledger import Allocation, Ledger, StepPosition
 from sley_estimate.layers.operators import imitate_cuda
 from sley_estimate.layers.trace import layer_keys
 from sley_estimate.step.record import RankRecord, Recording

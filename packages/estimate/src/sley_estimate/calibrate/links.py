@@ -14,8 +14,7 @@ from sley_core.comm.world import World
 from sley_core.plan.plan import Plan
 from sley_core.topology import GATHER, REDUCE, Topology
 from sley_estimate.calibrate.bench import measure_layers
-from sley_estimate.calibrate.device import measure_device, measure_host
-from sley_estimate.calibrate.engine import measure_engine
+from sley_estimate.calibrate.device import measure_device, measure_engine, measure_host
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
 from sley_trainer.assemble import keep_freed_memory
 

@@ -19,6 +19,8 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
+from torch._prims_common import elementwise_dtypes
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -340,3 +342,39 @@ class _Attention(torch.autograd.Function):
         _sums = None if is_wide else torch.empty_like(query, dtype=torch.float32)  # memory that the kernel needs while it runs
         ctx.record(attention_backward(query, key, value, gradients[0], results, is_causal=ctx.is_causal))
         return None, *results, None, None
+
+
+_SELECT_OPS = {aten.where, aten.masked_fill}  # operators whose bool condition is not converted
+
+_REDUCTION_OPS = {aten.sum, aten.mean, aten.prod, aten.linalg_vector_norm}
+"""Operators that convert their input to the dtype of their result; `mean` converts its input to at least fp32."""
+
+
+def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Returns the bytes of the copies that the CPU operator `func` makes internally to convert its tensors to a common dtype,
+    as `fp32.add_(fp16)` does: a TensorIterator kernel works on one dtype. Returns 0 if `func` is neither an elementwise
+    operator nor a reduction.
+    """
+    packet = func._overloadpacket
+    if packet in _REDUCTION_OPS:
+        is_mean = packet is aten.mean and result.dtype.is_floating_point
+        return _conversion_bytes([args[0]], torch.promote_types(result.dtype, torch.float32) if is_mean else result.dtype)
+    if torch.Tag.pointwise not in func.tags or not isinstance(result, Tensor):
+        return 0
+    inputs = [*args, *(value for name, value in kwargs.items() if name != "out")]
+    if packet in _SELECT_OPS:
+        inputs = [value for value in inputs if not (isinstance(value, Tensor) and value.dtype == torch.bool)]
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    if all(tensor.dtype == result.dtype for tensor in tensors):
+        return 0
+    numbers = (value for value in inputs if isinstance(value, Tensor | bool | int | float))
+    common = elementwise_dtypes(*numbers, type_promotion_kind=PROMOTION.DEFAULT)[1]
+    if result.dtype.is_floating_point and not common.is_floating_point:
+        common = result.dtype  # a floating-point result from integers, as in a division
+    is_in_place = "out" in kwargs or any(result is tensor for tensor in tensors)
+    outputs = [result] if is_in_place and result.dtype != torch.bool else []
+    return _conversion_bytes([*tensors, *outputs], common)
+
+
+def _conversion_bytes(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
+    return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor.dtype != dtype)

@@ -29,7 +29,7 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import ActivationPolicy
 from sley_estimate.layers.operators import PHASES, LayerWork, Operator
 from sley_estimate.layers.trace import TracedLayers, layer_keys, trace_layers
-from sley_estimate.machine import DeviceTable, LayerTable, MachineFile, MatmulTable
+from sley_estimate.machine import DeviceTable, LayerTable, MachineFile, MatmulTable, missing_host_error
 from sley_estimate.search.layouts import Choice, list_choices
 from train_cli.meta_model import meta_micro_batch
 
@@ -133,6 +133,17 @@ def operators_s(operators: Sequence[Operator], device: DeviceTable) -> float:
     """
     host_s, device_s = device.launch_s * len(operators), device_operators_s(operators, device)
     return max(host_s, device_s) if device.kind == "cuda" else host_s + device_s
+
+
+def host_operators_s(operators: Sequence[Operator], machine: MachineFile) -> float:
+    """Returns the seconds of operators on the host's cores, from its memory bandwidth. Raises PlanError "machine-host" if the
+    machine file of a CUDA device does not have this bandwidth.
+    """
+    if machine.device.kind == "cpu":
+        return operators_s(operators, machine.device)
+    if machine.host is None or machine.host.memory_bandwidth is None:
+        raise missing_host_error("[host] memory_bandwidth", "the optimizer runs on the host")
+    return sum(operator.num_bytes for operator in operators) / machine.host.memory_bandwidth
 
 
 def device_operators_s(operators: Sequence[Operator], device: DeviceTable) -> float:

@@ -1,11 +1,20 @@
-"""Finds the fastest layouts that fit in memory. The roofline formula ranks all layouts, and the best of them run their own
-steps.
+"""Finds the fastest layouts that fit in memory. A formula ranks all layouts, and the best of them run their own steps.
 
-all layouts ──roofline──> ranked ──one of each group of nearly equal ones first──> steps of the best `NUM_EXACT` ──> the fastest
+all layouts ──formula──> ranked ──one of each group of nearly equal ones first──> steps of the best `NUM_EXACT` ──> the fastest
                  └──> too large
 
 Both parts run in forked processes, so that this process never runs a backward: torch refuses a backward in a process that was
-forked after one.
+forked after one. The formula:
+
+    step    = slowest stage + bubble + messages of one microbatch, both ways + the all-reduce that ends a step
+    stage   = microbatches x layers + exposed part of sums of gradients and gathers of weights + update
+    layer   = the longer of computing (measured, in proportion, or counted) and exchanges of its shards
+    bubble  = idle time in the schedule's action lists if all parts of the model take equally long
+    bytes   = weights, gradients, states + pending forwards x bytes saved by layers + bytes needed by one backward
+
+A step takes at least as long as its slowest host. A reducer sums all gradients of a stage once per step. A weight communicator
+gathers a layer before its forward and its backward, and reduces its gradients. Attention over slices exchanges its inputs and
+outputs. The formula treats all weights as sharded, and ignores tied weights and padding.
 """
 
 import math
@@ -14,18 +23,314 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nsmallest
-from itertools import islice
-from typing import NamedTuple
+from itertools import accumulate, islice, pairwise
+from typing import Any, NamedTuple, get_args
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from sley_core.actions.simulate import Costs, simulate
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError, SleyError
-from sley_core.plan.check import check_plan
-from sley_estimate.bytes.rank import StageTooLargeError, run_calls
-from sley_estimate.layers.prices import Source
-from sley_estimate.machine import MachineFile
-from sley_estimate.search.layouts import Layout, Layouts
-from sley_estimate.search.roofline import Roofline, RooflineEstimate
+from sley_core.model.layers import Layer
+from sley_core.optim.shared import set_training_mode
+from sley_core.plan.check import MAX_FORWARDS, check_plan
+from sley_core.plan.plan import Plan
+from sley_core.protocols import Collective
+from sley_core.records import GradientHandlerRecord, WeightCommunicatorRecord, steps_on_host
+from sley_core.topology import Topology
+from sley_estimate.bytes.rank import StageTooLargeError, max_pending_forwards, run_calls
+from sley_estimate.layers.operators import Operator
+from sley_estimate.layers.prices import ATTENTION, LayerPrices, Source, Variant, host_operators_s, memoize
+from sley_estimate.machine import CopyDirection, MachineFile, collective_cost, copy_cost, slowest_cost, slowest_message_cost
+from sley_estimate.search.layouts import Choice, Choices, Layout, Layouts, component_hint
 from sley_estimate.step.estimate import estimate_plan, plan_for_machine
+from sley_trainer.assemble import DTYPES, build_meta_model, weight_dtypes
+from sley_trainer.stage import build_stage, count_layer_parameters
 from train_cli.main import disable_gc
+
+Floats = NDArray[np.float64]
+
+UPDATE_NUMEL = 1 << 24  # elements in the update whose time is computed; enough that the latency of a copy is negligible
+TOTALS_BYTES = 64  # the bytes of the all-reduce that ends a step: loss, norm, votes
+
+
+class RooflineEstimate(NamedTuple):
+    """The seconds of a step and the bytes of the fullest rank, by the formula."""
+
+    seconds: float
+    num_bytes: float
+
+
+class LayerCosts(NamedTuple):
+    """Holds the costs of layers on one microbatch, each of shape [layers]. forward, backward: the seconds of these parts on the
+    device. host: the seconds that the host needs to launch both. saved_bytes: the bytes saved for the backward. output_bytes:
+    the bytes of the output. backward_bytes: further bytes that the backward needs.
+    """
+
+    forward: Floats
+    backward: Floats
+    host: Floats
+    saved_bytes: Floats
+    output_bytes: Floats
+    backward_bytes: Floats
+
+
+class StageSplit(NamedTuple):
+    """Describes how a schedule divides the model into stages.
+
+    starts: the index of the first layer at each position. positions: the position of each chunk of each stage, [chunks,
+    stages]. route: the stage of each position. bubble: the idle time of a stage, in units of its time for one microbatch.
+    max_pending: the largest number of pending forwards of each stage, [stages]; infinite if it grows with the number of
+    microbatches.
+    """
+
+    starts: NDArray[np.intp]
+    positions: NDArray[np.intp]
+    route: tuple[int, ...]
+    bubble: float
+    max_pending: Floats
+
+    def by_stage(self, values: Floats) -> Floats:
+        """Returns the sum of `values`, [..., layers], over the layers of each stage, [..., stages]."""
+        positions = np.add.reduceat(values, self.starts, axis=-1)
+        return np.asarray(positions[..., self.positions].sum(axis=-2))
+
+
+class Roofline:
+    """Estimates layouts of `plan`, whose `run.device` must be that of `machine`, with `world` ranks. Raises PlanError for a
+    model that cannot be built.
+    """
+
+    def __init__(self, plan: Plan, world: int, machine: MachineFile, choices: Choices) -> None:
+        self.plan, self.world, self.machine, self.choices = plan, world, machine, choices
+        dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+        self._info, self.model = dataset.info, build_meta_model(plan, dataset.info)
+        self._prices = LayerPrices(plan, self.model, dataset, machine, choices.policies)
+        self._weight_bytes, self._master_bytes = (dtype.itemsize for dtype in weight_dtypes(plan))
+        self._gradient_bytes = DTYPES[plan.precision.gradients].itemsize
+        trained = trained_parameters(self.model.layers)
+        self._num_weights = np.array([float(len(parameters)) for parameters in trained])
+        self._num_trained = np.array([float(sum(param.numel() for param in parameters)) for parameters in trained])
+        self._update_s, self._state_bytes = self._update_costs()
+        self._totals_s = sum(collective_cost("sum", TOTALS_BYTES, range(world), machine.links)) if world > 1 else 0.0
+
+    def estimate(self, layout: Layout) -> RooflineEstimate:
+        """Returns the estimate of a layout. Raises SleyError if it cannot be assembled, or its time cannot be computed."""
+        split, num_microbatches = (
+            self._split_stages(layout.pp, layout.schedule),
+            layout.num_microbatches(self.plan, self.world),
+        )
+        if num_microbatches * len(split.route) > MAX_FORWARDS:
+            raise PlanError("schedule-too-long", "the step has too many microbatches")
+        forward, backward, host, held_bytes, ramp = self._micro_batch_costs(layout._replace(reducer=None))
+        record = layout.reducer.record if layout.reducer else None
+        is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
+        sums, gathers, attended, update, fixed_bytes = self._stage_costs(layout.pp, layout.schedule, layout.wp, is_shared)
+        exposed = np.maximum(sums - backward, 0) + np.maximum(gathers - forward, 0) + attended
+        stages = num_microbatches * (forward + backward) + exposed + update
+        bubble = split.bubble * float((forward + backward).mean())
+        end_s = self._totals_s if layout.pp > 1 else 0.0
+        seconds = max(float(stages.max()) + bubble + ramp + end_s, float(host.max()))
+        return RooflineEstimate(seconds, float((fixed_bytes + held_bytes).max()))
+
+    @memoize
+    def _micro_batch_costs(self, layout: Layout) -> tuple[Floats, Floats, Floats, Floats, float]:
+        """Returns five costs. The first four have shape [stages]: the seconds of the forward and of the backward of one
+        microbatch, the seconds of the host in a whole step, and the bytes held by pending forwards and one backward. The last
+        is the seconds of the messages of one microbatch, both ways.
+        """
+        split, num_microbatches = (
+            self._split_stages(layout.pp, layout.schedule),
+            layout.num_microbatches(self.plan, self.world),
+        )
+        layers = self._layer_costs(layout.activations, layout.micro_size, layout.sp, layout.attention)
+        gather, reduce = self._shard_exchanges(layout.wp, layout.weights)
+        forward = split.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
+        backward = np.maximum(layers.backward, gather[0] + reduce[0]) + gather[1] + reduce[1]
+        pending = np.minimum(split.max_pending, num_microbatches * len(split.positions)) / len(split.positions)
+        held_bytes = pending * split.by_stage(layers.saved_bytes)
+        held_bytes = held_bytes + np.maximum.reduceat(layers.backward_bytes, split.starts)[split.positions].min(axis=0)
+        ramp = sum(
+            2 * self._message_s(int(layers.output_bytes[last]), ends, layout.pp)
+            for last, ends in zip(split.starts[1:] - 1, pairwise(split.route), strict=True)
+            if ends[0] != ends[1]
+        )
+        engine, host = self.machine.engine, split.by_stage(layers.host) * num_microbatches
+        if engine is not None:
+            host = host + [engine.seconds(int(count), num_microbatches) for count in split.by_stage(self._num_weights)]
+        return forward, split.by_stage(backward), host, held_bytes, ramp
+
+    @memoize
+    def _message_s(self, num_bytes: int, stages: tuple[int, int], pp: int) -> float:
+        return sum(slowest_message_cost(num_bytes, stages, Topology(self.world, pp), self.machine.links))
+
+    @memoize
+    def _layer_costs(self, activations: Choice, micro_size: int, sp: int, attention: Choice | None) -> LayerCosts:
+        """Returns the costs of layers, without exchanges of sharded weights."""
+        if attention is not None:
+            self._check_slices(attention, sp)
+        variant, machine = Variant(activations, micro_size, sp), self.machine
+        works, priced = self._prices.works(variant), self._prices.price(variant)
+        copied = getattr(self._prices.policy(activations), "names", ()) if activations.offloads_activations else ()
+        overlaps = machine.device.kind == "cuda"
+        rows = []
+        for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
+            # A backward needs at least the memory for the gradient of the layer's output.
+            forward, backward = seconds.forward, seconds.backward
+            saved, backward_bytes = work.saved_bytes, work.output_bytes
+            if sp > 1:
+                swaps_s = self._swaps_s(work.forward, sp)
+                forward, backward = forward + swaps_s, backward + swaps_s + self._swaps_s(work.recompute, sp)
+            if layer.name in copied:
+                offload_s, reload_s = (sum(copy_cost(direction, saved, machine)) for direction in get_args(CopyDirection))
+                forward = max(forward, offload_s) if overlaps else forward + offload_s
+                backward = max(backward, reload_s) if overlaps else backward + reload_s
+                saved, backward_bytes = 0, backward_bytes + saved
+            host_s = seconds.host_forward + seconds.host_backward
+            rows.append((forward, backward, host_s, saved, work.output_bytes, backward_bytes))
+        return LayerCosts(*np.array(rows, dtype=np.float64).T)
+
+    @memoize
+    def _check_slices(self, attention: Choice, sp: int) -> None:
+        """Raises PlanError, as a run does, if the model or `attention` cannot work on slices of a sequence."""
+        layout = Layout(1, sp, 1, 1, None, self.choices.policies[0], None, attention=attention)
+        build_meta_model(layout.apply(self.plan, sp), self._info)
+
+    def _swaps_s(self, operators: tuple[Operator, ...], sp: int) -> float:
+        """Returns the seconds to exchange the inputs and the outputs of all attentions in `operators`."""
+        topology, links = Topology(self.world, sp=sp), self.machine.links
+        sizes = [operator.num_bytes // 2 for operator in operators if operator.name == ATTENTION]
+        return sum(2 * sum(slowest_cost("swap", num_bytes, topology, "sp", links, None)) for num_bytes in sizes)
+
+    @memoize
+    def _shard_exchanges(self, wp: int, weights: Choice | None) -> tuple[Floats, Floats]:
+        """Returns the seconds of each layer's gather and reduction, both [2, layers]: parts that can overlap; the rest."""
+        if weights is None:
+            none = np.zeros((2, len(self._num_trained)))
+            return none, none
+        gathered, topology = float(self._weight_bytes), Topology(self.world, wp=wp)
+        if isinstance(weights.record, WeightCommunicatorRecord):
+            gathered = weights.record.gathered_bytes(weights.config, self._weight_bytes)
+        return (
+            self._exchange_s("gather", self._num_trained * gathered, topology, "wp"),
+            self._exchange_s("reduce", self._num_trained * self._gradient_bytes, topology, "wp"),
+        )
+
+    def _exchange_s(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
+        """Returns the seconds of exchanges of `sizes` bytes as [2, sizes]: the part that can overlap, and the exposed part."""
+        costs = {size: slowest_cost(collective, int(size), topology, axis, self.machine.links, None) for size in sizes}
+        return np.array([(costs[size].latency_s + costs[size].work_s, costs[size].member_work_s) for size in sizes]).T
+
+    @memoize
+    def _stage_costs(
+        self, pp: int, schedule: Choice | None, wp: int, is_shared: bool
+    ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+        """Returns five costs of a step, each of shape [stages]: the seconds of sums and of gathers that can overlap with
+        computing, the exposed seconds of both, the seconds of the update, and the bytes held between steps. is_shared: whether
+        each replica holds only a part of the reduced gradients and of the states.
+        """
+        split, topology = self._split_stages(pp, schedule), Topology(self.world, pp, wp=wp)
+        shards = split.by_stage(self._num_trained) / wp
+        owned = shards / topology.wdp if is_shared else shards
+        sums = self._exchange_s("reduce" if is_shared else "sum", shards * self._gradient_bytes, topology, "wdp")
+        gathers = self._exchange_s("gather", shards * self._weight_bytes, topology, "wdp") if is_shared else np.zeros_like(sums)
+        held_bytes = shards * (self._weight_bytes + self._gradient_bytes) + owned * self._state_bytes
+        if wp > 1:  # the layer that computes and the next one are whole at the same time
+            two_layers = self._num_trained + np.append(self._num_trained[1:], 0)
+            largest = np.maximum.reduceat(two_layers, split.starts)[split.positions].max(axis=0)
+            held_bytes = held_bytes + largest * (self._weight_bytes + self._gradient_bytes)
+        return sums[0], gathers[0], sums[1] + gathers[1], owned * self._update_s, held_bytes
+
+    def _update_costs(self) -> tuple[float, float]:
+        """Returns the seconds of an update, and the device's bytes of master weights and states, per element of weights."""
+        plan, num_states = self.plan, count_states(self.plan)
+        offload = next((manager for manager in plan.offload if component_hint(manager).moves_every_step(manager.config)), None)
+        device, states = self.machine.device, num_states * self._master_bytes
+        master = self._master_bytes if self._master_bytes != self._weight_bytes else 0
+        update_bytes = update_bytes_per_element(plan, num_states)
+        on_device_s = update_bytes / device.memory_bandwidth
+        if offload is None:
+            return on_device_s, master + states
+        is_on_host = steps_on_host(offload.record)
+        sizes = (self._gradient_bytes, self._weight_bytes) if is_on_host else (states, states)
+        seconds = [
+            sum(copy_cost(direction, size * UPDATE_NUMEL, self.machine)) / UPDATE_NUMEL
+            for direction, size in zip(get_args(CopyDirection), sizes, strict=True)
+        ]
+        if is_on_host:
+            seconds.append(host_operators_s([Operator("update", update_bytes * UPDATE_NUMEL)], self.machine) / UPDATE_NUMEL)
+        if device.kind == "cpu":  # copies do not overlap with other work
+            return sum(seconds) + (0.0 if is_on_host else on_device_s), master + states if is_on_host else master
+        return (max(on_device_s, *seconds), 0.0) if is_on_host else (on_device_s + max(seconds), master)
+
+    @memoize
+    def _split_stages(self, pp: int, schedule: Choice | None) -> StageSplit:
+        """Returns how `schedule` divides the model. Raises PlanError "partition-empty" for fewer layers than stages."""
+        reducer = self.choices.reducers[0] if self.world > pp else None
+        plan = Layout(pp, 1, 1, 1, schedule, self.choices.policies[0], reducer).apply(self.plan, self.world)
+        if pp > len(self.model.layers):
+            raise PlanError("partition-empty", "there are more stages than layers")
+        stage = build_stage(plan, plan.topology(self.world), 0, self.model, count_layer_parameters(self.model))
+        placement, lists = stage.action_lists.placement, stage.action_lists
+        starts = list(accumulate((len(part) for _, part in stage.layers_by_position), initial=0))[:-1]
+        positions = [[placement.position(number, chunk) for number in range(pp)] for chunk in range(placement.chunks)]
+        try:
+            pending, longer_pending = (
+                [max_pending_forwards(steps) for steps in lists.generate(times * pp)] for times in (2, 3)
+            )
+            max_pending = [
+                float(count) if count == longer_count else np.inf
+                for count, longer_count in zip(pending, longer_pending, strict=True)
+            ]
+            even = Costs.even(placement.num_positions, forward=1 / 3, input_gradient=1 / 3, weight_gradient=1 / 3)
+            end = simulate(lists.lower_all_stages(2 * pp), placement, even).timeline.makespan_s
+            bubble = end / placement.chunks - 2 * pp
+        except SleyError:  # a schedule from a file has lists only for its own number of microbatches
+            max_pending, bubble = [np.inf] * pp, (pp - 1) / placement.chunks
+        return StageSplit(np.array(starts), np.array(positions), tuple(placement.route), bubble, np.array(max_pending))
+
+
+def trained_parameters(layers: Sequence[Layer]) -> list[list[nn.Parameter]]:
+    """Returns the trained parameters of each layer, without those that an earlier layer has too."""
+    known_ids: set[int] = set()
+    trained = []
+    for layer in layers:
+        trained.append([param for param in layer.module.parameters() if param.requires_grad and id(param) not in known_ids])
+        known_ids.update(map(id, trained[-1]))
+    return trained
+
+
+def update_bytes_per_element(plan: Plan, num_states: int) -> int:
+    """Returns the bytes per element that an update with `num_states` states reads and writes, with norm and clipping."""
+    config: Any = plan.optimizer.config
+    times = 2 if config.clip_norm is None else 4
+    working, master = weight_dtypes(plan)
+    copy = working.itemsize if master != working else 0
+    gradients = DTYPES[plan.precision.gradients]
+    widened = 2 * master.itemsize if gradients != master else 0
+    return times * gradients.itemsize + widened + master.itemsize * (2 + 2 * num_states) + copy
+
+
+def count_states(plan: Plan) -> int:
+    """Returns the number of tensors of the weight's shape that are kept for each weight: the optimizer states, and the average
+    of `[averaging]`. Finds the states by one step on the CPU. Raises PlanError "estimate-seconds" if the optimizer fails on a 4
+    x 4 weight.
+    """
+    weight = nn.Parameter(torch.zeros(4, 4))
+    try:
+        optimizer: Any = set_training_mode(plan.optimizer.build([{"params": [weight]}], torch.device("cpu")))
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    except Exception as error:
+        message = f"`{plan.optimizer.name}` cannot update one small weight: {type(error).__name__}: {error}"
+        raise PlanError("estimate-seconds", message, path=("optimizer",)) from error
+    states = (value for value in optimizer.state[weight].values() if torch.is_tensor(value))
+    return sum(value.shape == weight.shape for value in states) + (plan.averaging is not None)
+
 
 NUM_EXACT = 30  # the number of the best layouts that run their own steps; as many more follow if too few of them fit
 MAX_ROUNDS = 4  # the largest number of such rounds

@@ -25,9 +25,16 @@ from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
 from sley_estimate.bytes.rank import RankBytes, build_rank0_draft, representative_stages, run_stages
 from sley_estimate.layers.operators import Operator
-from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_operators_s, memoize, operators_s, price_layers
-from sley_estimate.machine import MachineFile
-from sley_estimate.step.links import Cost, copy_cost, host_operators_s, slowest_cost, slowest_message_cost
+from sley_estimate.layers.prices import (
+    LayerSeconds,
+    PricedLayer,
+    device_operators_s,
+    host_operators_s,
+    memoize,
+    operators_s,
+    price_layers,
+)
+from sley_estimate.machine import Cost, MachineFile, copy_cost, slowest_cost, slowest_message_cost
 from sley_estimate.step.record import BeginEvent, ComputeEvent, Events, Queue, RankRecord, WaitEvent, expand_step
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepTime, simulate_programs
 from sley_trainer.assemble import Draft

@@ -11,7 +11,7 @@ closing      waits of gradient handlers, norm, update, and the gathers that the 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -23,9 +23,8 @@ from sley_core.protocols import Collective
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.layers.operators import Operator, describe_operator
+from sley_estimate.machine import CopyDirection
 from sley_trainer.run import Run
-
-CopyDirection = Literal["to_host", "to_device"]
 
 HOST = "host"  # the axis of copies between a device and its host; no group has it
 MESSAGES = "pp"  # the axis of messages between stages, which are already in the action lists
