@@ -74,7 +74,7 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
 
 
 def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> dict[str, float]:
-    """Returns the `latency_s` and `bandwidth` with which `step.links` computes about `small_s` seconds for an exchange of
+    """Returns the `latency_s` and `bandwidth` with which `collective_cost` computes about `small_s` seconds for an exchange of
     SMALL_BYTES bytes, and `large_s` for LARGE_BYTES. size: the number of ranks in the exchange.
     """
     rounds = (2 if exchange_type == "sum" else 1) * (size - 1)
