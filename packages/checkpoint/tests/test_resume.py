@@ -18,9 +18,9 @@ from sley_core.comm.world import World
 from sley_core.errors import SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.attention_contract import tables as with_dropout
-from sley_testing.checkpointer_contract import CheckpointerContract
 from sley_testing.plans import changed, small_plan, write_texts
 from sley_testing.runs import assert_same_run, record, save_at
+from sley_testing.state_contract import CheckpointerContract
 from sley_trainer.assemble import assemble
 
 DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}

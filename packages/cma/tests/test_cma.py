@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_cma import connection, offers, process_vm
-from sley_cma.process_vm import MemorySpan, read, write
+from sley_cma import connection, offers
+from sley_cma.connection import MemorySpan, read, write
 from sley_core.comm.group import Group, Groups, make_groups
 from sley_core.comm.transport import Work
 from sley_core.errors import RunError
@@ -335,7 +335,7 @@ def test_sums_complete_in_order(ranks):
 
 def test_copies_longer_than_one_call(monkeypatch):
     """Copies several spans with at most 1000 bytes per call."""
-    monkeypatch.setattr(process_vm, "MAX_BYTES", 1000)
+    monkeypatch.setattr(connection, "MAX_BYTES", 1000)
     lengths = [1, 999, 0, 1000, 4321, 7, 1993]
     source = [torch.randint(256, (length,), dtype=torch.uint8) for length in lengths]
     target = [torch.zeros(length, dtype=torch.uint8) for length in lengths]

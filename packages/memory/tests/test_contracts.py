@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_testing.offload_contract import OffloadManagerContract
+from sley_testing.state_contract import OffloadManagerContract
 
 
 class TestEverything(OffloadManagerContract):

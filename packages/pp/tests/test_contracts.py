@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 import pytest
 
 from sley_pp.schedules import round_sizes
-from sley_testing.link_contract import StageLinkContract
-from sley_testing.schedule_contract import ScheduleContract, TieContract
+from sley_testing.pipeline_contract import ScheduleContract, StageLinkContract, TieContract
 
 
 @pytest.mark.campaign  # the parity table compares it

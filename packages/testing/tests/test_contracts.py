@@ -19,8 +19,8 @@ from sley_testing.contract import GradientHandlerContract
 from sley_testing.dataset_contract import DatasetContract
 from sley_testing.hook_contract import SchedulerHookContract
 from sley_testing.loss_contract import LossContract
-from sley_testing.offload_contract import OffloadManagerContract
 from sley_testing.optimizer_contract import LRScheduleContract
+from sley_testing.state_contract import OffloadManagerContract
 from sley_testing.weight_contract import WeightCommunicatorContract
 from sley_testing.writer_contract import MetricsWriterContract, Point
 

@@ -5,11 +5,9 @@
                                              wait_table: waits for the number and compares the marks, then reads
     wait_read  <────── number ─────────────  finish_read: the owner may write again
 
-    process_vm    the two Linux calls that copy
-    connection    the connection of a group's members, and the inboxes to which peers write offers and confirm reads
+    connection    copies between processes, and the inboxes to which peers write offers and confirm reads
     offers        a sequence of offers, in the same order on all ranks
-    rows          exchanges of rows
-    transport     the transport `CmaTransport`, and sums
+    transport     the transport `CmaTransport` and its exchanges
 
 Peers push addresses and numbers into a rank's inbox, so that a rank waits by polling its own memory. Exchanges advance only
 during the ranks' calls, so they need no thread.

@@ -7,8 +7,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from sley_cma.connection import NUMBER_OFFSET, SLOTS, WORD_BYTES, Connection, Offer
-from sley_cma.process_vm import MemorySpan
+from sley_cma.connection import NUMBER_OFFSET, SLOTS, WORD_BYTES, Connection, MemorySpan, Offer
 from sley_core.api.comm import Mark, Turn
 from sley_core.errors import RunError
 

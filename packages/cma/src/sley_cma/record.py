@@ -2,5 +2,5 @@
 
 from sley_core.records import TransportRecord
 
-CMA = TransportRecord(name="cma", connect="sley_cma.transport:connect", scratch="sley_cma.rows:allocate_scratch")
+CMA = TransportRecord(name="cma", connect="sley_cma.transport:connect", scratch="sley_cma.transport:allocate_scratch")
 """The transport of cross-memory attach."""

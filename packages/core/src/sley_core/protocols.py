@@ -43,8 +43,8 @@ class StageLink(Protocol):
 
     A `key` is a tuple that determines the shapes at a boundary; its first item is the phase. Both ends use equal keys for the
     same microbatch. Messages use buffers of `parts.pool`. An optional method `trim()`, called between two steps, frees the
-    buffers that no message needs, and returns the number of freed bytes. `sley_testing.link_contract` tests these rules; the
-    test class of a link inherits from it.
+    buffers that no message needs, and returns the number of freed bytes. The contract
+    `sley_testing.pipeline_contract.StageLinkContract` tests these rules.
     """
 
     def prepare(self, parts: Parts) -> None:

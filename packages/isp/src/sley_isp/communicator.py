@@ -23,14 +23,13 @@ from sley_core.api.plan import suggestion
 from sley_core.api.weights import StandIn
 from sley_core.errors import PlanError
 from sley_core.protocols import WeightCommunicator
-from sley_isp.embedding_columns import ColumnEmbedding, TokenGather, check_embeddings
-from sley_isp.heads import GatheredHead, VocabularyHead, find_head
 from sley_isp.param_group import ParamGroup, PublishedShards, UnshardedGroup
 from sley_isp.plugin import ANYWHERE, CommunicatorConfig
 from sley_isp.prefetch import NO_CHANGE, Decision, PrefetchPolicy
 from sley_isp.reduce_scatter import MAX_IN_FLIGHT, GradientReducer, Reduction, WriteGradient
 from sley_isp.sharded_layer import ShardedLayer, can_gather_for_layer
 from sley_isp.sharded_module import ShardedModule, is_shardable
+from sley_isp.vocabulary import ColumnEmbedding, GatheredHead, TokenGather, VocabularyHead, check_embeddings, find_head
 
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 """The types of actions in which any forward is a recomputation."""

@@ -26,10 +26,10 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import SequenceCommunicator
 from sley_core.topology import Topology
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
-from sley_testing.contract_model import model_plan
 from sley_testing.plans import Tables
 from sley_testing.ranks import Ranks
 from sley_testing.runs import RunRecord, assert_equal_replicas, assert_parity, assert_same_run, record
+from sley_testing.weight_contract import model_plan
 
 Case = tuple[int, int, bool]  # the number of query heads, that of key heads, and whether rows hold several documents
 

@@ -27,12 +27,12 @@ CONTRACTS: dict[type[records.Record], tuple[str, str, str]] = {
     records.GradientHandlerRecord: ("contract", "GradientHandlerContract", "handler"),
     records.SchedulerHookRecord: ("hook_contract", "SchedulerHookContract", "hook"),
     records.LRScheduleRecord: ("optimizer_contract", "LRScheduleContract", "learning_rate"),
-    records.OffloadManagerRecord: ("offload_contract", "OffloadManagerContract", "offload"),
-    records.ScheduleRecord: ("schedule_contract", "ScheduleContract", "pipeline"),
-    records.StageLinkRecord: ("link_contract", "StageLinkContract", "link"),
+    records.OffloadManagerRecord: ("state_contract", "OffloadManagerContract", "offload"),
+    records.ScheduleRecord: ("pipeline_contract", "ScheduleContract", "pipeline"),
+    records.StageLinkRecord: ("pipeline_contract", "StageLinkContract", "link"),
     records.WeightCommunicatorRecord: ("weight_contract", "WeightCommunicatorContract", "weights"),
     records.SequenceAttentionRecord: ("attention_contract", "SequenceAttentionContract", "sequence"),
-    records.CheckpointerRecord: ("checkpointer_contract", "CheckpointerContract", "checkpoint"),
+    records.CheckpointerRecord: ("state_contract", "CheckpointerContract", "checkpoint"),
 }
 """For each class of records: the module and the class of its contract, and the attribute for the record's table."""
 
@@ -86,7 +86,7 @@ def _skip_reason(record: records.Record) -> str:
     if type(record) not in CONTRACTS:
         return "its contract needs inputs from the plugin's author: subclass it in a test (docs/testing-plugins.md)"
     if isinstance(record, records.GradientHandlerRecord) and record.role == "tie":
-        return "a tie handler needs a schedule: subclass `schedule_contract.TieContract` in a test"
+        return "a tie handler needs a schedule: subclass `pipeline_contract.TieContract` in a test"
     required_keys = [key for key, info in record.config.model_fields.items() if info.is_required()]
     if required_keys:
         return f"its table needs {', '.join(f'`{key}`' for key in required_keys)}: subclass its contract in a test"

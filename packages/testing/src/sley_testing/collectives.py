@@ -165,8 +165,8 @@ def collectives() -> Iterator[list[Collective]]:
     with recorder, ExitStack() as stack:
         # torch does not dispatch cross-memory operations. `input_index` is the position of this rank's input.
         if find_spec("sley_cma") is not None:
-            transport = import_module("sley_cma.transport").CmaTransport
-            published_offer = import_module("sley_cma.rows").PublishedOffer
+            module = import_module("sley_cma.transport")
+            transport, published_offer = module.CmaTransport, module.PublishedOffer
             for cls, method, operation, input_index in (
                 (transport, "all_gather", "gather", 1),
                 (published_offer, "all_gather", "gather", 1),

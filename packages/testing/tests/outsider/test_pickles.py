@@ -9,8 +9,8 @@ import torch
 
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_testing.checkpointer_contract import CheckpointerContract
 from sley_testing.plans import small_plan
+from sley_testing.state_contract import CheckpointerContract
 
 pytestmark = pytest.mark.usefixtures("installed")
 

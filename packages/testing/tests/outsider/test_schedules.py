@@ -9,10 +9,9 @@ import pytest
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_testing.link_contract import StageLinkContract
+from sley_testing.pipeline_contract import ScheduleContract, StageLinkContract, TieContract
 from sley_testing.plans import small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.schedule_contract import ScheduleContract, TieContract
 
 pytestmark = pytest.mark.usefixtures("installed")
 
