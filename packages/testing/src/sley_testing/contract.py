@@ -3,9 +3,8 @@
     class TestTopK(GradientHandlerContract):
         handler = {"use": "topk.compressed", "ratio": 0.1}
 
-Two ranks train a small model. Gradients of the first layer are reduced over a group of one rank, so a reducer must not change
-them. All other gradients are reduced over both ranks. If the reducer leaves shards, its layout is fixed before the test could
-change reduce groups: all gradients are then reduced over both ranks, and gathered for comparisons.
+Two ranks train a small model. Gradients of the first layer are reduced over a group of one rank, and all others over both. If
+the reducer leaves shards, all gradients are reduced over both ranks, and gathered for comparisons.
 
 The gradients of a reducer are compared with those of `core.each`. If its record declares no tolerance, every step must match.
 Otherwise, the first step and the sum over all steps must match within the tolerance. The learning rate is tiny, so that weights
@@ -28,31 +27,31 @@ from sley_core.records import GradientHandlerRecord
 from sley_core.table import Table
 from sley_testing.collectives import assert_same_sequence
 from sley_testing.parity import assert_close_gradients, assert_same_bits, train_tensors
+from sley_testing.plans import Tables
 from sley_testing.ranks import Ranks
 from sley_testing.runs import RunRecord, assert_same_runs, fail_once, record
 from sley_trainer.run import Run
 
-Handler = dict[str, Any]
-EACH: Handler = {"use": "core.each"}
+EACH: Tables = {"use": "core.each"}
 NUM_STEPS = 3
-SAMPLES = 4
+MICRO_SIZE = 2
 WIDTH = 6
 LR = 1e-6
-ALONE = "first"  # the layer whose parameters are reduced over a group of one rank
+UNREDUCED_LAYER = "first"  # its gradients are reduced over a group of one rank
 
 
 class Samples:
     """Provides the length and the random generators of a dataset of 64 samples. Training and held-out samples differ."""
 
     def __init__(self, context: DataContext) -> None:
-        self.first = 0 if context.split == "train" else len(self)
+        self.first_seed = 0 if context.split == "train" else len(self)
 
     def __len__(self) -> int:
         return 64
 
     def generator(self, index: int) -> Generator:
-        """Returns a new generator, from which sample `index` is drawn."""
-        return torch.Generator().manual_seed(self.first + index)
+        """Returns a new generator for sample `index`."""
+        return torch.Generator().manual_seed(self.first_seed + index)
 
 
 class Squares:
@@ -66,24 +65,24 @@ class Squares:
 
 
 class UnevenBlock(nn.Module):
-    """Uses the linear `often` twice and `never` not at all; `frozen` is not trained.
+    """Uses the linear `reused` twice and `unused` not at all; `frozen` is not trained.
 
-    The store reports gradients as complete in reverse order of the parameters. Since `never` gets no gradient, the store
-    reports it and all earlier parameters after the backward, but `often` during the backward.
+    The store reports gradients as complete in reverse order of the parameters. Since `unused` gets no gradient, the store
+    reports it and all earlier parameters after the backward, but `reused` during the backward.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.never = nn.Linear(width, 3)
-        self.often = nn.Linear(width, width)
+        self.unused = nn.Linear(width, 3)
+        self.reused = nn.Linear(width, width)
         self.frozen = nn.Linear(width, width)
         self.frozen.requires_grad_(False)
 
     def forward(self, hidden: Tensor) -> Any:
-        return self.often(self.frozen(self.often(hidden).tanh()))
+        return self.reused(self.frozen(self.reused(hidden).tanh()))
 
 
-def contract_plan(module: str, **tables: Any) -> dict[str, Any]:
+def contract_plan(module: str, **tables: Any) -> Tables:
     """Returns an fp64 CPU plan with the model `layers` and the dataset `Data` of `module`, extended by `tables`."""
     return {
         "run": {"name": "contract", "steps": 9, "device": "cpu", "seed": 3},
@@ -108,24 +107,23 @@ class Data(Samples):
 
 
 class TanhLinear(nn.Linear):
-    """Applies a linear, then tanh. Converts its input to the dtype of the weight."""
+    """Converts its input to the dtype of the weight, and applies a linear and tanh."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).tanh()
 
 
 def layers() -> list[tuple[str, nn.Module]]:
-    """Returns the layers of the contract's model."""
-    return [(ALONE, TanhLinear(WIDTH, WIDTH)), ("second", UnevenBlock(WIDTH))]
+    return [(UNREDUCED_LAYER, TanhLinear(WIDTH, WIDTH)), ("second", UnevenBlock(WIDTH))]
 
 
-def tables(handlers: list[Handler], num_microbatches: int, *, dp: int = 2, reduction: str = "fast") -> dict[str, Any]:
-    """Returns the contract's fp64 plan. Each of two ranks has `num_microbatches` microbatches of SAMPLES / 2 samples."""
+def handler_plan(handlers: list[Tables], num_microbatches: int, *, dp: int = 2, reduction: str = "fast") -> Tables:
+    """Returns the contract's fp64 plan, whose batch has `num_microbatches` microbatches for each of two ranks."""
     return contract_plan(
         __name__,
         run={"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
         loss=SQUARES,
-        batch={"global_size": SAMPLES * num_microbatches, "micro_size": SAMPLES // 2},
+        batch={"global_size": 2 * MICRO_SIZE * num_microbatches, "micro_size": MICRO_SIZE},
         optimizer={"use": "core.sgd", "lr": LR},
         parallel={"dp": dp, "reduction": reduction},
         gradient_handlers=handlers,
@@ -133,34 +131,34 @@ def tables(handlers: list[Handler], num_microbatches: int, *, dp: int = 2, reduc
 
 
 def observe(
-    handlers: list[Handler], num_microbatches: int, fails: bool, splits: bool = True, reduction: str = "fast"
+    handlers: list[Tables], num_microbatches: int, fails: bool, has_unreduced_layer: bool = True, reduction: str = "fast"
 ) -> RunRecord:
     """Runs the contract's plan on this rank and returns its record. Raises AssertionError if hooks are left on parameters.
 
     fails: whether a failing step precedes the first and the last step. It raises in its last backward after handlers have
-    received the gradients of the second layer, so that reductions are in flight or pending. splits: whether gradients of ALONE
-    are reduced over a group of one rank.
+    received the gradients of the second layer, so that reductions are in flight or pending. has_unreduced_layer: whether
+    gradients of UNREDUCED_LAYER are reduced over a group of one rank.
     """
     runs: list[Run] = []
 
     def prepare(run: Run) -> None:
         runs.append(run)
-        if splits:
-            # Give parameters of ALONE a reduce group of one rank, like weights that are sharded over all ranks. Attach handlers
-            # again with new step numbers, since ranks have already agreed on those of the run.
+        if has_unreduced_layer:
+            # Give parameters a reduce group of one rank, like weights that are sharded over all ranks. Attach handlers again
+            # with new step numbers, since ranks have already agreed on those of the run.
             for param in run.registry:
-                if param.name.startswith(ALONE):
+                if param.name.startswith(UNREDUCED_LAYER):
                     param.reduce_group = "sp"
             assert run.groups["sp"].size == 1, run.groups["sp"]
             run.store.lay_out(group_by_reduce_group)
             for handler in run.stepper.handlers:
                 handler.attach(replace(run.parts, numbers=StepNumbers(run.groups)))
 
-    def fail(run: Run, number: int) -> None:
-        if fails and number in (0, NUM_STEPS - 1):
+    def fail(run: Run, num_steps_done: int) -> None:
+        if fails and num_steps_done in (0, NUM_STEPS - 1):
             fail_once(run, num_microbatches - 1)
 
-    plan = tables(handlers, num_microbatches, reduction=reduction)
+    plan = handler_plan(handlers, num_microbatches, reduction=reduction)
     recorded = record(plan, NUM_STEPS, prepare=prepare, before_step=fail, records_calls=True)
     for param in runs[0].registry:
         hooks = [*(param.parameter._backward_hooks or ()), *(param.parameter._post_accumulate_grad_hooks or ())]
@@ -171,7 +169,7 @@ def observe(
 class GradientHandlerContract:
     """Tests a gradient handler. Subclass it, and set `handler` to a table of `[[gradient_handlers]]`."""
 
-    handler: ClassVar[Handler]
+    handler: ClassVar[Tables]
 
     @pytest.mark.parametrize("num_microbatches", [1, 3])
     def test_reduction_matches_record(self, ranks: Callable[..., Ranks], num_microbatches: int) -> None:
@@ -188,7 +186,7 @@ class GradientHandlerContract:
                     shapes = [{name: value.shape for name, value in step.items()} for step in steps]
                     assert shapes[0] == shapes[1], "a transform must keep the shapes of gradients"
                 continue
-            exact_names = [name for name in expected[0] if tolerance == 0.0 or name.startswith(ALONE)]
+            exact_names = [name for name in expected[0] if tolerance == 0.0 or name.startswith(UNREDUCED_LAYER)]
             for number, steps in enumerate(zip(expected, actual, strict=True)):
                 limit = 1e-12 if tolerance == 0.0 or number == 0 else 100 * LR  # weights differ after an inexact step
                 expected_exact, actual_exact = ({name: step[name] for name in exact_names} for step in steps)
@@ -203,9 +201,9 @@ class GradientHandlerContract:
     def test_gradients_are_deterministic_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
         """Expects two runs to be bit-identical, and the reduced gradients to be bit-identical on both ranks."""
         first = self._observe(ranks, 3)
-        assert_same_runs(first, ranks(2)(observe, self._handlers(), 3, False, self._splits_reduce_groups()))
+        assert_same_runs(first, ranks(2)(observe, self._handlers(), 3, False, self._has_unreduced_layer()))
         for steps in zip(first[0].gradients, first[1].gradients, strict=True):
-            reduced = [{name: value for name, value in step.items() if not name.startswith(ALONE)} for step in steps]
+            reduced = [{name: value for name, value in step.items() if not name.startswith(UNREDUCED_LAYER)} for step in steps]
             assert_same_bits(*reduced)
 
     def test_ranks_issue_same_collectives_once_per_step(self, ranks: Callable[..., Ranks]) -> None:
@@ -222,7 +220,7 @@ class GradientHandlerContract:
 
     def test_failed_backward_leaves_no_state(self, ranks: Callable[..., Ranks]) -> None:
         """Expects `begin_step` to discard the state of a failed step."""
-        failed = ranks(2)(observe, self._handlers(), 3, True, self._splits_reduce_groups())
+        failed = ranks(2)(observe, self._handlers(), 3, True, self._has_unreduced_layer())
         assert_same_runs(self._observe(ranks, 3), failed)
 
     def test_canonical_sums_match_one_process(self, ranks: Callable[..., Ranks]) -> None:
@@ -230,7 +228,7 @@ class GradientHandlerContract:
         record, config = self._handler_record()
         if not record.fixed_order or record.role != "reducer" or record.tolerance_for(config):
             pytest.skip("the record declares no fixed order")
-        plans = (tables(self._handlers(), 6 // dp, dp=dp, reduction="canonical") for dp in (1, 2))
+        plans = (handler_plan(self._handlers(), 6 // dp, dp=dp, reduction="canonical") for dp in (1, 2))
         one_rank, two_ranks = ({**plan, "batch": {"global_size": 12, "micro_size": 2}} for plan in plans)
         baseline = train_tensors(one_rank, 2)
         for tensors in ranks(2)(train_tensors, two_ranks, 2):
@@ -239,24 +237,23 @@ class GradientHandlerContract:
         assert_same_runs(clean, failed)
 
     def _observe(
-        self, ranks: Callable[..., Ranks], num_microbatches: int, handlers: list[Handler] | None = None
+        self, ranks: Callable[..., Ranks], num_microbatches: int, handlers: list[Tables] | None = None
     ) -> list[RunRecord]:
         """Returns the records of both ranks from a cache. handlers: the handlers of the plan, by default `_handlers()`."""
-        return ranks(2).once(observe, handlers or self._handlers(), num_microbatches, False, self._splits_reduce_groups())
+        return ranks(2).once(observe, handlers or self._handlers(), num_microbatches, False, self._has_unreduced_layer())
 
-    def _handlers(self) -> list[Handler]:
+    def _handlers(self) -> list[Tables]:
         """Returns the handlers of the plan: the tested one, and `core.each` if the tested one is not a reducer."""
         record, _ = self._handler_record()
         if record.role == "reducer":
             return [self.handler]
         return [self.handler, EACH] if "reducer" in record.before else [EACH, self.handler]
 
-    def _splits_reduce_groups(self) -> bool:
-        """Returns whether the test may reduce some gradients over one rank: not if the handler leaves shards."""
+    def _has_unreduced_layer(self) -> bool:
+        """Returns whether the handler leaves no shards, whose layout is fixed before the test could change reduce groups."""
         return self._handler_record()[0].result == "full"
 
     def _handler_record(self) -> tuple[GradientHandlerRecord, Table]:
-        """Returns the record and the options of the tested handler."""
-        (*_, component) = plan_from_dict(tables([self.handler], 1)).gradient_handlers
+        (*_, component) = plan_from_dict(handler_plan([self.handler], 1)).gradient_handlers
         assert isinstance(component.record, GradientHandlerRecord)
         return component.record, component.config

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from sley_testing.ranks import Ranks
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marker `gpu`, and adds the root folder of the tests to `sys.path`."""
@@ -48,7 +46,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[..., Ranks]]:
+def ranks() -> Iterator[Any]:
     """Returns the class `Ranks`: `ranks(n, timeout_s=60, init=True)(function, *args, **kwargs)` returns the results of n ranks.
 
     Each rank is a process on this machine that calls the module-level `function`; see `sley_testing.ranks`. During the test,
