@@ -14,7 +14,7 @@ from sley_core.errors import SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes.rank import build_rank0_draft, rank_bytes, stage_work_keys
-from sley_testing.live_bytes import RealBytes, real_bytes
+from sley_testing.live_bytes import MeasuredBytes, measure_bytes
 from sley_testing.plans import Tables, changed, small_plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plans"
@@ -114,7 +114,7 @@ def test_drawn_plans_need_estimated_bytes(ranks: Any, texts: Path, world: int, n
     print(f"seed {seed}")
     draw = random.Random(seed * 100 + world)
     plans = [draw_plan(draw, world, texts) for _ in range(num_plans)]
-    errors = [worst_error(tables, texts, ranks(world, 200)(real_bytes, tables, folder=texts)) for tables in plans]
+    errors = [worst_error(tables, texts, ranks(world, 200)(measure_bytes, tables, folder=texts)) for tables in plans]
     sizes = sorted(map(abs, errors))
     high = sizes[int(0.95 * (len(sizes) - 1))]
     print("errors of the peak (median, 95 %, largest):", sizes[len(sizes) // 2], high, sizes[-1])
@@ -122,7 +122,7 @@ def test_drawn_plans_need_estimated_bytes(ranks: Any, texts: Path, world: int, n
     assert high <= USUAL
 
 
-def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> float:
+def worst_error(tables: Tables, folder: Path, real: Sequence[MeasuredBytes]) -> float:
     """Returns the largest relative error of the peak over all ranks, or inf if states differ."""
     errors = []
     for (table, key), value in real[0].plan_values.items():
@@ -178,7 +178,7 @@ FIXED: dict[str, Tables] = {
 @pytest.mark.parametrize("name", FIXED)
 def test_fixed_plans_need_estimated_bytes(ranks: Any, texts: Path, name: str) -> None:
     size = plan_from_dict(FIXED[name], texts).world_size()
-    real = ranks(size, 200)(real_bytes, FIXED[name], folder=texts)
+    real = ranks(size, 200)(measure_bytes, FIXED[name], folder=texts)
     assert abs(worst_error(FIXED[name], texts, real)) <= USUAL
 
 
@@ -187,7 +187,7 @@ def test_fixed_plans_need_estimated_bytes(ranks: Any, texts: Path, name: str) ->
 def test_example_needs_estimated_bytes(ranks: Any, path: Path) -> None:
     tables = tomllib.loads(path.read_text("utf-8"))
     size = plan_from_dict(tables, path.parent).world_size()
-    real = ranks(size, 200)(real_bytes, tables, folder=path.parent)
+    real = ranks(size, 200)(measure_bytes, tables, folder=path.parent)
     assert abs(worst_error(tables, path.parent, real)) <= MOST
 
 

@@ -18,8 +18,8 @@ from sley_testing.verify import (
     RankFindings,
     check_complete,
     compare_steps,
-    differences,
-    limits,
+    compute_limits,
+    find_differences,
     read_findings,
     report_lines,
     save_reference,
@@ -48,7 +48,7 @@ def verified(ranks: Any, tmp_path: Path) -> Verified:
         with assemble(one_process_plan(plan), World.alone("cpu")) as run:
             save_reference(run, steps, tmp_path)
         ranks(plan.world_size(), 120)(compare_on_rank, load, args, steps, tmp_path)
-        return read_findings(tmp_path, plan.world_size()), limits(plan)
+        return read_findings(tmp_path, plan.world_size()), compute_limits(plan)
 
     return verify
 
@@ -64,7 +64,7 @@ def test_examples_agree_with_one_process(verified: Verified, texts: Path, path: 
     small = {"data": small_plan()["data"], "batch__global_size": 8, "batch__micro_size": 2, "run__device": "cpu"}
     tables = changed(tomli.loads(path.read_text("utf-8")), **small)
     findings, allowed = verified(2, plan_from_dict, tables, texts)
-    assert not differences(findings, allowed), "\n".join(report_lines(findings, allowed, 2))
+    assert not find_differences(findings, allowed), "\n".join(report_lines(findings, allowed, 2))
     quantities = {comparison.quantity for rank in findings for comparison in rank.comparisons}
     assert quantities >= {"first value", "gradient", "weight"}
 
@@ -87,7 +87,7 @@ def test_handler_bug_is_reported_with_first_parameter(
     plugin_folder(OWN, wrong="wrong_reducers")
     findings, allowed = verified(2, plan_from_dict, small(use, **changes), texts)
     text = "\n".join(report_lines(findings, allowed, 2))
-    assert differences(findings, allowed)
+    assert find_differences(findings, allowed)
     assert text.startswith("differs: ")
     assert all(message in text for message in messages), text
 
@@ -127,7 +127,7 @@ def test_noise_in_part_of_a_bias_is_no_difference(verified: Verified, own_model:
         changes = [*changes[:1], 'optimizer={factory="own:Wrong", lr=0.01}']
     findings, allowed = verified(3, load_plan, own_model(FUSED), changes)
     text = "\n".join(report_lines(findings, allowed, 3))
-    assert bool(differences(findings, allowed)) == differs, text
+    assert bool(find_differences(findings, allowed)) == differs, text
     if differs:
         assert text.startswith("differs: the weight `1.fused.bias`, since step 3")
         assert "the gradient agrees, and only the update differs" in text
@@ -141,11 +141,11 @@ def test_tolerance_is_that_of_the_record_and_all_tensors_are_compared(
     plugin_folder(OWN, wrong="wrong_reducers")
     findings, allowed = verified(2, plan_from_dict, small("wrong.coarse"), texts)
     assert allowed.limit_for("gradient", 1) == pytest.approx(2.0**-8 + 1e-6)
-    assert not differences(findings, allowed)
-    assert differences(findings, Limits(2.0**-10, 2.0**-10))
+    assert not find_differences(findings, allowed)
+    assert find_differences(findings, Limits(2.0**-10, 2.0**-10))
     assert allowed.limit_for("loss", 1) == 1e-6
     canonical = plan_from_dict(small(parallel={"dp": 2, "reduction": "canonical"}), texts)
-    assert limits(canonical) == Limits(0.0, 0.0)
+    assert compute_limits(canonical) == Limits(0.0, 0.0)
     check_complete(findings, tmp_path)
     key = ("gradient", "blocks.0.attention.key.weight")
     for rank in findings:

@@ -16,7 +16,7 @@ from sley_estimate.bytes import fake_tensors
 from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger
 from sley_estimate.bytes.fake_world import FakeTransport
 from sley_estimate.bytes.rank import rank_bytes
-from sley_testing.live_bytes import real_bytes
+from sley_testing.live_bytes import measure_bytes
 from sley_testing.plans import changed, small_plan
 
 
@@ -121,7 +121,7 @@ CASES = {
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_estimate_equals_allocator(texts, changes):
     tables = changed(PLAN, **changes)
-    real = real_bytes(tables, 2, folder=texts)
+    real = measure_bytes(tables, 2, folder=texts)
     estimated = rank_bytes(plan_from_dict(tables, texts), 0, 1)
     print(f"real {real}, estimated {estimated}")
     assert estimated.states == real.states

@@ -2,7 +2,7 @@
 
     owner                                    reader
     offer(tensors) ── addresses, mark, number ──>  inbox
-                                             wait_table: waits for the number and compares the marks, then reads
+                                             wait_addresses: waits for the number and compares the marks, then reads
     wait_read  <────── number ─────────────  finish_read: the owner may write again
 
     connection    copies between processes, and the inboxes to which peers write offers and confirm reads

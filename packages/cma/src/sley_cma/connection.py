@@ -40,7 +40,7 @@ class MemorySpan(NamedTuple):
     num_bytes: int
 
 
-class _Vector(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
@@ -48,17 +48,15 @@ _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None  # on other 
 
 
 def read(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
-    """Copies the spans `remote` of process `pid` to the spans `local` of equal sizes, without the GIL.
-
-    Returns the number of copied bytes, or -1 if a system call fails.
+    """Copies the spans `remote` of process `pid` to the spans `local` of equal sizes, without the GIL. Returns the number of
+    copied bytes, or -1 if a system call fails.
     """
     return _copy(_LIBC.process_vm_readv, pid, local, remote)
 
 
 def write(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
-    """Copies the spans `local`, one after another, to the spans `remote` of process `pid`, without the GIL.
-
-    Returns the number of copied bytes, or -1 if a system call fails.
+    """Copies the spans `local`, one after another, to the spans `remote` of process `pid`, without the GIL. Returns the number
+    of copied bytes, or -1 if a system call fails.
     """
     return _copy(_LIBC.process_vm_writev, pid, local, remote)
 
@@ -67,8 +65,8 @@ def _copy(function: Any, pid: int, local: Sequence[MemorySpan], remote: Sequence
     """Calls `function` as often as Linux's limits require, and returns the number of copied bytes, or -1 if a call fails."""
     num_copied = 0
     for local_part, remote_part in _split_calls(local, remote):
-        local_vectors, remote_vectors = _vectors(local_part), _vectors(remote_part)
-        num_bytes = int(function(pid, local_vectors, len(local_vectors), remote_vectors, len(remote_vectors), 0))
+        local_vectors, remote_vectors = ((_IoVec * len(spans))(*spans) for spans in (local_part, remote_part))
+        num_bytes = int(function(pid, local_vectors, len(local_part), remote_vectors, len(remote_part), 0))
         if num_bytes < 0:
             return -1
         num_copied += num_bytes
@@ -98,11 +96,6 @@ def _split_calls(
             offset += size
             num_remaining -= size
     yield local_part, remote_part
-
-
-def _vectors(spans: Sequence[MemorySpan]) -> ctypes.Array[_Vector]:
-    """Returns `spans` as an array of `iovec` structs."""
-    return (_Vector * len(spans))(*(_Vector(*span) for span in spans))
 
 
 WORD_BYTES = 8
@@ -217,7 +210,6 @@ class Connection:
 
     def __init__(self, members: Members, num_rings: int, timeout_s: float) -> None:
         self.members = members
-        self.coord = members.coord
         self.peers = members.peers
         self.timeout_s = timeout_s
         self.inbox = Inbox(members.size, num_rings, secrets.randbits(62))
@@ -286,10 +278,11 @@ class Connection:
                 if peer is None:
                     continue
                 if not self._can_reach(peer):
-                    raise turn.wait_error(self._failure_message(peer, turn.label, "it has ended"), False, self._rank_of(peer))
+                    message = self._failure_message(peer, turn.label, "it has ended")
+                    raise turn.wait_error(message, False, self.members.ranks[peer])
                 if time_s - start > self.timeout_s:
-                    reason = f"it did not arrive within {self.timeout_s:g} s"
-                    raise turn.wait_error(self._failure_message(peer, turn.label, reason), True, self._rank_of(peer))
+                    message = self._failure_message(peer, turn.label, f"it did not arrive within {self.timeout_s:g} s")
+                    raise turn.wait_error(message, True, self.members.ranks[peer])
         progress.end_wait()
 
     def _check_copy(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, label: str) -> None:
@@ -299,23 +292,15 @@ class Connection:
             raise RunError("collective-failed", message, hint="another rank of the group stopped")
 
     def _failure_message(self, peer: int, label: str, reason: str) -> str:
-        """Returns the error message of a failed exchange with a peer."""
-        return f"the exchange of {label} with rank {self._rank_of(peer)} failed on rank {self.members.rank}: {reason}"
-
-    def _rank_of(self, peer: int) -> int:
-        """Returns the global rank of the member at coordinate `peer`."""
-        return self.members.ranks[peer]
+        return f"the exchange of {label} with rank {self.members.ranks[peer]} failed on rank {self.members.rank}: {reason}"
 
     def _open_descriptors(self) -> bool:
-        """Opens descriptors of the peers' processes until this object is freed. Returns whether all are open.
-
-        Needs Linux 5.3.
-        """
+        """Opens descriptors of the peers' processes until this object is freed. Returns whether all are open."""
         descriptors = ExitStack()
         weakref.finalize(self, descriptors.close)
         for peer in self.peers:
             try:
-                descriptor = os.pidfd_open(self._addresses[peer].pid)
+                descriptor = os.pidfd_open(self._addresses[peer].pid)  # needs Linux 5.3
             except (AttributeError, OSError):
                 return False
             descriptors.callback(os.close, descriptor)
@@ -340,9 +325,8 @@ class Connection:
 
 
 def _host_id() -> Hashable:
-    """Returns the boot id and the inode of the pid namespace, which only processes on one host and in one namespace share.
-
-    Returns None if they are unknown, or if this is not Linux on x86-64.
+    """Returns the boot id and the inode of the pid namespace, which only processes on one host and in one namespace share; None
+    if they are unknown, or if this is not Linux on x86-64.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None

@@ -28,13 +28,14 @@ class Offers:
 
     def __init__(self, connection: Connection, channel: str, ring: int) -> None:
         self.connection = connection
-        self._queue = f"{connection.members.axis} {channel} {ring}"
-        self._progress = connection.members.progress
-        self.peers = connection.peers
-        self.coord = connection.coord
+        self.members = connection.members
+        self.peers = connection.members.peers
+        self.coord = connection.members.coord
+        self._queue = f"{self.members.axis} {channel} {ring}"
+        self._progress = self.members.progress
         self._inbox = connection.inbox
         self._ring = ring
-        self._read_queues = {coord: f"{self._queue} of {coord}" for coord in range(connection.members.size)}
+        self._read_queues = {coord: f"{self._queue} of {coord}" for coord in range(self.members.size)}
         self._num_offers = 0
         self._buffers: dict[int, tuple[_Table, object]] = {}
         self._open_offers: dict[int, Callable[[], None]] = {}
@@ -45,12 +46,10 @@ class Offers:
 
         complete: a function that reads the peers' offers of this number, and waits until the peers have read this offer. If
         MAX_OPEN_OFFERS are open, the oldest is completed first, since otherwise ranks could wait for each other. All members
-        must make their offers in the same order, which `wait_table` checks by `mark`.
+        must make their offers in the same order, which `wait_addresses` checks by `mark`.
         """
         number = self._num_offers = self._num_offers + 1
-        self._progress.add_turn(
-            Turn("exchange", self.connection.members, mark.label, self._queue, number, None, mark.num_bytes)
-        )
+        self._progress.add_turn(Turn("exchange", self.members, mark.label, self._queue, number, None, mark.num_bytes))
         slot = number % MAX_OPEN_OFFERS
         if number > MAX_OPEN_OFFERS:
             complete_oldest = self._open_offers.pop(number - MAX_OPEN_OFFERS, None)
@@ -67,7 +66,7 @@ class Offers:
         self._push(Offer(ctypes.addressof(table), len(tensors), *mark_fields, number), slot, mark.label)
         return number
 
-    def wait_table(self, peer: int, number: int, label: str) -> Sequence[int]:
+    def wait_addresses(self, peer: int, number: int, label: str) -> Sequence[int]:
         """Waits for the peer's offer `number`, and returns the addresses of its tensors in the peer's memory.
 
         Raises RunError `ranks-differ` if this rank's offer `number` has another mark or size, and `collective-failed` if the
@@ -78,10 +77,10 @@ class Offers:
         offer = self._inbox.offer(peer, self._ring, slot)
         mark = self._marks[slot]
         if (offer.mark, offer.num_bytes) != (mark.number, mark.num_bytes):
-            members = self.connection.members
+            rank = self.members.ranks[peer]
             self._progress.begin_wait(self.turn(number, mark.label))
-            self._progress.fail_wait("differs", members.ranks[peer])
-            raise mark.mismatch_error(members.rank, self._read_mark_text(peer, offer), members.ranks[peer])
+            self._progress.fail_wait("differs", rank)
+            raise mark.mismatch_error(self.members.rank, self._read_mark_text(peer, offer), rank)
         addresses: _Table = (ctypes.c_int64 * offer.num_tensors)()
         local = MemorySpan(ctypes.addressof(addresses), ctypes.sizeof(addresses))
         self.connection.read(peer, [local], [MemorySpan(offer.table, local.num_bytes)], label)
@@ -116,7 +115,7 @@ class Offers:
     def turn(self, number: int, label: str, *, is_read: bool = False) -> Turn:
         """Returns the description of a wait for the peers' offers `number`, or for their reads of this rank's if `is_read`."""
         queue = self._read_queues[self.coord] if is_read else self._queue
-        return Turn("exchange", self.connection.members, label, queue, number)
+        return Turn("exchange", self.members, label, queue, number)
 
     def _wait_word(self, index: int, number: int, peer: int, label: str, *, is_read: bool) -> None:
         """Waits until the word `index` of the inbox, which `peer` writes, is at least `number`. is_read: as in `turn`."""
@@ -126,10 +125,7 @@ class Offers:
             self.connection.wait_until(lambda: words[index] >= number, lambda: peer, turn)
 
     def _late_peer(self, word_index: Callable[[int, int, int], int], number: int) -> int | None:
-        """Returns the first peer whose word in this rank's inbox is below `number`, or None.
-
-        word_index: a function that returns the index of the word for a peer, a ring and a slot.
-        """
+        """Returns the first peer whose word, at `word_index(peer, ring, slot)` of the inbox, is below `number`, or None."""
         words, slot = self._inbox.words, number % MAX_OPEN_OFFERS
         return next((peer for peer in self.peers if words[word_index(peer, self._ring, slot)] < number), None)
 
@@ -159,5 +155,5 @@ class Offers:
 
 @lru_cache(maxsize=4096)
 def _mark_text(mark: Mark) -> ctypes.Array[ctypes.c_char]:
-    """Returns the text of `mark` in a buffer that peers can read. The cache shares buffers between offers."""
+    """Returns the text of `mark` in a buffer that peers can read."""
     return ctypes.create_string_buffer(mark.encoded_text)

@@ -29,10 +29,9 @@ class CmaTransport(Transport):
         rows, published, inputs, slices = (Offers(connection, name, RINGS * index + ring) for ring in range(RINGS))
         self.rows = rows
         self.published = published
-        self.sums = SumQueue(inputs, slices)
+        self.sums = AllReduceQueue(inputs, slices)
 
     def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        """Offers `shards`, and returns a handle that reads those of peers into `outputs` in its `wait`."""
         return Gather(self.rows, outputs, shards, Mark.from_tensors("all-gather", label, shards))
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
@@ -48,7 +47,7 @@ class CmaTransport(Transport):
         return AllToAll(self.rows, output, input, Mark.from_tensors("all-to-all", label, [input], contents))
 
     def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        return Sum(self.sums, tensor, Mark.from_tensors("all-reduce", f"{label} over {self.members}", [tensor], contents))
+        return AllReduce(self.sums, tensor, Mark.from_tensors("all-reduce", f"{label} over {self.members}", [tensor], contents))
 
 
 def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
@@ -64,7 +63,7 @@ def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout
     return {name: CmaTransport(connection, name, index) for index, name in enumerate(channels)}
 
 
-class SumQueue:
+class AllReduceQueue:
     """Holds the sums of a group, which all members start in the same order.
 
     inputs, slices: the offers of each rank's input and of its summed slice. num_reduced: the number of sums whose local slice
@@ -81,25 +80,25 @@ class SumQueue:
         self.inputs = inputs
         self.slices = slices
         self.num_reduced = 0
-        self.open_sums: list[Sum] = []
+        self.open_sums: list[AllReduce] = []
 
     def advance(self) -> bool:
         """Advances the first sum that can advance without waiting. Returns whether a sum advanced."""
         return any(open_sum.advance() for open_sum in self.open_sums)
 
 
-class Sum(Work):
+class AllReduce(Work):
     """A sum of the contiguous host `tensor` over the group of `queue`, in place.
 
     A rank sums its slices in the order of the sums, so that their offers have the same numbers on all ranks. If the marks of
     ranks differ, `wait` raises RunError `ranks-differ` on all ranks before any data are read.
     """
 
-    def __init__(self, queue: SumQueue, tensor: Tensor, mark: Mark) -> None:
+    def __init__(self, queue: AllReduceQueue, tensor: Tensor, mark: Mark) -> None:
         self._queue = queue
         self._mark = mark
         self._label = mark.label
-        members = queue.inputs.connection.members
+        members = queue.inputs.members
         flat = tensor.view(-1)
         length = -(-flat.numel() // members.size)
         self._slices = [flat[index * length : (index + 1) * length] for index in range(members.size)]
@@ -138,7 +137,6 @@ class Sum(Work):
         self._wait_read(self._queue.slices)
 
     def _wait_read(self, offers: Offers) -> None:
-        """Waits until the peers have read this rank's offer in `offers`."""
         late_reader = partial(offers.late_reader, self._number)
         turn = partial(offers.turn, self._number, self._label, is_read=True)
         self._wait_until(lambda: late_reader() is None, late_reader, turn)
@@ -173,7 +171,7 @@ class Sum(Work):
         """Sums this rank's slice of all peers' inputs in place, and offers it to the peers."""
         inputs = self._queue.inputs
         local_slice = self._slices[inputs.coord]
-        addresses = [inputs.wait_table(peer, self._number, self._label)[0] + self._slice_offset for peer in inputs.peers]
+        addresses = [inputs.wait_addresses(peer, self._number, self._label)[0] + self._slice_offset for peer in inputs.peers]
         add_peer_tensors(inputs, local_slice, addresses, self._label)
         self._is_reduced = True
         self._queue.num_reduced += 1
@@ -185,11 +183,10 @@ class Sum(Work):
             inputs.finish_read(peer, self._number, self._label)
 
     def _gather(self) -> None:
-        """Reads the peers' summed slices, which completes the sum."""
         slices = self._queue.slices
         for peer in slices.peers:
             local = memory_span(self._slices[peer])
-            (address,) = slices.wait_table(peer, self._number, self._label)
+            (address,) = slices.wait_addresses(peer, self._number, self._label)
             slices.connection.read(peer, [local], [MemorySpan(address, local.num_bytes)], self._label)
             slices.finish_read(peer, self._number, self._label)
         self._is_complete = True
@@ -253,7 +250,7 @@ class Gather(_Exchange):
 
     def _read_peers(self) -> None:
         for peer in self._offers.peers:
-            addresses = self._offers.wait_table(peer, self._number, self._label)
+            addresses = self._offers.wait_addresses(peer, self._number, self._label)
             local = [memory_span(rows[peer]) for rows in self._rows]
             remote = [MemorySpan(address, span.num_bytes) for address, span in zip(addresses, local, strict=True)]
             self._offers.connection.read(peer, local, remote, self._label)
@@ -270,7 +267,7 @@ class ReduceScatter(_Exchange):
     def _read_peers(self) -> None:
         """Waits for all peers, and adds their rows in ascending order of coordinates."""
         offers = self._offers
-        tables = [offers.wait_table(peer, self._number, self._label) for peer in offers.peers]
+        tables = [offers.wait_addresses(peer, self._number, self._label) for peer in offers.peers]
         for index, rows in enumerate(self._local_rows):
             addresses = [table[index] + offers.coord * rows.nbytes for table in tables]
             add_peer_tensors(offers, rows, addresses, self._label)
@@ -289,7 +286,7 @@ class AllToAll(_Exchange):
     def _read_peers(self) -> None:
         offers = self._offers
         for peer in offers.peers:
-            (address,) = offers.wait_table(peer, self._number, self._label)
+            (address,) = offers.wait_addresses(peer, self._number, self._label)
             local = memory_span(self._output[peer])
             remote = MemorySpan(address + offers.coord * local.num_bytes, local.num_bytes)
             offers.connection.read(peer, [local], [remote], self._label)
@@ -314,7 +311,7 @@ class PublishedOffer(Published):
     def read(self, peer: int, indices: Sequence[int], local: Sequence[MemorySpan]) -> None:
         """Copies the peer's published shards at `indices` to `local`. The first call waits until the peer has published."""
         if peer not in self._tables:
-            self._tables[peer] = self.offers.wait_table(peer, self._number, self._label)
+            self._tables[peer] = self.offers.wait_addresses(peer, self._number, self._label)
         table = self._tables[peer]
         remote = [MemorySpan(table[index], span.num_bytes) for index, span in zip(indices, local, strict=True)]
         self.offers.connection.read(peer, local, remote, self._label)
@@ -365,7 +362,7 @@ def copy_local_rows(outputs: Sequence[Tensor], shards: Sequence[Tensor], offers:
 
     A shard that is already a view of its rows is not copied.
     """
-    size = offers.connection.members.size
+    size = offers.members.size
     views = [output.view(size, *shard.shape) for output, shard in zip(outputs, shards, strict=True)]
     for view, shard in zip(views, shards, strict=True):
         rows = view[offers.coord]

@@ -1,10 +1,8 @@
 """Runs the contracts of all records of an installed distribution: `train-cli plugins check DIST`.
 
 Each plugin must load: it can be imported, its records are well-formed, and their `build` targets can be imported. Then each
-record must pass the contract of its type with its default options.
-
-A record is skipped if its contract needs input from its author, such as the files of a dataset, the batch of a loss, or the
-reader of a writer's files. The author must inherit that contract in a test (docs/testing-plugins.md).
+record must pass the contract of its type with its default options. A record is skipped if its contract needs input from its
+author, such as the files of a dataset.
 """
 
 import contextlib
@@ -55,12 +53,14 @@ class Verdict:
 def certify(distribution: str) -> Iterator[Verdict]:
     """Yields a failed verdict for each plugin of `distribution` that does not load; if all load, a verdict for each record.
 
-    Each contract takes seconds and starts processes. Yields nothing if the distribution has no plugin.
+    Yields nothing if the distribution has no plugin.
     """
     loader = Loader()
     loaded: list[tuple[str, records.Record]] = []
     failures = []
-    for name in [name for name in loader.names() if any(source.dist == distribution for source in loader.sources(name))]:
+    for name in loader.names():
+        if all(source.dist != distribution for source in loader.sources(name)):
+            continue
         record_name = ""
         try:
             plugin = loader.load(name)
@@ -73,7 +73,6 @@ def certify(distribution: str) -> Iterator[Verdict]:
 
 
 def _check_record(plugin: str, record: records.Record) -> Verdict:
-    """Runs the contract of a record or skips it, and returns the verdict."""
     if reason := _skip_reason(record):
         return Verdict(plugin, record.name, "skipped", reason)
     report = _run_contract(type(record), {"use": f"{plugin}.{record.name}"})
@@ -94,7 +93,6 @@ def _skip_reason(record: records.Record) -> str:
 
 
 def _run_contract(record_type: type[records.Record], table: Tables) -> "_ReportCollector":
-    """Runs the contract of `record_type` with pytest on the record that `table` uses, and returns the results."""
     module, contract, attribute = CONTRACTS[record_type]
     text = f"from sley_testing.{module} import {contract}\n\n\nclass TestIt({contract}):\n    {attribute} = {table!r}\n"
     collector = _ReportCollector()

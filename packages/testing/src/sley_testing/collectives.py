@@ -1,7 +1,6 @@
 """Records collectives and checks that ranks issue them in the same order.
 
 If ranks issue the collectives of a group in different orders, they hang, or reduce the wrong tensors without an error.
-`late_exchanges` delays collectives until the program waits for them.
 """
 
 import os
@@ -46,14 +45,13 @@ _ROOT_PREPOSITIONS = {"send": "to", "recv": "from"}
 class Collective:
     """Describes one collective call of one rank.
 
-    op: the name in `torch.distributed` (2.13). Every send or receive is `send`, `recv` or `recv_any`.
-    group: the label of the group of Sley that issued the call, else `communicator`.
-    ranks: the global ranks of the members.
-    communicator: the description or name of torch's process group, which groups of the same members share.
-    numel, dtype: the number of elements and the dtype of this rank's input (of its output for a scatter). A barrier has 0, "".
-    is_async: False for calls with `async_op=False` and for `monitored_barrier`. Sends and receives count as asynchronous.
-    peer: the global rank of the root, destination or source; None if the operation has none.
-    site: the innermost frames outside torch and the kit, as `file:line function`.
+    op: the name in `torch.distributed` (2.13). Every send or receive is `send`, `recv` or `recv_any`. group: the label of the
+    group of Sley that issued the call, else `communicator`. ranks: the global ranks of the members. communicator: the
+    description or name of torch's process group, which groups of the same members share. numel, dtype: the number of elements
+    and the dtype of this rank's input (of its output for a scatter). A barrier has 0, "". is_async: False for calls with
+    `async_op=False` and for `monitored_barrier`. Sends and receives count as asynchronous. peer: the global rank of the root,
+    destination or source; None if the operation has none. site: the innermost frames outside torch and the kit, as `file:line
+    function`.
     """
 
     op: str
@@ -161,7 +159,7 @@ _NUM_SITES = 3
 @contextmanager
 def collectives() -> Iterator[list[Collective]]:
     """Yields a list that receives the collectives that this rank issues in the block, in order."""
-    recorder = _Recorder()
+    recorder = _CollectiveRecorder()
     with recorder, ExitStack() as stack:
         # torch does not dispatch cross-memory operations. `input_index` is the position of this rank's input.
         if find_spec("sley_cma") is not None:
@@ -179,7 +177,7 @@ def collectives() -> Iterator[list[Collective]]:
         yield recorder.calls
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends each collective that torch dispatches while the mode is active to `calls`."""
 
     def __init__(self) -> None:
@@ -201,13 +199,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def wrap_method(self, operation: str, input_index: int, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a replacement for the method of a cross-memory transport that also records calls.
-
-        input_index: the position of this rank's input among the arguments.
+        """Returns a replacement for the method of a cross-memory transport that also records calls. input_index: the position
+        of this rank's input among the arguments.
         """
 
         def record_and_call(transport: Any, *args: Any, **kwargs: Any) -> Any:
-            members: Members = (transport.offers.connection if hasattr(transport, "offers") else transport).members
+            members: Members = getattr(transport, "offers", transport).members
             tensors = [args[input_index]] if isinstance(args[input_index], Tensor) else args[input_index]
             numel, dtype = sum(tensor.numel() for tensor in tensors), str(tensors[0].dtype).removeprefix("torch.")
             self.calls.append(Collective(operation, f"{members} {operation}", members.ranks, numel, dtype, site=_user_frames()))
@@ -217,7 +214,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _describe_call(name: str, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> Collective:
-    """Builds the record of a collective from the arguments of torch's operation."""
     base_name = name.partition("::")[2].strip("_")
     op = _TORCH_NAMES.get(base_name, base_name)
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -227,8 +223,7 @@ def _describe_call(name: str, group: dist.ProcessGroup, arguments: Mapping[str, 
     default = next(iter(arguments.values()))
     measured = next((value for key, value in arguments.items() if key.startswith(prefix)), default)
     tensors = [] if "barrier" in op else list(iterate_tensors(measured))
-    is_named = group.group_desc not in ("", "undefined")
-    communicator = group.group_desc if is_named else f"group {group.group_name}"
+    communicator = f"group {group.group_name}" if group.group_desc in ("", "undefined") else group.group_desc
     return Collective(
         op=op,
         group=_caller_label(communicator),
@@ -296,7 +291,6 @@ def record_built_models() -> Iterator[list[tuple[Model, Traces]]]:
 
 
 def _describe_attribute(value: Any) -> Any:
-    """Describes a module's attribute as plain data."""
     if isinstance(value, Mapping):
         return {
             key if isinstance(key, str) else index: _describe_attribute(item) for index, (key, item) in enumerate(value.items())
@@ -328,9 +322,8 @@ def assert_untouched(expected: Traces, layers: Iterable[Layer]) -> None:
     actual = traces(layers)
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     for name, old in expected.items():
-        new = actual[name]
-        keys = [key for key in {**old, **new} if old.get(key, "nothing") != new.get(key, "nothing")]
-        lines = [f"{name}: {key} was {old.get(key, 'nothing')}, is {new.get(key, 'nothing')}" for key in keys]
+        pairs = {key: (old.get(key, "nothing"), actual[name].get(key, "nothing")) for key in {**old, **actual[name]}}
+        lines = [f"{name}: {key} was {before}, is {after}" for key, (before, after) in pairs.items() if before != after]
         assert not lines, "\n".join(lines)
 
 

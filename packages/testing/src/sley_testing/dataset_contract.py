@@ -7,7 +7,7 @@
             (folder / "a.jsonl").write_text(...)
 
 Each rank opens the data itself, and a restarted run opens it again. All must get the same sample for the same index. The tests
-run in this process. Some read the data through the feed of a run.
+run in this process.
 """
 
 import json
@@ -27,9 +27,9 @@ from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.json_text import decode_value, encode_value
 from sley_core.plan.load import plan_from_dict
-from sley_testing.plans import small_plan
+from sley_testing.plans import Tables, small_plan
 
-BATCH = 4  # the global batch size; each of two ranks has half of it
+GLOBAL_SIZE = 4  # the samples of a batch; each of two ranks has half of them
 
 NUM_BATCHES = 6
 SEED = 7
@@ -40,7 +40,7 @@ class DatasetContract:
     holds_out: whether the dataset has held-out samples.
     """
 
-    data: ClassVar[dict[str, Any]]
+    data: ClassVar[Tables]
     num_samples: ClassVar[int] = 24
     holds_out: ClassVar[bool] = False
 
@@ -49,7 +49,6 @@ class DatasetContract:
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        """Returns the plan's folder with the data files."""
         self.write_files(tmp_path)
         return tmp_path
 
@@ -94,18 +93,18 @@ class DatasetContract:
 
     def test_default_generator_is_unchanged(self, folder: Path) -> None:
         """Expects reads not to use torch's default generator, from which a concurrent forward may draw."""
-        initial_state = torch.default_generator.get_state()
+        state = torch.default_generator.get_state()
         self._copy_samples(self._open_dataset(folder))
-        is_unchanged = torch.equal(initial_state, torch.default_generator.get_state())
+        is_unchanged = torch.equal(state, torch.default_generator.get_state())
         assert is_unchanged, "reading samples draws from or seeds torch's default generator: use a separate generator"
 
     def test_ranks_split_each_batch(self, folder: Path) -> None:
         """Expects the rows of two ranks to form the batches of one process, even across the end of an epoch."""
         dataset = self._open_dataset(folder)
         fields = {} if hasattr(dataset, "collate") else dataset.info.fields  # `collate` may pad rows to the longest one
-        feeds = (self._read_batches(folder, rows) for rows in (range(BATCH), range(2), range(2, BATCH)))
+        feeds = (self._read_batches(folder, rows) for rows in (range(GLOBAL_SIZE), range(2), range(2, GLOBAL_SIZE)))
         for number, (full, first, second) in enumerate(islice(zip(*feeds, strict=True), NUM_BATCHES)):
-            has_same_samples = first.numbers + second.numbers == full.numbers
+            has_same_samples = first.sample_numbers + second.sample_numbers == full.sample_numbers
             assert has_same_samples, f"batch {number}: two ranks have different samples than one process"
             for name, field in fields.items():
                 joined = torch.cat([first.batch[name], second.batch[name]], field.batch_dim)
@@ -114,11 +113,11 @@ class DatasetContract:
 
     def test_restart_resumes_position(self, folder: Path) -> None:
         """Reopens the dataset, and continues at a position that was encoded as in a checkpoint."""
-        uninterrupted = list(islice(self._read_batches(folder, range(BATCH)), NUM_BATCHES))
+        uninterrupted = list(islice(self._read_batches(folder, range(GLOBAL_SIZE)), NUM_BATCHES))
         for num_done in (1, NUM_BATCHES - 2):
             state = decode_value(json.loads(json.dumps(encode_value(uninterrupted[num_done - 1].state))))
             notes: list[str] = []
-            resumed = list(islice(self._read_batches(folder, range(BATCH), state, notes), NUM_BATCHES - num_done))
+            resumed = list(islice(self._read_batches(folder, range(GLOBAL_SIZE), state, notes), NUM_BATCHES - num_done))
             assert not notes, f"a run that resumes after batch {num_done} has a different batch {num_done}: {notes[0]}"
             for number, (expected, actual) in enumerate(zip(uninterrupted[num_done:], resumed, strict=True), start=num_done):
                 is_equal = _are_equal_samples(actual.batch, expected.batch)
@@ -134,16 +133,15 @@ class DatasetContract:
             assert not is_trained, f"the held-out sample {index} is also a training sample"
 
     def _open_dataset(self, folder: Path, split: Split = "train") -> AnyDataset:
-        """Opens the dataset as a run does."""
         return open_dataset(plan_from_dict(small_plan(data=self.data), folder).data, DataContext(SEED, split))
 
     def _read_batches(
         self, folder: Path, rows: range, state: Mapping[str, Any] | None = None, notes: list[str] | None = None
     ) -> "Iterator[_FedBatch]":
-        """Yields the batches of a rank. rows: the rank's rows of each batch. state: the feed's state to resume from, if any.
-        notes: a list that receives the feed's notes, for example about a dataset state that cannot be restored.
+        """Yields the batches of a rank, which has `rows` of each. state: the feed's state to resume from, if any. notes: a list
+        that receives the feed's notes, for example about a dataset state that cannot be restored.
         """
-        with Feed(self._open_dataset(folder), seed=SEED, batch_size=BATCH, rows=rows, timeout_s=60) as feed:
+        with Feed(self._open_dataset(folder), seed=SEED, batch_size=GLOBAL_SIZE, rows=rows, timeout_s=60) as feed:
             if state is not None:
                 feed.restore(state)
             while True:
@@ -162,20 +160,19 @@ class DatasetContract:
             yield index, indexed[index]
 
     def _copy_samples(self, dataset: AnyDataset) -> dict[int, Sample]:
-        """Returns copies of samples by index. Copies each sample before it reads the next."""
+        """Returns copies of samples by index, each made before the next is read."""
         return {index: {name: value.clone() for name, value in sample.items()} for index, sample in self._read_samples(dataset)}
 
 
 class _FedBatch(NamedTuple):
-    """Holds a batch, the numbers of its samples, and the feed's state after the batch."""
+    """Holds a batch, and the feed's state after it."""
 
     batch: Batch
-    numbers: tuple[int, ...]
+    sample_numbers: tuple[int, ...]
     state: dict[str, Any]
 
 
 def _check_field(name: str, value: Tensor, field: Field, num_samples: int, sequence: int | None) -> None:
-    """Asserts that the value of a field in a batch matches its declaration `field`."""
     dtype = str(value.dtype).removeprefix("torch.")
     assert dtype == field.dtype, f"the field `{name}` is {dtype}, but {field.dtype} is declared"
     for dim, declared, label in ((field.batch_dim, num_samples, "samples"), (field.sequence_dim, sequence, "positions")):

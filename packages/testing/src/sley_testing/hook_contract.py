@@ -3,8 +3,8 @@
     class TestWatch(SchedulerHookContract):
         hook = {"use": "watch.outputs"}
 
-Two ranks train a small decoder in several microbatches, recompute half of its layers, and evaluate it. The results are
-compared with those of the same run without the hook.
+Two ranks train a small decoder in several microbatches, recompute half of its layers, and evaluate it, with and without the
+hook.
 """
 
 import gc
@@ -39,12 +39,12 @@ PLAN = small_plan(
 
 @dataclass
 class Observation:
-    """Holds one rank's results. recorded: the record of the run. graphs: descriptions of the live tensors with an autograd
+    """Holds one rank's results. recorded: the record of the run. graph_tensors: descriptions of the live tensors with a
     graph, after each step but the last. counts: the hook's counts after each step but the last.
     """
 
     recorded: RunRecord = field(default_factory=RunRecord)
-    graphs: list[list[str]] = field(default_factory=list)
+    graph_tensors: list[list[str]] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -55,14 +55,13 @@ def observe(hooks: Sequence[Tables], folder: Path, *, fails: bool = False) -> Ob
     """
     observation = Observation()
 
-    def inspect(run: Run, number: int) -> None:
-        if number > 0:
+    def inspect(run: Run, num_steps_done: int) -> None:
+        if num_steps_done > 0:
             gc.collect()
-            tensors = (tensor for tensor in gc.get_objects() if type(tensor) is Tensor)
-            graphs = ((tensor.shape, tensor.grad_fn) for tensor in tensors)
-            observation.graphs.append([f"{tuple(shape)} of {graph.name()}" for shape, graph in graphs if graph is not None])
+            tensors = [tensor for tensor in gc.get_objects() if type(tensor) is Tensor and tensor.grad_fn is not None]
+            observation.graph_tensors.append([f"{tuple(tensor.shape)} of {tensor.grad_fn.name()}" for tensor in tensors])
             observation.counts += [read_counts(hook) for hook in run.stepper.executor.hooks]
-        if fails and number == FAILING_STEP:
+        if fails and num_steps_done == FAILING_STEP:
             fail_once(run)
 
     tables = changed(PLAN, scheduler_hooks=list(hooks))
@@ -102,18 +101,17 @@ class SchedulerHookContract:
     hook: ClassVar[Tables]
 
     def test_hook_changes_nothing(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Compares losses, norms, held-out losses, gradients and weights with a run without the hook.
-
-        Ranks must issue the same collectives, including those of the hook. The hook must detach the tensors that it keeps, so
-        that saved activations can be freed. Its counts must be finite and have the same names after every step.
+        """Compares losses, norms, gradients and weights with a run without the hook. Ranks must issue the same collectives,
+        including those of the hook. The hook must detach the tensors that it keeps, so that saved activations can be freed. Its
+        counts must be finite and have the same names after every step.
         """
         baselines, observations = ranks(2).once(observe, [], texts), ranks(2).once(observe, [self.hook], texts)
-        calls_by_rank = [[call for calls in rank.recorded.calls for call in calls] for rank in observations]
-        assert_same_sequence(calls_by_rank)
+        assert_same_sequence([[call for calls in rank.recorded.calls for call in calls] for rank in observations])
         for baseline, observation in zip(baselines, observations, strict=True):
-            for number, (expected, actual) in enumerate(zip(baseline.graphs, observation.graphs, strict=True), start=1):
+            steps = zip(baseline.graph_tensors, observation.graph_tensors, strict=True)
+            for step, (expected, actual) in enumerate(steps, start=1):
                 extra = [name for name in actual if name not in expected]
-                assert not extra, f"after step {number} the hook keeps tensors with their graph: {extra[:3]}"
+                assert not extra, f"after step {step} the hook keeps tensors with their graph: {extra[:3]}"
             assert len({tuple(counts) for counts in observation.counts}) <= 1, "the names of the counts differ between steps"
         assert_same_runs([rank.recorded for rank in baselines], [rank.recorded for rank in observations])
 

@@ -4,8 +4,8 @@
         run.step()
     peak_bytes(profile)
 
-torch's profiler records memory but no operators here, which is faster. If it recorded operators, its record of a gloo exchange
-would keep the dispatch modes of a thread alive, and with them the tensors of a recomputation.
+torch's profiler records no operators here. Its record of a gloo exchange would keep the dispatch modes of a thread alive, and
+with them the tensors of a recomputation.
 """
 
 import os
@@ -25,9 +25,9 @@ from sley_trainer.assemble import assemble, build_draft
 
 
 class Allocation(NamedTuple):
-    """Describes an allocation or a free. at_ns: the time in nanoseconds. num_bytes: the size, negative for a free."""
+    """Describes an allocation or a free. num_bytes: the size, negative for a free."""
 
-    at_ns: int
+    time_ns: int
     address: int
     num_bytes: int
 
@@ -50,11 +50,8 @@ def memory_profile() -> Iterator[list[Allocation]]:
 
 
 def peak_bytes(events: list[Allocation]) -> int:
-    """Returns the maximum number of live bytes among those allocated within the profile.
-
-    Tracks bytes by address, since the profiler's own total misses memory that gloo's threads free.
-    """
-    live: dict[int, int] = {}
+    """Returns the maximum number of live bytes among those allocated within the profile."""
+    live: dict[int, int] = {}  # by address, since the profiler's own total misses memory that gloo's threads free
     total = peak = 0
     for _, address, num_bytes in events:
         total -= live.pop(address, 0)
@@ -66,7 +63,7 @@ def peak_bytes(events: list[Allocation]) -> int:
 
 
 @dataclass(frozen=True)
-class RealBytes:
+class MeasuredBytes:
     """Holds the measured bytes of a rank. states: the bytes of each part of the run after the last step. peak: the maximum of
     live bytes above those before assembly. It excludes samples, since the profiler does not record their thread (see
     `RankBytes.batch`). plan_values: values of the plan that only the run could determine, such as a partition.
@@ -77,7 +74,7 @@ class RealBytes:
     plan_values: Mapping[KeyPath, Any]
 
 
-def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> RealBytes:
+def measure_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> MeasuredBytes:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world, and returns their bytes."""
     plan = plan_from_dict(tables, folder)
     with World.join("cpu") as world, memory_profile() as events:
@@ -86,11 +83,11 @@ def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | 
             for _ in range(num_steps):
                 run.step()
             states = dict(run.memory.bytes)
-    return RealBytes(states, peak_bytes(events), draft.plan_values)
+    return MeasuredBytes(states, peak_bytes(events), draft.plan_values)
 
 
 class Figure(NamedTuple):
-    """Holds a measured figure. figure: the value with its unit. target: "" for none. is_met: None if there is no target."""
+    """A line of the table of `nox -s gpu`. figure: the value with its unit. target: "" for none. is_met: None without target."""
 
     name: str
     figure: str
@@ -98,7 +95,6 @@ class Figure(NamedTuple):
     is_met: bool | None = None
 
     def __str__(self) -> str:
-        """Returns a line of the table of `nox -s gpu`."""
         verdict = {True: "met", False: "NOT MET", None: ""}[self.is_met]
         return f"{self.name:<56} {self.figure:<56} {self.target:<24} {verdict}".rstrip()
 

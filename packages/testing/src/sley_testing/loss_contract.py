@@ -7,13 +7,13 @@
             return torch.randn(4, 6, dtype=torch.float64), {"y": torch.randn(4, 6)}
 
 A layout may split a batch between any samples, so a loss is a sum, and its weight counts the terms of the sum. The tests run in
-this process. They compare batches with their microbatches, gradients with finite differences, and half precision with fp64.
+this process.
 """
 
 import gc
 import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import Loss
-from sley_testing.plans import small_plan
+from sley_testing.parity import relative_error
+from sley_testing.plain import split_batch
+from sley_testing.plans import Tables, small_plan
 
 Batch = dict[str, Tensor]
 
@@ -31,7 +33,7 @@ EXACT_TOLERANCE = 1e-10  # the relative tolerance of fp64 sums
 class LossContract:
     """Tests a loss. Subclass it, set `loss` to the table `[loss]`, and implement `batch`."""
 
-    loss: ClassVar[dict[str, Any]]
+    loss: ClassVar[Tables]
 
     def batch(self) -> tuple[Tensor, Batch]:
         """Returns an fp64 model output and its batch. Dim 0 of all tensors is the samples: an even number of at least four."""
@@ -47,8 +49,8 @@ class LossContract:
         total = loss.weight(batch)
         assert isinstance(total, int | float), f"the weight is a {type(total).__name__}, not a number"
         assert total > 0, f"the weight of a batch is {total}, not positive"
-        for size in self._sizes():
-            weights = [loss.weight(part) for part in _split_batch(batch, size)]
+        for size in self._micro_sizes():
+            weights = [loss.weight(part) for part in split_batch(batch, size)]
             assert sum(weights) == pytest.approx(total, rel=EXACT_TOLERANCE), (
                 f"the weight of a batch is {total:g}, but its microbatches of {size} weigh {sum(weights):g}: "
                 "the weight must count the terms of the loss"
@@ -58,16 +60,14 @@ class LossContract:
         """Expects a scalar loss. Loss and gradients of a batch must equal the sums over its microbatches."""
         output, batch = self.batch()
         expected, gradient = self._loss_and_gradient(output, batch)
-        for size in self._sizes():
-            results = [
-                self._loss_and_gradient(*part)
-                for part in zip(torch.split(output, size), _split_batch(batch, size), strict=True)
-            ]
+        for size in self._micro_sizes():
+            parts = zip(torch.split(output, size), split_batch(batch, size), strict=True)
+            results = [self._loss_and_gradient(*part) for part in parts]
             total = sum(loss for loss, _ in results)
             assert total == pytest.approx(expected, rel=EXACT_TOLERANCE, abs=EXACT_TOLERANCE), (
                 f"the loss of a batch is {expected:.9g}, but its microbatches of {size} sum to {total:.9g}: a mean is not a sum"
             )
-            error = _relative_error(torch.cat([part_gradient for _, part_gradient in results]), gradient)
+            error = relative_error(gradient, torch.cat([part_gradient for _, part_gradient in results]), 1e-30)
             assert error <= EXACT_TOLERANCE, f"the relative error of the gradients of microbatches of {size} is {error:.3g}"
 
     def test_gradient_matches_finite_differences(self) -> None:
@@ -94,7 +94,7 @@ class LossContract:
         assert is_close, f"the loss of a {dtype} output is {actual:.6g}, but {expected:.6g} in fp64"
         assert leaf.grad is not None, f"a {dtype} output gets no gradient"
         assert leaf.grad.dtype == dtype, f"the gradient of a {dtype} output is {leaf.grad.dtype}"
-        error = _relative_error(leaf.grad.double(), gradient)
+        error = relative_error(gradient, leaf.grad, 1e-30)
         assert error <= tolerance, f"the relative error of the gradient of a {dtype} output is {error:.3g}"
 
     def test_call_keeps_no_state(self) -> None:
@@ -112,7 +112,7 @@ class LossContract:
         del live_output, total
         gc.collect()
         assert reference() is None, "the loss keeps the model's output, and thereby its autograd graph, after the call"
-        micro_batch = _split_batch(batch, len(output) // 2)[0]
+        micro_batch = split_batch(batch, len(output) // 2)[0]
         with torch.no_grad():  # an evaluation between two steps
             loss.weight(micro_batch)
             loss.loss(output[: len(output) // 2], micro_batch)
@@ -143,19 +143,17 @@ class LossContract:
         assert not gradient.count_nonzero(), "a batch of ignored labels has gradients"
 
     def _loss(self) -> Loss:
-        """Returns a new loss."""
         loss: Loss = plan_from_dict(small_plan(loss=self.loss)).loss.build()
         return loss
 
-    def _sizes(self) -> tuple[int, int]:
+    def _micro_sizes(self) -> tuple[int, int]:
         """Returns the microbatch sizes to test: 1, and half the batch."""
-        samples = len(self.batch()[0])
-        is_valid = samples >= 4 and samples % 2 == 0
-        assert is_valid, f"`batch` must have an even number of samples, at least four, but has {samples}"
-        return 1, samples // 2
+        num_samples = len(self.batch()[0])
+        is_valid = num_samples >= 4 and num_samples % 2 == 0
+        assert is_valid, f"`batch` must have an even number of samples, at least four, but has {num_samples}"
+        return 1, num_samples // 2
 
     def _loss_and_gradient(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, Tensor]:
-        """Returns the loss of `output`, and its gradient with respect to `output`."""
         leaf = output.detach().clone().requires_grad_()
         loss = self._loss().loss(leaf, batch)
         assert loss.shape == (), f"the loss is {tuple(loss.shape)}, not a scalar"
@@ -163,14 +161,3 @@ class LossContract:
         loss.backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None, "the model's output gets no gradient"
         return float(loss.detach()), leaf.grad
-
-
-def _split_batch(batch: Mapping[str, Tensor], size: int) -> list[Batch]:
-    """Splits a batch into microbatches of `size` samples."""
-    parts = zip(*(torch.split(value, size) for value in batch.values()), strict=True)
-    return [dict(zip(batch, values, strict=True)) for values in parts]
-
-
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Returns the norm of the difference relative to the norm of `expected`."""
-    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))

@@ -28,29 +28,28 @@ def relative_errors(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor
     floor: errors are relative to at least this norm, for gradients that are rounding noise. Raises AssertionError if names or
     shapes differ.
     """
-    _assert_same_layout(reference, actual)
-    return {name: _relative_error(value, actual[name], floor) for name, value in reference.items()}
+    _assert_same_names_and_shapes(reference, actual)
+    return {name: relative_error(value, actual[name], floor) for name, value in reference.items()}
 
 
 def assert_close_gradients(
-    reference: Mapping[str, Tensor], actual: Mapping[str, Tensor], relative: float, *, floor: float = 0.0
+    reference: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, *, floor: float = 0.0
 ) -> None:
-    """Asserts that the relative error of each tensor is at most `relative`. The message lists the largest errors.
-
-    floor: errors are relative to at least this norm.
+    """Asserts that the relative error of each tensor is at most `tolerance`. The message lists the largest errors. floor: as
+    for `relative_errors`.
     """
     errors = relative_errors(reference, actual, floor=floor)
-    failures = sorted(((error, name) for name, error in errors.items() if not error <= relative), reverse=True)
+    failures = sorted(((error, name) for name, error in errors.items() if not error <= tolerance), reverse=True)
     if failures:
         lines = [f"  {name} {tuple(reference[name].shape)}: {error:.3g}" for error, name in failures[:_MAX_LINES]]
         omitted = [f"  and {len(failures) - _MAX_LINES} more"] if len(failures) > _MAX_LINES else []
-        title = f"{len(failures)} of {len(errors)} differ by more than {relative:g}, the worst first"
+        title = f"{len(failures)} of {len(errors)} differ by more than {tolerance:g}, the worst first"
         raise AssertionError("\n".join([title, *lines, *omitted]))
 
 
 def assert_same_bits(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
     """Asserts that names, shapes, dtypes and bits of all tensors are equal. The message lists tensors that differ."""
-    _assert_same_layout(reference, actual)
+    _assert_same_names_and_shapes(reference, actual)
     differing_names = [name for name, value in reference.items() if not have_same_bits(value, actual[name])]
     if differing_names:
         lines = []
@@ -58,22 +57,21 @@ def assert_same_bits(reference: Mapping[str, Tensor], actual: Mapping[str, Tenso
             values = [tensor.detach().cpu() for tensor in (reference[name], actual[name])]
             text = f"{values[0].dtype} against {values[1].dtype}"
             if values[0].dtype == values[1].dtype:
-                unequal, error = values[0] != values[1], _relative_error(values[0], values[1], 0.0)
+                unequal, error = values[0] != values[1], relative_error(*values)
                 text = f"{int(unequal.sum())} of {unequal.numel()} elements, error {error:.3g}"
             lines.append(f"  {name}: {text}")
         raise AssertionError("\n".join([f"{len(differing_names)} of {len(reference)} differ", *lines]))
 
 
-def _assert_same_layout(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
-    """Asserts that both mappings have the same names and shapes."""
+def _assert_same_names_and_shapes(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
     unmatched = sorted(reference.keys() ^ actual.keys())
     assert not unmatched, f"not the same names: {', '.join(unmatched)}"
     shapes = {name: (tuple(reference[name].shape), tuple(actual[name].shape)) for name in reference}
-    wrong = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
-    assert not wrong, f"not the same shapes: {wrong}"
+    unequal = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
+    assert not unequal, f"not the same shapes: {unequal}"
 
 
-def _relative_error(reference: Tensor, actual: Tensor, floor: float) -> float:
+def relative_error(reference: Tensor, actual: Tensor, floor: float = 0.0) -> float:
     """Returns the norm of the difference divided by that of the reference, or by `floor` if larger; inf if not finite."""
     expected, actual = (tensor.detach().to("cpu", torch.float64) for tensor in (reference, actual))
     difference = (actual - expected).norm().item()
@@ -86,9 +84,13 @@ def _relative_error(reference: Tensor, actual: Tensor, floor: float) -> float:
 
 def have_same_bits(reference: Tensor, actual: Tensor) -> bool:
     """Returns whether two tensors have the same shape, dtype and bytes."""
-    if (reference.shape, reference.dtype) != (actual.shape, actual.dtype):
-        return False
-    return tensor_bytes(reference) == tensor_bytes(actual)
+    is_same_type = (reference.shape, reference.dtype) == (actual.shape, actual.dtype)
+    return is_same_type and tensor_bytes(reference) == tensor_bytes(actual)
+
+
+def noise_floor(gradients: Mapping[str, Tensor]) -> float:
+    """Returns the norm below which a gradient is rounding noise: 1e-6 of the largest norm among `gradients`."""
+    return 1e-6 * max((float(gradient.double().norm()) for gradient in gradients.values()), default=0.0)
 
 
 def train_tensors(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> dict[str, Tensor]:
@@ -97,10 +99,8 @@ def train_tensors(tables: Mapping[str, Any], num_steps: int, *, folder: Path | N
     """
     plan = plan_from_dict(tables, folder)
     with World.join(plan.run.device) as world, assemble(plan, world) as run:
-        numbers: dict[str, float] = {}
-        for _ in range(num_steps):
-            row = run.step()
-            numbers |= {f"step {row['step']}: {key}": row[key] for key in ("loss", "grad_norm")}
+        rows = [run.step() for _ in range(num_steps)]
+        numbers = {f"step {row['step']}: {key}": row[key] for row in rows for key in ("loss", "grad_norm")}
         if run.held_out is not None:
             numbers["held out"] = run.evaluate()
         return {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()} | full_tensors(run)

@@ -19,15 +19,12 @@ from torch import Tensor, nn
 
 from sley_core.model.layers import Layers, Model, as_model
 from sley_core.protocols import Loss
-from sley_testing.parity import assert_close_gradients
+from sley_testing.parity import assert_close_gradients, noise_floor
 
 Tensors: TypeAlias = dict[str, Tensor]
 Batch: TypeAlias = Mapping[str, Tensor]
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 MakeOptimizer: TypeAlias = Callable[[NamedParameters], torch.optim.Optimizer]
-
-GRADIENT_NOISE_SHARE = 1e-6
-"""Errors of gradients are relative to at least this share of the largest gradient norm, since smaller ones are noise."""
 
 MIN_WEIGHT_NORM = 1e-3
 """Errors of weights are relative to at least this norm, since weights near zero may consist of AdamW's steps on noise."""
@@ -136,8 +133,8 @@ class PlainLoop:
         for name, parameter in self.parameters.items():
             master = self.optimizer_params[name]
             if master is not parameter and parameter.grad is not None:
-                wide_dtype = parameter.grad.to(master.dtype)
-                master.grad = wide_dtype if master.grad is None else master.grad + wide_dtype
+                gradient = parameter.grad.to(master.dtype)
+                master.grad = gradient if master.grad is None else master.grad + gradient
                 parameter.grad = None
 
 
@@ -167,22 +164,25 @@ def decay_groups(named: NamedParameters, weight_decay: float) -> list[dict[str, 
 
 
 def assert_step(
-    expected: PlainStep, row: Mapping[str, float], gradients: Tensors, weights: Tensors, relative: float = 1e-9
+    expected: PlainStep, row: Mapping[str, float], gradients: Tensors, weights: Tensors, tolerance: float = 1e-9
 ) -> None:
     """Asserts that a run's step equals the loop's step: loss, gradient norm, gradients and weights.
 
     gradients, weights: the tensors of this rank, for example of its pipeline stage. Buffers among the weights are not compared.
-    relative: the relative tolerance. The message lists the largest differences.
+    tolerance: the relative tolerance.
     """
     for key, value in (("loss", expected.loss), ("grad_norm", expected.grad_norm)):
-        assert math.isclose(row[key], value, rel_tol=relative, abs_tol=1e-12), f"{key} is {row[key]}, not {value}"
-    floor = GRADIENT_NOISE_SHARE * max(
-        (float(gradient.double().norm()) for gradient in expected.gradients.values()), default=0.0
-    )
+        assert math.isclose(row[key], value, rel_tol=tolerance, abs_tol=1e-12), f"{key} is {row[key]}, not {value}"
     local_gradients = {name: expected.gradients[name] for name in gradients if name in expected.gradients}
-    assert_close_gradients(local_gradients, gradients, relative, floor=floor)
+    assert_close_gradients(local_gradients, gradients, tolerance, floor=noise_floor(expected.gradients))
     parameters = {name: value for name, value in weights.items() if name in expected.weights}
-    assert_close_gradients({name: expected.weights[name] for name in parameters}, parameters, relative, floor=MIN_WEIGHT_NORM)
+    assert_close_gradients({name: expected.weights[name] for name in parameters}, parameters, tolerance, floor=MIN_WEIGHT_NORM)
+
+
+def split_batch(batch: Batch, size: int) -> list[dict[str, Tensor]]:
+    """Splits all fields of a batch along dim 0 into microbatches of `size` samples."""
+    parts = zip(*(torch.split(value, size) for value in batch.values()), strict=True)
+    return [dict(zip(batch, values, strict=True)) for values in parts]
 
 
 def _select_fields(module: nn.Module, batch: Batch, num_skipped: int) -> dict[str, Tensor]:

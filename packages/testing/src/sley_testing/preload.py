@@ -33,16 +33,14 @@ def module_names() -> Iterator[str]:
 
 def _submodule_names(package: ModuleType) -> Iterator[str]:
     # `onerror` skips packages that cannot be imported.
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None):
-        if not module.name.endswith("__main__"):
-            yield module.name
+    modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None)
+    return (module.name for module in modules if not module.name.endswith("__main__"))
 
 
 def assemble_once() -> None:
     """Assembles a small run, so that ranks inherit state that torch and pydantic create lazily.
 
-    The run takes no step, since autograd does not work in a process that was forked after a backward. The random state of this
-    process does not change.
+    The run takes no step, since autograd does not work in a process that was forked after a backward.
     """
     from sley_core.comm.backends import installed_transports
     from sley_core.comm.world import World

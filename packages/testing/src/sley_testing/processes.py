@@ -2,9 +2,8 @@
 
 A fresh interpreter needs seconds of CPU time to import torch, which the server has already imported. `runpy` executes the
 module as `__main__` in a separate session, folder and environment. Python modules that the program starts with `subprocess` are
-forked too (`fork_children`). A forked program differs from a fresh interpreter: it has the server's interpreter flags and does
-not call `atexit` functions. In /proc it has the server's environment, so `processes_with` finds it only by the variable MARK.
-Processes are found in /proc, which only Linux has.
+forked too (`fork_children`). A forked program has the server's interpreter flags and does not call `atexit` functions. In /proc,
+which only Linux has, it has the server's environment, so `processes_with` finds it only by the variable MARK.
 """
 
 import ctypes
@@ -70,10 +69,7 @@ def descendants(pid: int | None = None) -> list[Process]:
 
 
 def processes_with(variable: str, value: str) -> list[Process]:
-    """Returns every process that was started with `variable=value` in its environment, including orphans.
-
-    A test sets a unique value for a program, and calls this function after the program has ended.
-    """
+    """Returns every process that was started with `variable=value` in its environment, including orphans."""
     entry = f"{variable}={value}".encode()
     name = f"{value[-_NAME_LENGTH:]}\n" if variable == MARK else None
     result = []
@@ -101,7 +97,6 @@ def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_
 
 
 def _processes() -> Iterator[Process]:
-    """Yields all living processes of this machine, from /proc."""
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
             with suppress(OSError):
@@ -132,13 +127,11 @@ class ForkedProgram:
 
     @property
     def pid(self) -> int:
-        """The id of the process."""
         assert self._process.pid is not None, "the process has not started"
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or None while the program runs."""
         return self.poll()
 
     def poll(self) -> int | None:
@@ -207,9 +200,8 @@ def fork_children(path: Sequence[str]) -> None:
 
 
 def _parse_module_command(command: Any) -> tuple[bool, str, list[str]] | None:
-    """Returns whether the command has the option `-P` (no current folder in `sys.path`), the module, and its arguments.
-
-    Returns None if the command is not `python -m module` of this interpreter, or has other options than `-P` and `-u`.
+    """Returns whether the command has the option `-P` (no current folder in `sys.path`), the module, and its arguments; None if
+    the command is not `python -m module` of this interpreter, or has other options than `-P` and `-u`.
     """
     if not isinstance(command, list | tuple) or "-m" not in command or command[0] != sys.executable:
         return None
@@ -225,10 +217,9 @@ def _run_child(
     ready_file: int,
     initial_modules: Set[str],
 ) -> NoReturn:
-    """Applies the `options` of `subprocess` to the forked process, runs the module, and exits with its code.
-
-    path: the `sys.path` of a fresh process. ready_file: the end of a pipe, which is closed once the session exists.
-    initial_modules: the names of the modules of a fresh process.
+    """Applies the `options` of `subprocess` to the forked process, runs the module, and exits with its code. path,
+    initial_modules: the `sys.path` and the names of the modules of a fresh process. ready_file: the end of a pipe, which is
+    closed once the session exists.
     """
     code = 255
     try:
@@ -282,10 +273,7 @@ def run_module(
 
 
 def _reset_process(initial_modules: Set[str]) -> None:
-    """Undoes what the forking program may have changed in the process, except the state of installed modules.
-
-    initial_modules: the names of the modules of a fresh process.
-    """
+    """Undoes what the forking program may have changed in the process, except the state of installed modules."""
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]  # private
     faulthandler.disable()
     gc.enable()

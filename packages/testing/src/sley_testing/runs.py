@@ -29,8 +29,8 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.protocols import Counts
 from sley_testing.collectives import Collective, collectives
-from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.plain import NamedParameters, PlainLoop, assert_step
+from sley_testing.parity import assert_close_gradients, assert_same_bits, noise_floor
+from sley_testing.plain import NamedParameters, PlainLoop, assert_step, split_batch
 from sley_trainer.assemble import assemble
 from sley_trainer.loop import Row
 from sley_trainer.run import Run
@@ -102,10 +102,10 @@ def record(
             assert restored is not None, load
             recorded.notes = restored.notes
         recorded.first = weights(run)
-        for number in range(num_steps):
+        for index in range(num_steps):
             if before_step is not None:
-                before_step(run, number)
-            local_batch = None if batches is None else batches[number]
+                before_step(run, index)
+            local_batch = None if batches is None else batches[index]
             if isinstance(local_batch, Mapping):  # select this rank's rows
                 local_batch = {name: value[run.rows] for name, value in local_batch.items()}
             elif local_batch is not None:
@@ -223,15 +223,12 @@ def assert_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision:
 
 def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
     """Asserts parity of ranks that may each hold only a part of the model, and that each parameter is on a rank."""
-    weight_tolerance = WEIGHTS[precision]
-    # A gradient below this share of the model's largest gradient is rounding noise.
-    floor = 1e-6 * max((float(gradient.double().norm()) for gradient in reference.gradients[0].values()), default=0.0)
+    weight_tolerance, floor = WEIGHTS[precision], noise_floor(reference.gradients[0])
     for rank, layout in enumerate(layouts):
         assert_same_bits(_select(reference.first, layout.first), layout.first)
         local_gradients = layout.gradients[0]
-        assert_close_gradients(
-            _select(reference.gradients[0], local_gradients), local_gradients, GRADIENTS[precision], floor=floor
-        )
+        expected_gradients = _select(reference.gradients[0], local_gradients)
+        assert_close_gradients(expected_gradients, local_gradients, GRADIENTS[precision], floor=floor)
         _assert_close_rows(reference.rows, layout.rows, precision, rank)
         assert_close_gradients(_select(reference.weights, layout.weights), layout.weights, weight_tolerance)
         if reference.held_out is not None:
@@ -291,9 +288,7 @@ def assert_by_hand(
     loop = PlainLoop(named, CrossEntropy(CrossEntropyConfig()), optimizer=make_loop_optimizer)
     loop.load(start)
     for batch, row, gradients in zip(batches, recorded.rows, recorded.gradients, strict=True):
-        parts = zip(*(torch.split(value, micro_size) for value in batch.values()), strict=True)
-        micro_batches = [dict(zip(batch, values, strict=True)) for values in parts]
-        assert_step(loop.step(micro_batches), row, gradients, {}, tolerance)
+        assert_step(loop.step(split_batch(batch, micro_size)), row, gradients, {}, tolerance)
     weights = loop.weights
     assert_close_gradients({name: weights[name] for name in recorded.weights}, recorded.weights, tolerance)
 

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import safe_open
@@ -23,7 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from sley_core.errors import RunError
 from sley_core.plan.plan import Plan
 from sley_core.records import GradientHandlerRecord
-from sley_testing.parity import relative_errors
+from sley_testing.parity import relative_error
 from sley_testing.runs import BF16_SUMS, GRADIENTS, WEIGHTS, gradients, weights
 from sley_trainer.run import Run
 from sley_trainer.update import CLIP_EPSILON
@@ -48,12 +48,13 @@ _LIKELY_CAUSES: dict[Quantity, str] = {
 @dataclass(frozen=True)
 class Limits:
     """Holds the allowed relative errors. first_step: the limit in step 1, which starts from equal weights. later_steps: the
-    limit for later steps, and for weights in every step. handlers: the sum of the tolerances of the plan's gradient handlers.
+    limit for later steps, and for weights in every step. handler_tolerance: the sum of the tolerances of the plan's gradient
+    handlers.
     """
 
     first_step: float
     later_steps: float
-    handlers: float = 0.0
+    handler_tolerance: float = 0.0
 
     def limit_for(self, quantity: Quantity, step: int) -> float:
         """Returns the limit for `quantity` in `step`, counted from 1. It is 0 for first values."""
@@ -61,7 +62,7 @@ class Limits:
             return 0.0
         base = self.first_step if step == 1 and quantity != "weight" else self.later_steps
         # No gradient affects the loss of the first step.
-        return base if step == 1 and quantity == "loss" else base + self.handlers
+        return base if step == 1 and quantity == "loss" else base + self.handler_tolerance
 
 
 @dataclass(frozen=True)
@@ -86,23 +87,20 @@ class Comparison:
 
 @dataclass
 class RankFindings:
-    """Holds the comparisons of one rank in order. skipped: the steps that it skipped because of non-finite gradients."""
+    """Holds the comparisons of one rank in order. skipped_steps: those that it skipped because of non-finite gradients."""
 
     rank: int
     stage: int
-    skipped: list[int] = field(default_factory=list)
+    skipped_steps: list[int] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
 
 
 def read_findings(folder: Path, num_ranks: int) -> list[RankFindings]:
-    """Reads the findings of all ranks from `folder`."""
     return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(num_ranks)]
 
 
-def largest_errors(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Comparison, int]]:
-    """Returns for each compared quantity the comparison with the largest error relative to its limit, and the number of
-    distinct names.
-    """
+def find_largest_errors(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Comparison, int]]:
+    """Returns for each compared quantity the comparison with the largest error relative to its limit, and how many names."""
 
     def share_of_limit(comparison: Comparison) -> tuple[float, float]:
         limit = limits.limit_for(comparison.quantity, comparison.step)
@@ -110,14 +108,17 @@ def largest_errors(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[
 
     results = []
     for quantity in QUANTITIES:
-        comparisons = [comparison for rank in ranks for comparison in rank.comparisons if comparison.quantity == quantity]
-        if comparisons:
+        if comparisons := [comparison for comparison in _all_comparisons(ranks) if comparison.quantity == quantity]:
             num_names = len({comparison.name for comparison in comparisons})
             results.append((max(comparisons, key=share_of_limit), num_names))
     return results
 
 
-def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[RankFindings, Comparison]]:
+def _all_comparisons(ranks: Sequence[RankFindings]) -> Iterator[Comparison]:
+    return (comparison for rank in ranks for comparison in rank.comparisons)
+
+
+def find_differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[RankFindings, Comparison]]:
     """Returns the comparisons whose error exceeds the limit, with their ranks, by step, quantity, model position and rank."""
     keyed = [
         ((comparison.step, QUANTITIES.index(comparison.quantity), rank.stage, position, rank.rank), rank, comparison)
@@ -130,7 +131,7 @@ def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Ran
 
 def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> Iterator[str]:
     """Yields the lines of the report: the agreement or the first difference, then the largest error of each quantity."""
-    all_differences = differences(ranks, limits)
+    all_differences = find_differences(ranks, limits)
     if all_differences:
         yield from _describe_first_difference(all_differences)
     else:
@@ -139,7 +140,7 @@ def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) 
         yield f"{subject} and {single} agree over {num_steps} step{'s' * (num_steps != 1)}"
     yield ""
     yield f"{'':<16}{'largest error':>14}{'allowed':>12}  where"
-    for largest, num_names in largest_errors(ranks, limits):
+    for largest, num_names in find_largest_errors(ranks, limits):
         location = f"{largest.name}, " if largest.name else ""
         location += "before the first step" if largest.step == 0 else f"step {largest.step}"
         location += f" (of {num_names})" if num_names > 1 else ""
@@ -153,7 +154,7 @@ def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) 
         yield f"skipped because gradients are not finite in this precision: step {', '.join(map(str, skipped))}"
 
 
-def has_taken_no_step(ranks: Sequence[RankFindings], num_steps: int) -> bool:
+def is_every_step_skipped(ranks: Sequence[RankFindings], num_steps: int) -> bool:
     """Returns whether every step was skipped because of non-finite gradients."""
     return len(_skipped_steps(ranks)) == num_steps
 
@@ -161,29 +162,28 @@ def has_taken_no_step(ranks: Sequence[RankFindings], num_steps: int) -> bool:
 def _noisy_parameters(ranks: Sequence[RankFindings]) -> list[str]:
     """Returns a text for each parameter with rounding noise: its name and the number of noisy elements."""
     num_noise: dict[str, int] = {}
-    for comparison in (comparison for rank in ranks for comparison in rank.comparisons if comparison.num_noise):
-        num_noise[comparison.name] = max(num_noise.get(comparison.name, 0), comparison.num_noise)
+    for comparison in _all_comparisons(ranks):
+        if comparison.num_noise:
+            num_noise[comparison.name] = max(num_noise.get(comparison.name, 0), comparison.num_noise)
     return [f"{name} ({count:,} element{'' if count == 1 else 's'})" for name, count in num_noise.items()]
 
 
 def _skipped_steps(ranks: Sequence[RankFindings]) -> list[int]:
-    """Returns the steps that at least one rank skipped."""
-    return sorted({step for rank in ranks for step in rank.skipped})
+    return sorted({step for rank in ranks for step in rank.skipped_steps})
 
 
 def findings_to_json(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> dict[str, Any]:
     """Returns the report with all differences in causal order as JSON data. A non-finite number becomes None."""
+    differences = find_differences(ranks, limits)
     return {
-        "agrees": not differences(ranks, limits) and not has_taken_no_step(ranks, num_steps),
+        "agrees": not differences and not is_every_step_skipped(ranks, num_steps),
         "ranks": len(ranks),
         "steps": num_steps,
         "largest": [
             {**_to_json(largest), "allowed": limits.limit_for(largest.quantity, largest.step), "num_names": num_names}
-            for largest, num_names in largest_errors(ranks, limits)
+            for largest, num_names in find_largest_errors(ranks, limits)
         ],
-        "differs": [
-            {"rank": rank.rank, "stage": rank.stage, **_to_json(comparison)} for rank, comparison in differences(ranks, limits)
-        ],
+        "differs": [{"rank": rank.rank, "stage": rank.stage, **_to_json(comparison)} for rank, comparison in differences],
         "not_compared": _noisy_parameters(ranks),
         "not_taken": _skipped_steps(ranks),
     }
@@ -221,13 +221,13 @@ NOISE = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 2.0**-13, "bf16": 2.0**-10}
 """By precision: a gradient is rounding noise if its norm is below this share of the model's largest gradient norm.
 
 An example is the bias of a key projection, which softmax cancels. Adam turns noise into full-size steps in random directions,
-so the weight of such a gradient cannot be compared. In a fused weight, for example of queries, keys and values, some elements
-of the gradient can be noise although the gradient as a whole agrees."""
+so the weight of such a gradient cannot be compared. In a fused weight of queries, keys and values, only some elements of the
+gradient may be noise."""
 
 _ROW_QUANTITIES: dict[str, Quantity] = {"loss": "loss", "grad_norm": "gradient norm", "held_out_loss": "held-out loss"}
 
 
-def limits(plan: Plan, tolerance: float | None = None) -> Limits:
+def compute_limits(plan: Plan, tolerance: float | None = None) -> Limits:
     """Returns the allowed errors: `tolerance` if it is given, 0 for the canonical reduction, else the limits of the plan's
     precision and the tolerances of its gradient handlers.
     """
@@ -235,11 +235,8 @@ def limits(plan: Plan, tolerance: float | None = None) -> Limits:
         return Limits(tolerance, tolerance)
     if plan.parallel.reduction == "canonical":
         return Limits(0.0, 0.0)
-    handlers: list[tuple[GradientHandlerRecord, Any]] = [
-        (handler.record, handler.config)  # type: ignore[misc]  # a list of handlers has no factories
-        for handler in plan.gradient_handlers
-    ]
-    handler_tolerance = sum(record.tolerance_for(config) for record, config in handlers)
+    records = [(cast(GradientHandlerRecord, handler.record), handler.config) for handler in plan.gradient_handlers]
+    handler_tolerance = sum(record.tolerance_for(config) for record, config in records)
     precision = BF16_SUMS if plan.precision.gradients == "bf16" else plan.precision.compute
     return Limits(GRADIENTS[precision], WEIGHTS[precision], handler_tolerance)
 
@@ -267,8 +264,8 @@ class StepComparer:
         precision = run.plan.precision.compute
         self._run = run
         self._folder = folder
-        self._limits = limits(run.plan)
-        self._weight_limit = WEIGHTS[precision] + self._limits.handlers
+        self._limits = compute_limits(run.plan)
+        self._weight_limit = WEIGHTS[precision] + self._limits.handler_tolerance
         self._noise_share = NOISE[precision]
         self._noise_floor = 0.0
         # Names of parameters whose gradient norm was below the noise floor in a step so far. Noise determines their weights.
@@ -286,7 +283,7 @@ class StepComparer:
             reference = json.loads((self._folder / f"row-{step}.json").read_text("utf-8"))
             findings.comparisons += _compare_numbers(step, row, reference)
             if row.get("skipped") and reference.get("skipped"):
-                findings.skipped.append(step)  # gradients that are not finite cannot be compared
+                findings.skipped_steps.append(step)  # gradients that are not finite cannot be compared
             else:
                 unclipped = _undo_clipping(gradients(run), row, run.plan.optimizer.config.clip_norm)
                 self._record_noise(step, unclipped)
@@ -297,7 +294,6 @@ class StepComparer:
     def _compare_tensors(
         self, quantity: Quantity, step: int, actual_tensors: Mapping[str, Tensor], file_name: str
     ) -> list[Comparison]:
-        """Compares the tensors of this rank with those in a file of the reference."""
         with safe_open(tensor_file(self._folder, step, file_name), "pt") as expected_tensors:
             return [
                 self._compare_tensor(quantity, step, name, expected_tensors.get_tensor(name), tensor)
@@ -306,14 +302,15 @@ class StepComparer:
 
     def _compare_tensor(self, quantity: Quantity, step: int, name: str, expected: Tensor, actual: Tensor) -> Comparison:
         """Compares one tensor. If its error exceeds the limit, compares it again without elements whose gradient is noise."""
-        error = relative_errors({name: expected}, {name: actual})[name]
+        assert actual.shape == expected.shape, f"{name} has the shape {list(actual.shape)}, not {list(expected.shape)}"
+        error = relative_error(expected, actual)
         norms, factor, num_noise = (_norm(expected), _norm(actual)), _common_factor(expected, actual, error), 0
         if step > 0 and error > self._limits.limit_for(quantity, step) and math.isfinite(norms[1]):
             noise = self._noise_masks.get(name) if quantity == "weight" else None
             if name in self._noise_parameters and (quantity == "weight" or norms[1] <= 8 * self._noise_floor):
                 error, num_noise = 0.0, expected.numel()
             elif noise is not None:
-                error = relative_errors({name: expected}, {name: torch.where(noise, expected, actual)})[name]
+                error = relative_error(expected, torch.where(noise, expected, actual))
                 num_noise = int(noise.count_nonzero())
         return Comparison(quantity, step, name, error, *norms, factor, num_noise)
 
@@ -337,10 +334,9 @@ def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
     """Raises RunError `not-compared` if one process saved a first value, gradient or weight that no rank has compared."""
     saved: list[tuple[Quantity, int]] = [("first value", 0)]
     for step in range(1, 1 + sum(1 for _ in folder.glob("row-*.json"))):
-        skipped = any(step in rank.skipped for rank in ranks)
-        saved += [("weight", step)] if skipped else [("gradient", step), ("weight", step)]
+        saved += [("weight", step)] if step in _skipped_steps(ranks) else [("gradient", step), ("weight", step)]
     compared_names: dict[tuple[Quantity, int], set[str]] = {}
-    for comparison in (comparison for rank in ranks for comparison in rank.comparisons):
+    for comparison in _all_comparisons(ranks):
         compared_names.setdefault((comparison.quantity, comparison.step), set()).add(comparison.name)
     for quantity, step in saved:
         with safe_open(tensor_file(folder, step, "gradients" if quantity == "gradient" else "weights"), "pt") as tensors:
@@ -350,7 +346,7 @@ def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
                 raise RunError("not-compared", message)
 
 
-def dropout_modules(run: Run) -> list[str]:
+def find_dropout_modules(run: Run) -> list[str]:
     """Returns the names of modules with dropout: torch's dropout modules with `p` > 0, and modules with `dropout` > 0."""
     modules = [pair for layer in run.layers for pair in layer.module.named_modules(prefix=layer.name)]
     rates = {name: getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0) for name, module in modules}
@@ -366,7 +362,6 @@ def _take_steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float
 
 
 def _compare_numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Comparison]:
-    """Yields the comparison of each number in `row` with the same number in `reference`."""
     for key, quantity in _ROW_QUANTITIES.items():
         if key in reference:
             expected, actual = float(reference[key]), float(row[key])
@@ -376,9 +371,8 @@ def _compare_numbers(step: int, row: Mapping[str, float], reference: Mapping[str
 
 
 def _common_factor(expected: Tensor, actual: Tensor, error: float) -> float | None:
-    """Returns the factor by which `actual` differs from `expected`, if it is the same for all elements within 0.1 %.
-
-    Returns None if there is no such factor, or if `error` is at most 1 % or not finite.
+    """Returns the factor by which `actual` differs from `expected`, if it is the same for all elements within 0.1 %, else
+    None. Also returns None if `error` is at most 1 % or not finite.
     """
     if not 0.01 < error < math.inf:
         return None

@@ -6,8 +6,7 @@
         def read(self, folder):
             return [(step, name, value), ...]
 
-The tests run in this process. They cover a run, two writers in one folder, steps that a resumed run repeats, a full disk, and
-the files that a killed process leaves.
+The tests run in this process.
 """
 
 import math
@@ -15,14 +14,14 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import MetricsWriter, RewindableWriter
-from sley_testing.plans import small_plan
+from sley_testing.plans import Tables, small_plan
 from sley_trainer.assemble import assemble
 
 Point = tuple[int, str, float | None]
@@ -38,7 +37,7 @@ class MetricsWriterContract:
     can drop the rows of steps after a checkpoint (`rewind`). writes_files: whether the writer writes into its folder.
     """
 
-    writer: ClassVar[dict[str, Any]]
+    writer: ClassVar[Tables]
     writes_at_once: ClassVar[bool] = True
     can_resume: ClassVar[bool] = True
     writes_files: ClassVar[bool] = True
@@ -60,13 +59,13 @@ class MetricsWriterContract:
             {"step": 2, "loss": -1e-30, "held_out_loss": 3.0, "tokens": 10**9},
             {"step": 3, "norms/layer.0": 0.0, "loss/code": 1.5, "held_out/web text/loss": 2.5},
         ]
-        self._write(tmp_path, rows)
+        self._write_rows(tmp_path, rows)
         self._assert_rows(tmp_path, rows)
 
     def test_non_finite_numbers_hide_no_others(self, tmp_path: Path) -> None:
         """Expects the other numbers of the row, and later rows, to be readable."""
         rows = [{"step": 1, "loss": math.nan, "lr": 0.5}, {"step": 2, "loss": math.inf}, {"step": 3, "loss": 1.0}]
-        self._write(tmp_path, rows)
+        self._write_rows(tmp_path, rows)
         values = {(step, name): value for step, name, value in self.read(tmp_path)}
         for key, expected in {(1, "lr"): 0.5, (3, "loss"): 1.0}.items():
             assert values.get(key) == expected, f"{key} is {values.get(key)}, next to a number that is not finite"
@@ -76,8 +75,8 @@ class MetricsWriterContract:
     def test_reopened_folder_keeps_rows(self, tmp_path: Path) -> None:
         """Writes with one writer, then with a second one in the same folder, as a resumed run does."""
         rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3, 4)]
-        self._write(tmp_path, rows[:2])
-        self._write(tmp_path, rows[2:])
+        self._write_rows(tmp_path, rows[:2])
+        self._write_rows(tmp_path, rows[2:])
         self._assert_rows(tmp_path, rows)
 
     def test_repeated_steps_are_written_once(self, tmp_path: Path) -> None:
@@ -87,12 +86,12 @@ class MetricsWriterContract:
         for reopens in (False, True):
             folder = tmp_path / str(reopens)
             folder.mkdir()
-            writer = self._writer(folder)
+            writer = self._build_writer(folder)
             for step in (1, 2, 3):
                 writer.write({"step": step, "loss": 1.0 / step})
             if reopens:
                 writer.close()
-                writer = self._writer(folder)
+                writer = self._build_writer(folder)
             assert isinstance(writer, RewindableWriter), "the writer has no `rewind`: repeated steps would be written twice"
             writer.rewind(1)
             writer.write({"step": 2, "loss": 7.0})
@@ -101,7 +100,7 @@ class MetricsWriterContract:
 
     def test_rows_are_on_disk_after_write_and_close(self, tmp_path: Path) -> None:
         """Reads the folder directly after `write`, as after a kill, and after two closes. The second must do nothing."""
-        writer = self._writer(tmp_path)
+        writer = self._build_writer(tmp_path)
         writer.write({"step": 1, "loss": 1.0})
         points = self._read_points(tmp_path) if self.writes_at_once else [(1, "loss", 1.0)]
         writer.close()
@@ -117,7 +116,7 @@ class MetricsWriterContract:
         """Expects `write` or `close` to raise an error, so that no row is lost silently."""
         if not self.writes_files:
             pytest.skip("the writer does not write into its folder (`writes_files`)")
-        writer, num_rows = self._writer(tmp_path), MAX_FILE_BYTES // 8
+        writer, num_rows = self._build_writer(tmp_path), MAX_FILE_BYTES // 8
         is_refused = False
         with _limit_file_size(MAX_FILE_BYTES):
             try:
@@ -132,14 +131,12 @@ class MetricsWriterContract:
         label = f"the disk is full after {MAX_FILE_BYTES} bytes, and {num_written} of {num_rows} rows are written"
         assert is_refused, f"{label}, but neither write nor close raises an error"
 
-    def _writer(self, folder: Path) -> MetricsWriter:
-        """Builds the writer as rank 0 of a run does."""
+    def _build_writer(self, folder: Path) -> MetricsWriter:
         writer: MetricsWriter = plan_from_dict(small_plan(metrics=[self.writer])).metrics[0].build(folder)
         return writer
 
-    def _write(self, folder: Path, rows: Iterable[Mapping[str, float | int]]) -> None:
-        """Writes `rows` with a new writer and closes it."""
-        writer = self._writer(folder)
+    def _write_rows(self, folder: Path, rows: Iterable[Mapping[str, float | int]]) -> None:
+        writer = self._build_writer(folder)
         for row in rows:
             writer.write(row)
         writer.close()
@@ -148,7 +145,6 @@ class MetricsWriterContract:
         return sorted((step, name, value) for step, name, value in self.read(folder) if name != "step")
 
     def _assert_rows(self, folder: Path, rows: Iterable[Mapping[str, float | int]]) -> None:
-        """Asserts that the folder has exactly the numbers of `rows`, each once."""
         expected = {(int(row["step"]), name): value for row in rows for name, value in row.items() if name != "step"}
         values: dict[tuple[int, str], float | None] = {}
         for step, name, value in self._read_points(folder):

@@ -69,15 +69,15 @@ def verify(
 
     arguments = {"path": str(plan), "overrides": overrides, "steps": steps}
     ranks_findings = _compare_with_one_process(loaded, world_size, arguments, settings)
-    allowed = comparison.limits(loaded, tolerance)
+    allowed = comparison.compute_limits(loaded, tolerance)
     if output_format is console.OutputFormat.json:
         typer.echo(json.dumps(comparison.findings_to_json(ranks_findings, allowed, steps), indent=2))
     else:
         typer.echo("\n".join(comparison.report_lines(ranks_findings, allowed, steps)))
-    is_idle = comparison.has_taken_no_step(ranks_findings, steps)
+    is_idle = comparison.is_every_step_skipped(ranks_findings, steps)
     if is_idle:
         console.print_line("no step updated the weights, so no weight was compared; use more `--steps`")
-    raise typer.Exit(EXIT_RUN_FAILED if is_idle or comparison.differences(ranks_findings, allowed) else EXIT_OK)
+    raise typer.Exit(EXIT_RUN_FAILED if is_idle or comparison.find_differences(ranks_findings, allowed) else EXIT_OK)
 
 
 def _compare_with_one_process(
@@ -89,14 +89,14 @@ def _compare_with_one_process(
     """
     import torch
 
-    from sley_testing.verify import check_complete, dropout_modules, read_findings, save_reference
+    from sley_testing.verify import check_complete, find_dropout_modules, read_findings, save_reference
     from train_cli.local_launch import launch
     from train_cli.rank import open_run
 
     with TemporaryDirectory(prefix="sley-verify-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with open_run(one_process_plan(plan), folder) as (run, signal_handler):
-            if plan.parallel.sp > 1 and (layers := dropout_modules(run)):
+            if plan.parallel.sp > 1 and (layers := find_dropout_modules(run)):
                 reason = f"`{layers[0]}` draws different random numbers for each slice"
                 message = f"a model with dropout cannot be compared with sp > 1, since {reason}"
                 raise UsageError("verify-dropout", message, hint="remove the dropout or `sp` to verify the plan")
