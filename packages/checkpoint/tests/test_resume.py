@@ -17,7 +17,7 @@ import torch
 from sley_core.comm.world import World
 from sley_core.errors import SleyError
 from sley_core.plan.load import plan_from_dict
-from sley_testing.attention_contract import tables as with_dropout
+from sley_testing.attention_contract import sequence_plan
 from sley_testing.plans import changed, small_plan, write_texts
 from sley_testing.runs import assert_same_run, record, save_at
 from sley_testing.state_contract import CheckpointerContract
@@ -212,7 +212,7 @@ def take_steps_with_a_resume(tables: dict[str, Any], path: Path) -> list[Steps]:
 
 
 def test_random_numbers_continue_and_differ_between_ranks(tmp_path, ranks):
-    tables = changed(with_dropout(None, dropout=0.3), run__steps=4, **DP)
+    tables = changed(sequence_plan(None, dropout=0.3), run__steps=4, **DP)
     results = ranks(2, init=False)(take_steps_with_a_resume, tables, tmp_path / "saved")
     for uninterrupted, resumed in results:
         assert resumed.losses == uninterrupted.losses[2:]

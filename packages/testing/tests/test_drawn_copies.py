@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.comm.device import free, grow
-from sley_testing.drawn_copies import DrawnDevice, Site, safe_to_print, skip_wait, storage_guard, wait_sites
+from sley_testing.drawn_copies import DrawnDevice, Site, patch_tensor_repr, skip_wait, storage_guard, wait_sites
 
 
 class Bench:
@@ -319,5 +319,5 @@ def test_backward_is_watched() -> None:
 
 def test_freed_tensors_can_be_printed() -> None:
     """Otherwise the process would crash while pytest formats the traceback of a failed test."""
-    with safe_to_print():
+    with patch_tensor_repr():
         assert repr([freed_tensor(4, 4), torch.ones(1)]) == "[<float32 [4, 4], freed>, tensor([1.])]"

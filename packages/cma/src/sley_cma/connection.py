@@ -219,7 +219,6 @@ class Connection:
     @classmethod
     def open(cls, members: Members, num_rings: int, channel: dist.ProcessGroup, timeout_s: float) -> "Connection | None":
         """Connects `members`, or returns None on all of them if any pair cannot connect. This is a collective over `channel`.
-
         timeout_s: the time limit of every wait.
         """
         connection = cls(members, num_rings, timeout_s)
@@ -237,18 +236,16 @@ class Connection:
         return connection if all(gather_values(is_connected, channel)) else None
 
     def read(self, peer: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan], label: str) -> None:
-        """Copies the spans `remote` of the peer's memory to the spans `local` of equal sizes.
-
-        peer: the peer's coordinate. label: the description of the exchange for errors. Raises RunError `collective-failed` if
-        the peer has ended or its memory cannot be read.
+        """Copies the spans `remote` of the peer's memory to the spans `local` of equal sizes. peer: the peer's coordinate.
+        label: the description of the exchange for errors. Raises RunError `collective-failed` if the peer has ended or its
+        memory cannot be read.
         """
         num_bytes = -1 if self._has_ended(peer) else read(self._addresses[peer].pid, local, remote)
         self._check_copy(num_bytes, remote, peer, label)
 
     def push(self, peer: int, local: Sequence[MemorySpan], index: int, label: str) -> None:
-        """Copies the spans `local`, one after another, to the peer's inbox, starting at the word `index`.
-
-        Raises RunError `collective-failed` if the peer has ended or its memory cannot be written.
+        """Copies the spans `local`, one after another, to the peer's inbox, starting at the word `index`. Raises RunError
+        `collective-failed` if the peer has ended or its memory cannot be written.
         """
         address = self._addresses[peer].inbox + index * WORD_BYTES
         remote = []
@@ -259,10 +256,9 @@ class Connection:
         self._check_copy(num_bytes, remote, peer, label)
 
     def wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Turn) -> None:
-        """Calls `condition` until it returns True. After a millisecond, sleeps between the calls.
-
-        late_peer: a function that returns the coordinate of a peer that delays the wait, or None. turn: the description of the
-        exchange. Raises RunError `collective-failed` if that peer has ended or exceeds `timeout_s`.
+        """Calls `condition` until it returns True. After a millisecond, sleeps between the calls. late_peer: a function that
+        returns the coordinate of a peer that delays the wait, or None. turn: the description of the exchange. Raises RunError
+        `collective-failed` if that peer has ended or exceeds `timeout_s`.
         """
         start = last_check = time.perf_counter()
         progress = turn.members.progress

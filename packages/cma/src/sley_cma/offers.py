@@ -67,10 +67,9 @@ class Offers:
         return number
 
     def wait_addresses(self, peer: int, number: int, label: str) -> Sequence[int]:
-        """Waits for the peer's offer `number`, and returns the addresses of its tensors in the peer's memory.
-
-        Raises RunError `ranks-differ` if this rank's offer `number` has another mark or size, and `collective-failed` if the
-        peer has ended or exceeds the time limit.
+        """Waits for the peer's offer `number`, and returns the addresses of its tensors in the peer's memory. Raises RunError
+        `ranks-differ` if this rank's offer `number` has another mark or size, and `collective-failed` if the peer has ended or
+        exceeds the time limit.
         """
         slot = number % MAX_OPEN_OFFERS
         self._wait_word(self._inbox.number_index(peer, self._ring, slot), number, peer, label, is_read=False)
@@ -103,9 +102,8 @@ class Offers:
         return self._late_peer(self._inbox.confirmation_index, number)
 
     def wait_read(self, number: int, label: str) -> None:
-        """Waits until every peer has read this rank's offer `number`, and closes the offer.
-
-        Raises RunError `collective-failed` if a peer has ended or exceeds the time limit.
+        """Waits until every peer has read this rank's offer `number`, and closes the offer. Raises RunError `collective-failed`
+        if a peer has ended or exceeds the time limit.
         """
         for peer in self.peers:
             index = self._inbox.confirmation_index(peer, self._ring, number % MAX_OPEN_OFFERS)

@@ -51,10 +51,9 @@ class CmaTransport(Transport):
 
 
 def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
-    """Connects `members` by cross-memory attach, and returns a transport of host tensors for each of `channels`.
-
-    timeout_s: the time limit of every wait. Returns {} on all ranks if any rank cannot read a peer's memory. This is a
-    collective over `members`.
+    """Connects `members` by cross-memory attach, and returns a transport of host tensors for each of `channels`. timeout_s: the
+    time limit of every wait. Returns {} on all ranks if any rank cannot read a peer's memory. This is a collective over
+    `members`.
     """
     # All members of the first channel join, and each rank connects its groups in the order of the table of groups.
     connection = Connection.open(members, RINGS * len(channels), next(iter(channels.values())), timeout_s)
@@ -155,7 +154,6 @@ class AllReduce(Work):
 
     def _wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Callable[[], Turn]) -> None:
         """Waits until `condition()`, and advances all sums meanwhile, since ranks may wait for their sums in different orders.
-
         late_peer: a function that returns a peer that delays the wait, or None. turn: a function that returns the description
         of the wait. The time limit restarts when a sum advances.
         """
@@ -358,9 +356,8 @@ class _PublishedGather(Work):
 
 
 def copy_local_rows(outputs: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) -> list[Tensor]:
-    """Copies this rank's shards to their rows of `outputs`, and returns the outputs as views [size, *shard's shape].
-
-    A shard that is already a view of its rows is not copied.
+    """Copies this rank's shards to their rows of `outputs`, and returns the outputs as views [size, *shard's shape]. A shard
+    that is already a view of its rows is not copied.
     """
     size = offers.members.size
     views = [output.view(size, *shard.shape) for output, shard in zip(outputs, shards, strict=True)]
@@ -372,9 +369,8 @@ def copy_local_rows(outputs: Sequence[Tensor], shards: Sequence[Tensor], offers:
 
 
 def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], label: str) -> None:
-    """Adds a tensor of each peer to `total`, in the order of peers, block by block.
-
-    addresses: the address of the tensor in each peer's memory. The caller must have waited for the peers' offers.
+    """Adds a tensor of each peer to `total`, in the order of peers, block by block. addresses: the address of the tensor in
+    each peer's memory. The caller must have waited for the peers' offers.
     """
     length = BLOCK_BYTES // total.element_size()
     memory = allocate_scratch(total)

@@ -5,7 +5,6 @@ LayerCaller ──> layer ──> ShardedModule.forward ──> unshard ──> 
 Executor ──> begin, wrap_action ───────────────────────┘
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.api.actions import Action, Kind
-from sley_core.api.comm import SentBytes
 from sley_core.api.model import ForwardPatch, Layer
 from sley_core.api.parts import Param, Parts, Phase
 from sley_core.api.plan import suggestion
@@ -26,41 +24,13 @@ from sley_core.protocols import WeightCommunicator
 from sley_isp.param_group import ParamGroup, PublishedShards, UnshardedGroup
 from sley_isp.plugin import ANYWHERE, CommunicatorConfig
 from sley_isp.prefetch import NO_CHANGE, Decision, PrefetchPolicy
-from sley_isp.reduce_scatter import MAX_IN_FLIGHT, GradientReducer, Reduction, WriteGradient
+from sley_isp.reduce_scatter import MAX_IN_FLIGHT, Counters, GradientReducer, Reduction, WriteGradient
 from sley_isp.sharded_layer import ShardedLayer, can_gather_for_layer
 from sley_isp.sharded_module import ShardedModule, is_shardable
 from sley_isp.vocabulary import ColumnEmbedding, GatheredHead, TokenGather, VocabularyHead, check_embeddings, find_head
 
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 """The types of actions in which any forward is a recomputation."""
-
-
-class Counters(SentBytes):
-    """Counts the exchanges of one rank in the form that `protocols.Counts` requires. totals: the counts of the running step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.totals: Counter[str] = Counter()
-        self._current: Counter[str] = Counter()
-        self._peaks = Counter(unsharded_groups=0, full_gradients=0)
-        self._report: dict[str, float] = {}
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self.totals = Counter(gathers=0, demand_gathers=0, gathered_bytes=0, reductions=0, reduced_bytes=0)
-
-    def change(self, name: str, difference: int) -> None:
-        """Adds `difference` to the current count `name`. `counts` reports its peak as `most_{name}`."""
-        self._current[name] += difference
-        self._peaks[name] = max(self._peaks[name], self._current[name])
-
-    def end_step(self) -> None:
-        super().end_step()
-        self._report = {f"{name}_per_step": total for name, total in self.totals.items()} | super().counts()
-
-    def counts(self) -> dict[str, float]:
-        """Returns the counts of the last training step and the peaks of all steps and evaluations."""
-        return self._report | {f"most_{name}": peak for name, peak in self._peaks.items()}
 
 
 class Communicator(WeightCommunicator):

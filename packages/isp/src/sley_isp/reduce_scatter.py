@@ -9,32 +9,52 @@ backward continues with another group. With one reduction per step, it is sent o
 exchanges but needs memory for all full gradients.
 """
 
-from __future__ import annotations
-
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import checksum
-from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout
-from sley_isp.param_group import padded_shape, remove_padding
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import Group, Work
-    from sley_core.api.parts import Param, Parts
-    from sley_isp.communicator import Counters
-    from sley_isp.param_group import ParamGroup
+from sley_core.api.comm import Group, SentBytes, Work, checksum
+from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout, Param, Parts
+from sley_isp.param_group import ParamGroup, padded_shape, remove_padding
 
 WriteGradient = Callable[[Tensor, bool], None]
 """A function `(full, accumulate)` that writes a gradient into `full`, of the store's dtype, or adds it if `accumulate`."""
 
 MAX_IN_FLIGHT = 2
 """The maximum number of reductions in flight, including the one being written, if they may overlap with the backward."""
+
+
+class Counters(SentBytes):
+    """Counts the exchanges of one rank in the form that `protocols.Counts` requires. totals: the counts of the running step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals: Counter[str] = Counter()
+        self._current: Counter[str] = Counter()
+        self._peaks = Counter(unsharded_groups=0, full_gradients=0)
+        self._report: dict[str, float] = {}
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.totals = Counter(gathers=0, demand_gathers=0, gathered_bytes=0, reductions=0, reduced_bytes=0)
+
+    def change(self, name: str, difference: int) -> None:
+        """Adds `difference` to the current count `name`. `counts` reports its peak as `most_{name}`."""
+        self._current[name] += difference
+        self._peaks[name] = max(self._peaks[name], self._current[name])
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._report = {f"{name}_per_step": total for name, total in self.totals.items()} | super().counts()
+
+    def counts(self) -> dict[str, float]:
+        """Returns the counts of the last training step and the peaks of all steps and evaluations."""
+        return self._report | {f"most_{name}": peak for name, peak in self._peaks.items()}
 
 
 @dataclass(eq=False)

@@ -10,8 +10,6 @@ FSDP2 treats all parameters in this way. For plain linears and embeddings, `shar
 copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,16 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 
-from sley_core.api.model import ForwardPatch, tensors_in
-from sley_core.api.parts import WeightGradientSink
+from sley_core.api.model import ForwardPatch, Layer, tensors_in
+from sley_core.api.parts import Param, Parts, WeightGradientSink
 from sley_core.errors import RunError
+from sley_isp.param_group import ParamGroup, UnshardedGroup
 from sley_isp.sharded_module import copy_or_add
 
 if TYPE_CHECKING:
-    from sley_core.api.model import Layer
-    from sley_core.api.parts import Param, Parts
     from sley_isp.communicator import Communicator
-    from sley_isp.param_group import ParamGroup, UnshardedGroup
 
 MIN_BYTES = 4096
 """The size in bytes below which these parameters are not sharded, since sharding less than a page saves no memory."""
@@ -72,7 +68,7 @@ class ShardedLayer:
     """
 
     def __init__(
-        self, communicator: Communicator, layer: Layer, params: Mapping[ParamGroup, Collection[Param]], parts: Parts
+        self, communicator: "Communicator", layer: Layer, params: Mapping[ParamGroup, Collection[Param]], parts: Parts
     ) -> None:
         self.communicator = communicator
         self.name = layer.name

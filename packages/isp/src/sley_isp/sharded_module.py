@@ -14,8 +14,6 @@ order, but their data differ, and may decide whether the input needs a gradient.
 no weight in its backward, unless the data make it run again on its own output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -26,14 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.parts import WeightGradientSink, add_at
+from sley_core.api.model import Layer
+from sley_core.api.parts import Param, Parts, WeightGradientSink, add_at
 from sley_core.api.weights import GradientUse, StandIn, autocast_input, no_view
+from sley_isp.param_group import ParamGroup
 
 if TYPE_CHECKING:
-    from sley_core.api.model import Layer
-    from sley_core.api.parts import Param, Parts
     from sley_isp.communicator import Communicator
-    from sley_isp.param_group import ParamGroup
 
 
 def is_shardable(module: nn.Module, attribute: str) -> bool:
@@ -69,7 +66,7 @@ class ShardedModule:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: "Communicator",
         group: ParamGroup,
         module: nn.Linear | nn.Embedding,
         params: dict[str, Param],

@@ -22,7 +22,7 @@ the statistics of each slice, where Megatron-LM needs three all-reduces (Shoeybi
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +32,8 @@ from sley_core.api.comm import Device, Group, Work
 from sley_core.api.model import Layer, row_chunks
 from sley_core.api.weights import HeadChunks, HeadLoss, LazyLogits, LogitsHead, autocast_input
 from sley_core.errors import PlanError
-from sley_isp.reduce_scatter import Reduction
+from sley_isp.reduce_scatter import Counters, Reduction
 from sley_isp.sharded_module import ShardedModule, find_parameter_users, is_shardable
-
-if TYPE_CHECKING:
-    from sley_isp.communicator import Counters
 
 NO_TARGET = -(1 << 62)
 """The target of a token with an ignored label. It differs from every label, so that invalid labels are not ignored too."""
@@ -45,7 +42,7 @@ NO_TARGET = -(1 << 62)
 class TokenGather:
     """Gathers tensors with one row per token over `group`, whose ranks must run the same microbatches in the same order."""
 
-    def __init__(self, group: Group, device: Device, counters: "Counters") -> None:
+    def __init__(self, group: Group, device: Device, counters: Counters) -> None:
         self.group = group
         self.device = device
         self.counters = counters

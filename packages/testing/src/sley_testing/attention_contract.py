@@ -4,8 +4,7 @@
         sequence = {"use": "ring.attention"}
 
 Each of two ranks holds half of every sequence. Its context and gradients are compared with core's causal attention over the
-whole sequence, also with fewer key heads than query heads, and with documents that begin in one half and end in the other. Then
-a small fp64 model is trained on two ranks and compared with one process.
+whole sequence. Then a small fp64 model is trained on two ranks and compared with one process.
 """
 
 import itertools
@@ -56,13 +55,12 @@ class CaseResult:
 
 
 def _make_group(world: World) -> Group:
-    """Returns the group `sp` of all ranks."""
     return world.groups(Topology.from_sizes(world.size, sp=world.size), 60)["sp"]
 
 
 def _build_attention(sequence: Tables, group: Group) -> SequenceCommunicator:
     """Returns a new sequence attention over `group`. sequence: the table `[sequence]`."""
-    component = plan_from_dict(tables(sequence)).sequence
+    component = plan_from_dict(sequence_plan(sequence)).sequence
     assert component is not None, sequence
     attention: SequenceCommunicator = component.build(group)
     return attention
@@ -104,10 +102,8 @@ class SequenceAttentionContract:
     sequence: ClassVar[Tables]
 
     def test_slice_results_equal_full_attention(self, ranks: Callable[..., Ranks]) -> None:
-        """Compares context and gradients. All ranks must issue the same collectives, and `detach` must undo `attach`.
-
-        The attention may refuse numbers of heads that two ranks cannot split evenly, but then on all ranks, since a rank would
-        wait forever for a peer that has refused.
+        """Compares context and gradients. All ranks must issue the same collectives, and `detach` must undo `attach`. The
+        attention may refuse numbers of heads that two ranks cannot split evenly, but then on all ranks.
         """
         cases = DIVISIBLE_CASES + INDIVISIBLE_CASES
         for case, results in zip(cases, zip(*ranks(2, 120)(run_cases, self.sequence, cases), strict=True), strict=True):
@@ -128,8 +124,8 @@ class SequenceAttentionContract:
     def test_runs_match_one_process(self, ranks: Callable[..., Ranks]) -> None:
         """Compares losses, norms, gradients and weights. One of two blocks is recomputed. Replicas must stay bit-identical."""
         activations = {"use": "core.recompute", "fraction": 0.5}
-        baseline = record(tables(None, activations=activations), NUM_STEPS)
-        plan = tables(self.sequence, activations=activations)
+        baseline = record(sequence_plan(None, activations=activations), NUM_STEPS)
+        plan = sequence_plan(self.sequence, activations=activations)
         recorded = ranks(2, 120)(record, plan, NUM_STEPS, records_calls=True)
         assert_parity(baseline, recorded, "fp64")
         assert_equal_replicas(recorded)
@@ -137,8 +133,8 @@ class SequenceAttentionContract:
 
     def test_dropout_is_repeatable_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
         """Compares two equal runs. One process drops other elements than slices do, so only its evaluation is compared."""
-        initial_loss = record(tables(None, dropout=0.3), 0).held_out
-        results = ranks(2, 120)(train_twice, tables(self.sequence, dropout=0.3))
+        initial_loss = record(sequence_plan(None, dropout=0.3), 0).held_out
+        results = ranks(2, 120)(train_twice, sequence_plan(self.sequence, dropout=0.3))
         for rank_initial_loss, first, second in results:
             assert rank_initial_loss == pytest.approx(initial_loss, rel=1e-10)
             assert_same_run(first, second)
@@ -188,7 +184,7 @@ def _relative_errors(attention: nn.Module, group: Group, case: Case, seed: int) 
     return [float((value - reference).abs().max() / reference.abs().max()) for value, reference in pairs]
 
 
-def tables(sequence: dict[str, Any] | None, dropout: float = 0.0, **changes: Any) -> dict[str, Any]:
+def sequence_plan(sequence: Tables | None, dropout: float = 0.0, **changes: Any) -> Tables:
     """Returns the contract's plan. sequence: the table `[sequence]` of a plan for two ranks; None for one process."""
     plan = model_plan(dropout, batch={"global_size": 4, "micro_size": 2}, optimizer={"use": "core.sgd", "lr": 0.01})
     return plan | ({"parallel": {"sp": 2, "dp": 1}, "sequence": sequence} if sequence else {}) | changes

@@ -52,7 +52,6 @@ class Verdict:
 
 def certify(distribution: str) -> Iterator[Verdict]:
     """Yields a failed verdict for each plugin of `distribution` that does not load; if all load, a verdict for each record.
-
     Yields nothing if the distribution has no plugin.
     """
     loader = Loader()

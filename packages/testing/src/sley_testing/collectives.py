@@ -80,7 +80,6 @@ class Collective:
 
 def assert_same_sequence(sequences: Sequence[Sequence[Collective]]) -> None:
     """Asserts that all members of each group issued the same collectives in the same order, and that sends match receives.
-
     sequences: the recorded calls of ranks 0, 1 and so on. Ranks without a sequence are not compared. Raises AssertionError for
     the first call that differs, with the calls of the ranks and their lines of code, and for a receive from any source.
     """
@@ -238,10 +237,9 @@ def _describe_call(name: str, group: dist.ProcessGroup, arguments: Mapping[str, 
 
 
 def _caller_label(communicator: str) -> str:
-    """Returns the label of the group of Sley that issued the call, or `communicator` if there is none.
-
-    Groups of the same members share a communicator, which has the label of the first group. Only `run_guarded`, which starts
-    every exchange, knows the labels of the other groups.
+    """Returns the label of the group of Sley that issued the call, or `communicator` if there is none. Groups of the same
+    members share a communicator, which has the label of the first group. Only `run_guarded`, which starts every exchange, knows
+    the labels of the other groups.
     """
     frame = next((frame for frame, _ in walk_stack(None) if frame.f_code is run_guarded.__code__), None)
     if frame is None:
@@ -264,9 +262,8 @@ Traces = dict[str, dict[str, Any]]
 
 
 def traces(layers: Iterable[Layer]) -> Traces:
-    """Returns by module name the class and the attributes of each module of `layers`, as plain data that can be compared.
-
-    The data of a parameter are its class, attributes, `requires_grad`, numbers of hooks, and whether it has a gradient. Values,
+    """Returns by module name the class and the attributes of each module of `layers`, as plain data that can be compared. The
+    data of a parameter are its class, attributes, `requires_grad`, numbers of hooks, and whether it has a gradient. Values,
     dtype and device are omitted, since a run sets them. A stand-in for a sharded or remote weight is described as that weight.
     """
     return {

@@ -4,8 +4,7 @@
     with device.watching(), World.alone(device) as world, assemble(plan, world) as run:
         run.step()
 
-A real stream executes a copy at some time between `copy` and a wait, so a run sees only one of many orders. Here, random
-numbers decide at each call and at each torch operation which pending copies are executed. Two checks find missing waits:
+At each call and each torch operation, random numbers decide which pending copies are executed. Two checks find missing waits:
 
 * **bits**: the target of a pending copy contains NaN, and so do the new bytes of a resized storage. A read that is too early
   returns NaN. If a source is overwritten or freed too early, its later state is copied.
@@ -60,12 +59,12 @@ class DrawnDevice(Device):
     def host_memory(self, num_bytes: int) -> HostMemory:
         """Returns host memory of `num_bytes` bytes. The host may use it only after a `wait`."""
         memory = HostMemory(num_bytes, lock=False)
-        self.copies.ledger.mark_host_memory(memory.data)
+        self.copies.detector.mark_host_memory(memory.data)
         return memory
 
     def mark_host_memory(self, tensor: Tensor) -> None:
         """Marks the memory of `tensor` as host memory, like that of `host_memory`."""
-        self.copies.ledger.mark_host_memory(tensor.detach())
+        self.copies.detector.mark_host_memory(tensor.detach())
 
     def watching(self) -> AbstractContextManager[None]:
         """Returns a context manager that treats operations of this thread as the device's. At its end, all copies complete."""
@@ -85,18 +84,18 @@ class DrawnCopies:
     """Holds the pending copies of all streams of a device, and decides at random when they happen."""
 
     def __init__(self, seed: int, *, is_strict: bool) -> None:
-        self.ledger = happens_before.Ledger()
+        self.detector = happens_before.RaceDetector()
         self.is_strict = is_strict
         self.has_broken_rule = False
         self._random = random.Random(seed)
         self.rate = self._random.choice(COPY_RATES)
-        self._pending: dict[int, list[_Copy]] = {}
+        self._queues: dict[int, list[_Copy]] = {}
         self._num_done: happens_before.Clock = {}
 
     def new_stream(self) -> int:
         """Adds a stream, and returns its number."""
-        number = len(self._pending) + 1
-        self._pending[number] = []
+        number = len(self._queues) + 1
+        self._queues[number] = []
         return number
 
     @contextmanager
@@ -104,13 +103,13 @@ class DrawnCopies:
         """Watches operations in the block. Then completes all copies, and checks for memory that was freed too early."""
         with _CopyWatch(self).watching():
             yield
-        while self._step():
+        while self._execute_next():
             pass
-        self.apply_rule(self.ledger.check_freed_memory)
+        self.apply_rule(self.detector.check_freed_memory)
 
     def apply_rule(self, rule: Callable[..., Any], *args: Any) -> None:
-        """Calls a rule of the ledger. If `is_strict`, the first broken rule raises AssertionError. Later ones do not, since the
-        cleanup of a failed run is not ordered.
+        """Calls a rule of the detector. If `is_strict`, the first broken rule raises AssertionError. Later ones do not, since
+        the cleanup of a failed run is not ordered.
         """
         try:
             rule(*args)
@@ -126,56 +125,55 @@ class DrawnCopies:
         self.handle_call()
         torch.autograd.graph.increment_version(target)  # when the copy is issued, as `copy_` on a real stream does
         try:
-            self.apply_rule(self.ledger.record_copy, stream, target, source)
+            self.apply_rule(self.detector.record_copy, stream, target, source)
         finally:
             target_span, source_span = Span(target), Span(source)
-            clock = self.ledger.streams[stream]
+            clock = self.detector.streams[stream]
             dependencies = {worker: number for worker, number in clock.items() if worker != stream}
-            target_is_read = any(copy.source.overlaps(target_span) for queue in self._pending.values() for copy in queue)
+            target_is_read = any(copy.source.overlaps(target_span) for queue in self._queues.values() for copy in queue)
             if not target_is_read and (target_memory := target_span.tensor()) is not None:
                 fill_with_nan(target_memory)
-            self._pending[stream].append(_Copy(target_span, source_span, dependencies))
+            self._queues[stream].append(_Copy(target_span, source_span, dependencies))
 
     def execute_some(self) -> None:
         """Executes a random number of pending copies."""
-        while self._random.random() < self.rate and self._step():
+        while self._random.random() < self.rate and self._execute_next():
             pass
 
     def handle_call(self) -> None:
         """Checks for memory that was freed too early, and executes some copies. Streams and events call it in each method."""
-        self.apply_rule(self.ledger.check_freed_memory)
+        self.apply_rule(self.detector.check_freed_memory)
         self.execute_some()
 
     def poll(self, clock: happens_before.Clock) -> bool:
-        """Executes some copies, and returns whether the host sees that those in `clock` are complete.
-
-        May return False although they are complete. Repeated calls eventually return True.
+        """Executes some copies, and returns whether the host sees that those in `clock` are complete. May return False although
+        they are complete. Repeated calls eventually return True.
         """
-        if not _unreached(clock, self.ledger.host):
+        if not _streams_behind(clock, self.detector.host):
             return True
         self.handle_call()
         if self._random.random() >= max(self.rate, 0.1):
             return False
-        self._step()
-        return not _unreached(clock, self._num_done)
+        self._execute_next()
+        return not _streams_behind(clock, self._num_done)
 
     def wait_for(self, clock: happens_before.Clock) -> None:
         """Executes the copies in `clock`, their dependencies, and a random number of others."""
         self.handle_call()
-        while streams := _unreached(clock, self._num_done):
-            assert self._step(streams), f"copies wait for each other: {self._pending}"
+        while streams := _streams_behind(clock, self._num_done):
+            assert self._execute_next(streams), f"copies wait for each other: {self._queues}"
 
-    def _step(self, streams: set[int] | None = None) -> bool:
+    def _execute_next(self, streams: set[int] | None = None) -> bool:
         """Executes the next copy of a random ready stream; returns False if there is none."""
         ready = [
             stream
-            for stream, queue in self._pending.items()
-            if queue and (streams is None or stream in streams) and not _unreached(queue[0].dependencies, self._num_done)
+            for stream, queue in self._queues.items()
+            if queue and (streams is None or stream in streams) and not _streams_behind(queue[0].dependencies, self._num_done)
         ]
         if not ready:
             return False
         stream = self._random.choice(ready)
-        copy = self._pending[stream].pop(0)
+        copy = self._queues[stream].pop(0)
         target, source = copy.target.tensor(), copy.source.tensor()
         if target is not None and source is not None:
             with torch.no_grad(), _disable_current_modes():
@@ -184,7 +182,7 @@ class DrawnCopies:
         return True
 
 
-def _unreached(clock: happens_before.Clock, num_done: happens_before.Clock) -> set[int]:
+def _streams_behind(clock: happens_before.Clock, num_done: happens_before.Clock) -> set[int]:
     """Returns the streams that have completed fewer copies than `clock` requires."""
     return {stream for stream, number in clock.items() if stream != happens_before.DEVICE and num_done.get(stream, 0) < number}
 
@@ -198,11 +196,11 @@ class DrawnStream(CopyStream):
 
     @property
     def _clock(self) -> happens_before.Clock:
-        return self._copies.ledger.streams[self._number]
+        return self._copies.detector.streams[self._number]
 
     def wait_for_device(self) -> None:
         self._copies.handle_call()
-        happens_before.merge_clocks(self._clock, self._copies.ledger.device)
+        happens_before.merge_clocks(self._clock, self._copies.detector.device)
 
     def wait_for(self, event: CopyEvent) -> None:
         self._copies.handle_call()
@@ -237,16 +235,16 @@ class DrawnEvent(CopyEvent):
         self._merge_clock()
 
     def _merge_clock(self) -> None:
-        happens_before.merge_clocks(self._copies.ledger.host, self.clock)
-        happens_before.merge_clocks(self._copies.ledger.device, self.clock)
+        happens_before.merge_clocks(self._copies.detector.host, self.clock)
+        happens_before.merge_clocks(self._copies.detector.device, self.clock)
 
     def hold_device(self) -> None:
         self._copies.wait_for(self.clock)
-        happens_before.merge_clocks(self._copies.ledger.device, self.clock)
+        happens_before.merge_clocks(self._copies.detector.device, self.clock)
 
 
 class _CopyWatch(happens_before.MemoryWatch):  # type: ignore[no-untyped-call]
-    """Executes copies at random before each operation, and applies the rules of the ledger to it."""
+    """Executes copies at random before each operation, and applies the rules of the detector to it."""
 
     def __init__(self, copies: DrawnCopies) -> None:
         super().__init__()
@@ -255,16 +253,16 @@ class _CopyWatch(happens_before.MemoryWatch):  # type: ignore[no-untyped-call]
     def before_operation(self, name: str, accesses: Sequence[happens_before.Access]) -> None:
         self._copies.execute_some()
         super().before_operation(name, accesses)
-        self._copies.apply_rule(self._copies.ledger.record_operation, name, accesses)
+        self._copies.apply_rule(self._copies.detector.record_operation, name, accesses)
 
     def after_allocation(self, name: str, tensors: Sequence[Tensor]) -> None:
         self._copies.apply_rule(
-            self._copies.ledger.record_operation, name, [happens_before.Access(tensor, writes=True) for tensor in tensors]
+            self._copies.detector.record_operation, name, [happens_before.Access(tensor, writes=True) for tensor in tensors]
         )
 
     def before_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None]:
         self._copies.handle_call()
-        self._copies.apply_rule(self._copies.ledger.record_resize, storage)
+        self._copies.apply_rule(self._copies.detector.record_resize, storage)
         old_num_bytes = storage.nbytes()
 
         def poison_new() -> None:
@@ -323,18 +321,16 @@ def storage_guard() -> AbstractContextManager[None]:
     return happens_before.MemoryWatch().watching()
 
 
-def safe_to_print() -> AbstractContextManager[object]:
+def patch_tensor_repr() -> AbstractContextManager[object]:
     """Returns a context manager in which tensors with freed memory can be printed, for example in tracebacks."""
 
     original_repr: Callable[..., str] = Tensor.__repr__
 
     def safe_repr(tensor: Tensor, *args: object, **kwargs: object) -> str:
         needed, allocated = happens_before.needed_and_allocated_bytes(tensor)
-        return (
-            original_repr(tensor, *args, **kwargs)
-            if allocated >= needed
-            else f"<{happens_before.describe_tensor(tensor)}, freed>"
-        )
+        if allocated < needed:
+            return f"<{happens_before.describe_tensor(tensor)}, freed>"
+        return original_repr(tensor, *args, **kwargs)
 
     return mock.patch.object(Tensor, "__repr__", safe_repr)
 

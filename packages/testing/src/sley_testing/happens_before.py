@@ -1,8 +1,8 @@
 """Checks with vector clocks that a program's waits order all conflicting memory accesses.
 
-The workers are the host, the device and the copy streams. Each executes its operations in order. The clock of a worker has for
-each other worker the number of operations that are complete before the worker's next operation. A wait merges the clock on the
-right of an arrow into the clocks on its left:
+The workers are the host, the device and the copy streams. Each executes its operations in order. The clock of a worker contains
+for each other worker the number of operations that are complete before the worker's next operation. A wait merges the clock on
+the right of an arrow into the clocks on its left:
 
     stream.wait_for_device()   stream <- device       the work that was issued to the device so far
     stream.wait_for(e)         stream <- e            the work of the event's stream before the event, and its dependencies
@@ -45,48 +45,44 @@ def merge_clocks(clock: Clock, event_clock: Clock) -> None:
 
 @dataclass(frozen=True)
 class CopyEnd:
-    """Describes the source or the target of copy `number` of `stream`: the bytes [first, last) of a storage.
+    """Describes the source or the target of copy `number` of `stream`: the bytes [start, end) of a storage.
 
-    writes: True for the target. text: describes this end in messages.
+    writes: True for the target. description: describes this end in messages.
     """
 
     stream: int
     number: int
-    first: int
-    last: int
+    start: int
+    end: int
     writes: bool
-    text: str
+    description: str
 
-    def is_known(self, clock: Clock) -> bool:
+    def is_complete(self, clock: Clock) -> bool:
         """Returns whether the copy is complete according to `clock`."""
         return self.number <= clock.get(self.stream, 0)
 
-    def covers(self, earlier: "CopyEnd") -> bool:
-        """Returns whether `earlier` can be forgotten, since any access that conflicts with it also conflicts with this end."""
-        return (
-            self.stream == earlier.stream
-            and self.first <= earlier.first
-            and self.last >= earlier.last
-            and self.writes >= earlier.writes
-        )
+    def supersedes(self, other: "CopyEnd") -> bool:
+        """Returns whether any access that conflicts with the earlier end `other` also conflicts with this end."""
+        includes_bytes = self.start <= other.start and self.end >= other.end
+        return self.stream == other.stream and includes_bytes and self.writes >= other.writes
 
     def __str__(self) -> str:
-        return f"copy {self.number} of stream {self.stream}, {self.text},"
+        return f"copy {self.number} of stream {self.stream}, {self.description},"
 
 
 @dataclass
 class _Accesses:
-    """Holds the accesses to one storage. reference: a weak reference that prevents reuse of the storage's address. device: for
-    each byte range, the numbers of the device's last read and last write.
+    """Holds the accesses to one storage. reference: a weak reference that prevents reuse of the storage's address.
+    device_accesses: for each byte range, the numbers of the device's last read and last write.
     """
 
     reference: Any
     is_host: bool = False
     copies: list[CopyEnd] = field(default_factory=list)
-    device: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    device_accesses: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
 
-class Ledger:
+class RaceDetector:
     """Records operations and copies. Its methods raise AssertionError for conflicting accesses that no wait orders."""
 
     def __init__(self) -> None:
@@ -104,21 +100,19 @@ class Ledger:
         """Records an operation. The host executes it if all its tensors are in host memory, else the device."""
         if self.device[DEVICE] % _SWEEP_EVERY == 0:
             self.check_freed_memory()
-            for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
-                del self._memory[key]
+            self._memory = {key: memory for key, memory in self._memory.items() if not memory.reference.expired()}
         storages = ((get_storage(access.tensor), access) for access in accesses)
-        touched = [(self._memory_of(storage), access) for storage, access in storages if storage is not None]
-        is_host = bool(touched) and all(memory.is_host for memory, _ in touched)
+        pairs = [(self._memory_of(storage), access) for storage, access in storages if storage is not None]
+        is_host = bool(pairs) and all(memory.is_host for memory, _ in pairs)
         if not is_host:
             self.device[DEVICE] += 1
-        for memory, access in touched:
-            span = byte_range(access.tensor)
+        for memory, access in pairs:
+            byte_span = byte_range(access.tensor)
             if memory.copies:
-                text = f"{name} {'writes' if access.writes else 'reads'} {describe_tensor(access.tensor)}"
                 clock, wait = (self.host, "`wait`") if is_host else (self.device, "`hold_device`")
-                self._check_copies(memory, clock, (*span, access.writes), text, wait)
+                self._check_copies(memory, clock, (*byte_span, access.writes), access.describe(name), wait)
             if not memory.is_host:
-                memory.device.setdefault(span, [0, 0])[access.writes] = self.device[DEVICE]
+                memory.device_accesses.setdefault(byte_span, [0, 0])[access.writes] = self.device[DEVICE]
 
     def record_resize(self, storage: torch.UntypedStorage) -> None:
         """Records that the device frees or replaces the memory of `storage`."""
@@ -126,7 +120,7 @@ class Ledger:
         self.device[DEVICE] += 1
         text = f"the storage of {storage.nbytes()} bytes is resized"
         self._check_copies(memory, self.device, (0, _MAX, True), text, "`hold_device`")
-        memory.device = {(0, _MAX): [0, self.device[DEVICE]]}
+        memory.device_accesses = {(0, _MAX): [0, self.device[DEVICE]]}
         memory.copies.clear()
 
     def record_copy(self, stream: int, target: Tensor, source: Tensor) -> int:
@@ -136,57 +130,55 @@ class Ledger:
         number = clock.get(stream, 0) + 1
         ends = [(target, True, f"into {describe_tensor(target)}"), (source, False, f"from {describe_tensor(source)}")]
         try:
-            for tensor, writes, text in ends:
-                self._check_end(stream, clock, tensor, writes, text)
+            for end in ends:
+                self._check_copy_end(stream, clock, *end)
         finally:
             clock[stream] = number
             for tensor, writes, text in ends:
                 memory = self._memory_of(tensor.untyped_storage())
                 new = CopyEnd(stream, number, *byte_range(tensor), writes, text)
-                memory.copies = [old for old in memory.copies if not (new.covers(old) or old.is_known(self.host))] + [new]
+                remaining = [old for old in memory.copies if not (new.supersedes(old) or old.is_complete(self.host))]
+                memory.copies = [*remaining, new]
                 self._memory_with_copies[storage_id(tensor)] = memory
         return number
 
     def check_freed_memory(self) -> None:
         """Asserts that no memory has lost its last reference while its copies may be in flight."""
         for key, memory in [*self._memory_with_copies.items()]:
-            memory.copies = [copy for copy in memory.copies if not copy.is_known(self.host)]
+            memory.copies = [copy for copy in memory.copies if not copy.is_complete(self.host)]
             if not memory.copies:
-                del self._memory_with_copies[key]  # the host knows that they are complete
+                del self._memory_with_copies[key]
         for key in [key for key, memory in self._memory_with_copies.items() if memory.reference.expired()]:
             memory = self._memory_with_copies.pop(key)
-            clock = self.host if memory.is_host else self.device
+            clock, wait = (self.host, "`wait`") if memory.is_host else (self.device, "`hold_device`")
             for copy in memory.copies:
-                wait = "`wait`" if memory.is_host else "`hold_device`"
-                assert copy.is_known(clock), f"memory was freed while {copy} may be in flight: {wait} is missing"
+                assert copy.is_complete(clock), f"memory was freed while {copy} may be in flight: {wait} is missing"
 
-    def _check_end(self, stream: int, clock: Clock, tensor: Tensor, writes: bool, text: str) -> None:
+    def _check_copy_end(self, stream: int, clock: Clock, tensor: Tensor, writes: bool, text: str) -> None:
         """Asserts that one end of a copy is ordered after conflicting accesses of the device and of other streams."""
         memory = self._memory_of(tensor.untyped_storage())
-        first, last = byte_range(tensor)
-        for (start, end), (last_read, last_write) in memory.device.items():
+        start, end = byte_range(tensor)
+        for (other_start, other_end), (last_read, last_write) in memory.device_accesses.items():
             number = max(last_read, last_write) if writes else last_write
-            assert not (start < last and first < end) or number <= clock.get(DEVICE, 0), (
+            assert not (other_start < end and start < other_end) or number <= clock.get(DEVICE, 0), (
                 f"stream {stream} copies {text}, which the device {'wrote' if number == last_write else 'read'} after "
                 "the stream last followed it: `wait_for_device` is missing"
             )
         ordered = {worker: number for worker, number in clock.items() if worker != stream} | {stream: _MAX}
-        self._check_copies(memory, ordered, (first, last, writes), f"stream {stream} copies {text}", "`wait_for`")
+        self._check_copies(memory, ordered, (start, end, writes), f"stream {stream} copies {text}", "`wait_for`")
 
     def _check_copies(self, memory: _Accesses, clock: Clock, access: tuple[int, int, bool], text: str, wait: str) -> None:
-        """Asserts that no copy in flight conflicts with `access`: its first byte, the byte after its last, whether it writes.
-
-        text, wait: describe the access and the missing wait in the message.
+        """Asserts that no copy in flight conflicts with `access`: its byte range, and whether it writes. text, wait: describe
+        the access and the missing wait in the message.
         """
-        first, last, writes = access
+        start, end, writes = access
         for copy in memory.copies:
-            is_disjoint = copy.last <= first or last <= copy.first
-            assert is_disjoint or not (writes or copy.writes) or copy.is_known(clock), (
+            is_disjoint = copy.end <= start or end <= copy.start
+            assert is_disjoint or not (writes or copy.writes) or copy.is_complete(clock), (
                 f"{text} while {copy} may be in flight: {wait} is missing"
             )
 
     def _memory_of(self, storage: torch.UntypedStorage) -> _Accesses:
-        """Returns the accesses to `storage`; creates them at its first use."""
         memory = self._memory.get(storage._cdata)
         if memory is None:
             memory = self._memory[storage._cdata] = _Accesses(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
@@ -206,6 +198,10 @@ class Access:
 
     tensor: Tensor
     writes: bool
+
+    def describe(self, operation: str) -> str:
+        """Returns the access by `operation` as text."""
+        return f"{operation} {'writes' if self.writes else 'reads'} {describe_tensor(self.tensor)}"
 
 
 def get_storage(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -241,9 +237,8 @@ def describe_tensor(tensor: Tensor) -> str:
 class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises AssertionError before an operation that uses freed memory.
 
-    Calls `before_operation` before each operation, `after_allocation` after an operation that returns new tensors, and
-    `before_resize` before a storage is resized. Subclasses may override these methods. Their errors propagate to the caller of
-    the operation.
+    Subclasses may override the methods `before_operation`, `after_allocation` and `before_resize`, whose errors propagate to
+    the caller of the operation.
     """
 
     def __init__(self) -> None:
@@ -256,9 +251,9 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         for access in accesses:
             needed, allocated = needed_and_allocated_bytes(access.tensor)
-            if allocated < needed:
-                text = f"{name} {'writes' if access.writes else 'reads'} {describe_tensor(access.tensor)}"
-                raise AssertionError(f"{text}, which needs {needed} bytes of a storage of {allocated}: its memory was freed")
+            assert allocated >= needed, (
+                f"{access.describe(name)}, which needs {needed} bytes of a storage of {allocated}: its memory was freed"
+            )
 
     def after_allocation(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Is called with the new tensors of the operation `name`. Does nothing by default."""
@@ -274,8 +269,8 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._thread = threading.get_ident()
             stack.enter_context(self)
             for name in _HOST_READS:
-                stack.enter_context(mock.patch.object(Tensor, name, self._check_read(name)))
-            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._watch_resize()))
+                stack.enter_context(mock.patch.object(Tensor, name, self._wrap_read(name)))
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._wrap_resize()))
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -309,8 +304,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.after_allocation(str(func), new_tensors)
         return result
 
-    def _check_read(self, name: str) -> Callable[..., Any]:
-        """Returns a replacement for the tensor method `name` that calls `before_operation` first in the watched thread."""
+    def _wrap_read(self, name: str) -> Callable[..., Any]:
         method = getattr(Tensor, name)
 
         def check_and_call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -320,8 +314,8 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return check_and_call
 
-    def _watch_resize(self) -> Callable[..., Any]:
-        """Returns a replacement for the storage method `resize_` that calls `before_resize`, and its result afterwards."""
+    def _wrap_resize(self) -> Callable[..., Any]:
+        """Returns a replacement for `UntypedStorage.resize_` that calls `before_resize`, and its result afterwards."""
         method = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:

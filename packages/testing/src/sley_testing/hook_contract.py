@@ -49,9 +49,8 @@ class Observation:
 
 
 def observe(hooks: Sequence[Tables], folder: Path, *, fails: bool = False) -> Observation:
-    """Takes NUM_STEPS steps on this rank. Raises AssertionError if the closed run has changed a module or parameter.
-
-    fails: whether a step that raises in its first backward precedes step FAILING_STEP.
+    """Takes NUM_STEPS steps on this rank. Raises AssertionError if the closed run has changed a module or parameter. fails:
+    whether a step that raises in its first backward precedes step FAILING_STEP.
     """
     observation = Observation()
 

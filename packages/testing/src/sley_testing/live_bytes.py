@@ -87,7 +87,7 @@ def measure_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path
 
 
 class Figure(NamedTuple):
-    """A line of the table of `nox -s gpu`. figure: the value with its unit. target: "" for none. is_met: None without target."""
+    """A line of the table of `nox -s gpu`. figure: the value with its unit. target: "" for none. is_met: None without one."""
 
     name: str
     figure: str

@@ -3,9 +3,8 @@
     class TestLion(OptimizerContract):
         optimizer = {"factory": "lion:Lion", "lr": 1e-3, "scope": "elementwise"}
 
-In a run, an optimizer may get master weights instead of weights, parts instead of full parameters, only a few parameters at a
-time, and states from a checkpoint. The tests first update two small parameters, as the start of every run does. Then they train
-a small model, and compare it with a plain loop that uses the same optimizer and the same gradients.
+The tests first update two small parameters, as the start of every run does. Then they train a small model, and compare it with
+a plain loop that uses the same optimizer and the same gradients.
 """
 
 import math
@@ -33,7 +32,7 @@ from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, TanhLinear, contract_plan
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plain import NamedParameter
-from sley_testing.plans import small_plan
+from sley_testing.plans import Tables, small_plan
 from sley_testing.ranks import Ranks
 from sley_testing.runs import RunRecord, Tensors, assert_equal_replicas, assert_same_run, record, running, save_at
 from sley_trainer.optimizer_probe import try_optimizer
@@ -44,9 +43,8 @@ SAVED_AT = 3
 EXACT_TOLERANCE = 1e-9  # the relative tolerance of weights in fp64
 
 
-def layers(biases: bool = True) -> list[tuple[str, nn.Module]]:
-    """Returns the layers of the contract's model. biases: whether layers have biases."""
-    return [(name, TanhLinear(WIDTH, WIDTH, bias=biases)) for name in ("first", "second")]
+def layers(has_biases: bool = True) -> list[tuple[str, nn.Module]]:
+    return [(name, TanhLinear(WIDTH, WIDTH, bias=has_biases)) for name in ("first", "second")]
 
 
 @dataclass
@@ -61,7 +59,7 @@ class Observation:
     final_parameters: Tensors = field(default_factory=dict)
 
 
-def train(tables: dict[str, Any], *, save: Path | None = None, steps_separately: bool = False) -> Observation:
+def train(tables: Tables, *, save: Path | None = None, steps_separately: bool = False) -> Observation:
     """Takes NUM_STEPS steps in this process. save: the path of a checkpoint after SAVED_AT steps. steps_separately: whether
     the optimizer updates one parameter at a time.
     """
@@ -89,7 +87,7 @@ def train(tables: dict[str, Any], *, save: Path | None = None, steps_separately:
     return observation
 
 
-def resume(tables: dict[str, Any], checkpoint: Path) -> RunRecord:
+def resume(tables: Tables, checkpoint: Path) -> RunRecord:
     """Resumes from `checkpoint` in this process, and takes the steps after SAVED_AT. Evaluates before the last one."""
     num_steps = NUM_STEPS - SAVED_AT
 
@@ -100,7 +98,7 @@ def resume(tables: dict[str, Any], checkpoint: Path) -> RunRecord:
     return record(tables, num_steps, load=checkpoint, before_step=evaluate_before_last_step)
 
 
-def train_plainly(tables: dict[str, Any], observation: Observation, *, evaluates: bool = False) -> Tensors:
+def train_in_plain_loop(tables: Tables, observation: Observation, *, evaluates: bool = False) -> Tensors:
     """Steps a new optimizer in a plain loop with the gradients of `observation`, and returns the final parameters by name.
     evaluates: whether to call the optimizer's `eval()` after the last step.
     """
@@ -133,7 +131,7 @@ class OptimizerContract:
     accepts only 2-d parameters, as Muon does.
     """
 
-    optimizer: ClassVar[dict[str, Any]]
+    optimizer: ClassVar[Tables]
     only_matrices: ClassVar[bool] = False
 
     def test_optimizer_probe_passes(self) -> None:
@@ -148,7 +146,7 @@ class OptimizerContract:
         """Compares a run with a plain loop at decreasing rates. In bf16, weights must be the rounded master weights."""
         tables = self._plan(precision={"compute": compute})
         observation = train(tables)
-        expected = train_plainly(tables, observation)
+        expected = train_in_plain_loop(tables, observation)
         assert_close_gradients(expected, observation.final_parameters, EXACT_TOLERANCE if compute == "fp64" else 1e-5)
         for name, parameter in observation.final_parameters.items():
             is_unchanged = torch.equal(parameter, observation.initial_parameters[name])
@@ -164,7 +162,7 @@ class OptimizerContract:
         tables = self._plan()
         observation = train(tables, steps_separately=True)
         if not self._run_probe(torch.float64)[0].draws:
-            assert_close_gradients(train_plainly(tables, observation), observation.final_parameters, EXACT_TOLERANCE)
+            assert_close_gradients(train_in_plain_loop(tables, observation), observation.final_parameters, EXACT_TOLERANCE)
 
     @pytest.mark.parametrize("compute", ["fp64", "bf16"])
     def test_resumed_run_is_bit_identical(self, compute: str, tmp_path: Path) -> None:
@@ -214,7 +212,7 @@ class OptimizerContract:
         with running(tables) as run:
             run.load_weights(saved)
             reloaded_loss = run.evaluate()
-        expected = train_plainly(tables, observation, evaluates=True)
+        expected = train_in_plain_loop(tables, observation, evaluates=True)
         assert_close_gradients(expected, saved, 1e-5)
         assert_close_gradients(expected, {name: exported.tensor(name) for name in exported.names}, 1e-5)
         error = abs(loss - reloaded_loss) / abs(reloaded_loss)
@@ -235,7 +233,6 @@ class OptimizerContract:
         assert torch.equal(parameters[1].parameter, torch.ones(3, 4)), "a parameter without a gradient has changed"
 
     def _can_step_separately(self) -> bool:
-        """Returns whether the optimizer's scope allows it to update one parameter at a time."""
         optimizer = plan_from_dict(self._plan()).optimizer
         return scope_of(optimizer.record, optimizer.config) not in ("global", "unknown")
 
@@ -244,10 +241,10 @@ class OptimizerContract:
         ndims = (2,) if self.only_matrices else (2, 1)
         return try_optimizer(plan_from_dict(self._plan()), ndims, dtype, torch.device("cpu"))
 
-    def _plan(self, **tables: Any) -> dict[str, Any]:
+    def _plan(self, **tables: Any) -> Tables:
         return contract_plan(
             __name__,
-            model={"factory": f"{__name__}:layers", "options": {"biases": not self.only_matrices}},
+            model={"factory": f"{__name__}:layers", "options": {"has_biases": not self.only_matrices}},
             data={"factory": "sley_testing.contract:Data"},
             loss=SQUARES,
             batch={"global_size": 4, "micro_size": 2},
@@ -264,7 +261,7 @@ NUM_EXTRA_STEPS = 10  # the steps after the plan's last one, which a custom prog
 class LRScheduleContract:
     """Tests a learning-rate schedule. Subclass it, and set `learning_rate` to its table. num_steps: the steps of the run."""
 
-    learning_rate: ClassVar[dict[str, Any]]
+    learning_rate: ClassVar[Tables]
     num_steps: ClassVar[int] = 100
 
     def test_every_step_has_finite_rate(self) -> None:
@@ -298,7 +295,6 @@ class LRScheduleContract:
         assert all(math.isfinite(rate) for rate in rates), f"with run.steps = {num_steps} the factors are {rates}"
 
     def _build_schedule(self, num_steps: int) -> Any:
-        """Returns a new schedule for a run of `num_steps` steps."""
         return plan_from_dict(small_plan(learning_rate=self.learning_rate)).learning_rate.build(num_steps)
 
     def _compute_factors(self, num_steps: int) -> list[float]:

@@ -24,7 +24,6 @@ _MAX_LINES = 5
 
 def relative_errors(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor], *, floor: float = 0.0) -> dict[str, float]:
     """Returns the relative error of each tensor by name, in the order of `reference`. The error is inf if it is not finite.
-
     floor: errors are relative to at least this norm, for gradients that are rounding noise. Raises AssertionError if names or
     shapes differ.
     """

@@ -138,13 +138,11 @@ class ScheduleContract:
 
     @cached_property
     def _component(self) -> Component:
-        """The schedule's component in a plan."""
         plan = plan_from_dict(small_plan(parallel={"dp": 1, "pp": 2}, pipeline=self.pipeline, **self.tables))
         assert plan.pipeline is not None
         return plan.pipeline
 
     def _placement_and_lists(self, num_stages: int, num_microbatches: int) -> tuple[Placement, list[list[Action]]]:
-        """Builds a schedule and returns its placement and action lists."""
         schedule = self._component.build()
         return schedule.placement(num_stages), schedule.lists(num_stages, num_microbatches)
 
@@ -170,7 +168,6 @@ def _decoder_plan(num_layers: int, num_microbatches: int, **changes: Any) -> Tab
 
 
 def _assert_parity(ranks: Callable[..., Ranks], folder: Path, plan: Tables, extra_tables: Tables) -> None:
-    """Asserts that the plan on two stages with `extra_tables` matches the plan on one process."""
     records = ranks(2)(record, plan | {"parallel": {"dp": 1, "pp": 2}, **extra_tables}, NUM_STEPS, folder=folder)
     assert_parity_of_parts(record_reference(plan, NUM_STEPS, folder=folder), records, "fp64")
 
@@ -189,8 +186,7 @@ def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_microbatch
         assert sequence in ("FB", "FIW"), f"{label}: chunk {chunk} of microbatch {micro_batch} has {sequence}, not FB or FIW"
 
 
-WAVE = (0, 1, 1, 0, 0, 1, 1, 0)
-ROUTES = {"two stages": (0, 1), "a wave": WAVE, "three stages in random order": (2, 0, 1, 1, 0, 2)}
+ROUTES = {"two stages": (0, 1), "a wave": (0, 1, 1, 0, 0, 1, 1, 0), "three stages in random order": (2, 0, 1, 1, 0, 2)}
 """For each tested placement, the stage of each position."""
 
 LENGTHS = ((3, 5, 1, 3), (5,), (1, 1, 8), (3, 3, 3, 3))
@@ -202,22 +198,22 @@ MISMATCHES = (((3, 3), (3, 3, 3)), ((3, 3), (3, 4)), ((3, 4), (4, 3)))
 WAIT_S = 10.0  # the time limit of a collective in seconds
 
 
-def observe(link: Tables, route: tuple[int, ...], walks: Sequence[Sequence[int]]) -> None:
+def run_walks(link: Tables, route: tuple[int, ...], lengths_by_walk: Sequence[Sequence[int]]) -> None:
     """Executes walks on this rank, and repeats every second walk with its forwards only. Raises AssertionError if a received
-    tensor is wrong, or changes in a later walk. route: the stage of each position. walks: the microbatch lengths of each walk.
+    tensor is wrong, or changes in a later walk. route: the stage of each position. lengths_by_walk: the microbatch lengths.
     """
     placement = Placement(route)
     with open_link(link) as (stage_link, stage):
         walker = Walker(stage_link, placement, stage)
-        for number, lengths in enumerate(walks):
-            lists = random_action_lists(placement, len(lengths), Random(number))
+        for index, lengths in enumerate(lengths_by_walk):
+            lists = random_action_lists(placement, len(lengths), Random(index))
             walker.walk(lists, lengths)
-            if number % 2:
+            if index % 2:
                 walker.walk([forward_only(actions) for actions in lists], lengths, training=False)
             walker.check_kept_tensors()
 
 
-def mismatch_error_codes(link: Tables) -> list[str]:
+def run_mismatched_walks(link: Tables) -> list[str]:
     """Executes a walk on this rank for each of MISMATCHES. Returns the code of each RunError, or "" if none is raised."""
     placement, codes = Placement((0, 1)), []
     for lengths_by_stage in MISMATCHES:
@@ -231,10 +227,8 @@ def mismatch_error_codes(link: Tables) -> list[str]:
     return codes
 
 
-def abort_seconds(link: Tables, timeout_s: float) -> float:
-    """Begins and aborts two walks on the first stage only. Returns the elapsed seconds. timeout_s: the time limit of a
-    collective in seconds.
-    """
+def time_aborts(link: Tables, timeout_s: float) -> float:
+    """Begins and aborts two walks on the first stage only. Returns the elapsed seconds. timeout_s: that of a collective."""
     placement, key = Placement((0, 1, 1, 0)), ("tokens", (2, 3))
     steps = lower(random_action_lists(placement, 2, Random(1)), placement, 2)[0]
     with open_link(link, timeout_s) as (stage_link, stage):
@@ -259,28 +253,24 @@ class StageLinkContract:
 
     @pytest.mark.parametrize("name", ROUTES)
     def test_received_tensors_equal_sent(self, ranks: Callable[..., Ranks], name: str) -> None:
-        """Executes walks whose lengths change, while senders overwrite tensors that they have sent.
-
-        Received tensors, their views and arrays are kept over all walks. They must not change, and a write to one tensor must
-        not change another.
+        """Executes walks whose lengths change, while senders overwrite tensors that they have sent. Received tensors, their
+        views and arrays must not change in later walks, and a write to one tensor must not change another.
         """
-        route, walks = ROUTES[name], [LENGTHS[index % len(LENGTHS)] for index in range(self.num_walks)]
-        ranks(max(route) + 1)(observe, self.link, route, walks)
+        route, lengths_by_walk = ROUTES[name], [LENGTHS[index % len(LENGTHS)] for index in range(self.num_walks)]
+        ranks(max(route) + 1)(run_walks, self.link, route, lengths_by_walk)
 
     def test_differing_walks_are_reported_on_both_stages(self, ranks: Callable[..., Ranks]) -> None:
         """Expects RunError `stages-differ` if two stages have different numbers, shapes or orders of microbatches."""
-        assert ranks(2)(mismatch_error_codes, self.link) == [["stages-differ"] * len(MISMATCHES)] * 2
+        assert ranks(2)(run_mismatched_walks, self.link) == [["stages-differ"] * len(MISMATCHES)] * 2
 
     def test_abort_does_not_wait(self, ranks: Callable[..., Ranks]) -> None:
         """Expects a stage to abort a walk that its neighbours never join, and to begin another, without waiting."""
-        assert max(ranks(2)(abort_seconds, self.link, self.abort_timeout_s)) < self.abort_timeout_s / 2
+        assert max(ranks(2)(time_aborts, self.link, self.abort_timeout_s)) < self.abort_timeout_s / 2
 
 
 @contextmanager
 def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tuple[StageLink, int]]:
-    """Yields the prepared link of the table `[link]` and the stage of this rank, in a world of one rank per stage. timeout_s:
-    the time limit of a collective in seconds.
-    """
+    """Yields the prepared link of the table `[link]` and the stage of this rank, in a world of one rank per stage."""
     loader = Loader()
     record = loader.record(StageLinkRecord, table["use"])
     config = record.config.model_validate({key: value for key, value in table.items() if key != "use"})
@@ -308,7 +298,6 @@ class Walker:
 
     def walk(self, lists: Sequence[Sequence[Action]], lengths: Sequence[int], *, training: bool = True) -> None:
         """Executes this stage's list of `lists`. Raises AssertionError if a received message differs from the sent one.
-
         lengths: the length of each microbatch, which determines the shapes of its messages. training: whether the lists have
         backwards.
         """
@@ -408,5 +397,4 @@ class Walker:
         return [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in description.leaves]
 
     def _generator(self, position: int, micro_batch: int, stream: int) -> torch.Generator:
-        """Returns a generator whose seed depends on the number of the walk and on the arguments."""
         return torch.Generator().manual_seed(((self._walk_number * 64 + position) * 64 + micro_batch) * 2 + stream)

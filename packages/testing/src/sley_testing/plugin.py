@@ -39,16 +39,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Prints tensors with freed memory as "freed" in the traceback of a failed test, since reading them crashes the process."""
     if call.excinfo is None or "torch" not in sys.modules:
         return (yield)
-    from sley_testing.drawn_copies import safe_to_print
+    from sley_testing.drawn_copies import patch_tensor_repr
 
-    with safe_to_print():
+    with patch_tensor_repr():
         return (yield)
 
 
 @pytest.fixture
 def ranks() -> Iterator[Any]:
     """Returns the class `Ranks`: `ranks(n, timeout_s=60, init=True)(function, *args, **kwargs)` returns the results of n ranks.
-
     Each rank is a process on this machine that calls the module-level `function`; see `sley_testing.ranks`. During the test,
     torch uses a single thread in this process, as in the ranks, since the sums of a kernel depend on the number of threads.
     """
@@ -74,10 +73,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Returns a function that installs plugins for this test and its ranks: `plugin_folder(folder, mine="my_plugin")`.
-
-    In this example, the distribution `sley-mine` has the plugin `mine` in the module `my_plugin` of `folder`. Further keywords
-    add plugins to the same distribution.
+    """Returns a function that installs plugins for this test and its ranks: `plugin_folder(folder, mine="my_plugin")`. In this
+    example, the distribution `sley-mine` has the plugin `mine` in the module `my_plugin` of `folder`. Further keywords add
+    plugins to the same distribution.
     """
 
     def install(folder: Path, **plugins: str) -> None:
@@ -95,9 +93,8 @@ def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Returns a TCP port of 127.0.0.1 that the system assigns to no other program while the test runs. Nothing listens on it.
-
-    A bound socket reserves the port. A listener that sets SO_REUSEADDR, such as torch's TCPStore, can still use the port.
+    """Returns a TCP port of 127.0.0.1 that the system assigns to no other program while the test runs. Nothing listens on it. A
+    bound socket reserves the port. A listener that sets SO_REUSEADDR, such as torch's TCPStore, can still use the port.
     """
     import socket
 

@@ -38,9 +38,8 @@ def _submodule_names(package: ModuleType) -> Iterator[str]:
 
 
 def assemble_once() -> None:
-    """Assembles a small run, so that ranks inherit state that torch and pydantic create lazily.
-
-    The run takes no step, since autograd does not work in a process that was forked after a backward.
+    """Assembles a small run, so that ranks inherit state that torch and pydantic create lazily. The run takes no step, since
+    autograd does not work in a process that was forked after a backward.
     """
     from sley_core.comm.backends import installed_transports
     from sley_core.comm.world import World

@@ -2,8 +2,8 @@
 
 A fresh interpreter needs seconds of CPU time to import torch, which the server has already imported. `runpy` executes the
 module as `__main__` in a separate session, folder and environment. Python modules that the program starts with `subprocess` are
-forked too (`fork_children`). A forked program has the server's interpreter flags and does not call `atexit` functions. In /proc,
-which only Linux has, it has the server's environment, so `processes_with` finds it only by the variable MARK.
+forked too (`fork_children`). A forked program has the server's interpreter flags and does not call `atexit` functions. In
+/proc, which only Linux has, it has the server's environment, so `processes_with` finds it only by the variable MARK.
 """
 
 import ctypes

@@ -107,10 +107,8 @@ class Ranks:
         return [pickle.loads(value) for value in self._call_ranks(_pickle_call((function, args, kwargs)))]
 
     def once(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """Calls a deterministic function on the ranks, or returns copies of the cached results of an equal earlier call.
-
-        Use it for references that several tests share. Calls with different `sys.path`, working folders or environments are
-        not equal.
+        """Calls a deterministic function on the ranks, or returns copies of the cached results of an equal earlier call. Use it
+        for references that several tests share. Calls with different `sys.path`, working folders or environments are not equal.
         """
         __tracebackhide__ = True
         call = _pickle_call((function, args, kwargs))
@@ -364,9 +362,8 @@ def _background_failures_are_warnings() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Kills this rank and its child processes when pytest ends.
-
-    PR_SET_PDEATHSIG cannot do this: it watches the fork server, which outlives pytest until its ranks end.
+    """Kills this rank and its child processes when pytest ends. PR_SET_PDEATHSIG cannot do this: it watches the fork server,
+    which outlives pytest until its ranks end.
     """
     parent = parent_process()
     assert parent is not None, "a rank is started by multiprocessing"

@@ -128,9 +128,8 @@ def record(
 
 
 def record_reference(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> RunRecord:
-    """Returns the record of a plan in this process, cached for later calls. Callers must not modify the result.
-
-    Use it for a reference that several tests share, but not if a test changes the run by other means than its plan.
+    """Returns the record of a plan in this process, cached for later calls. Callers must not modify the result. Use it for a
+    reference that several tests share, but not if a test changes the run by other means than its plan.
     """
     key = repr((tables, num_steps, folder, torch.get_num_threads()))  # a kernel's sums depend on the number of threads
     if key not in _cached_references:
@@ -273,10 +272,8 @@ def assert_by_hand(
     tolerance: float = 1e-9,
 ) -> None:
     """Trains a plain loop on `batches`, one per step, and asserts that losses, norms, gradients and weights match `recorded`
-    within the relative `tolerance`.
-
-    named: new layers by name, which are converted to the dtype of the run. micro_size: the samples per microbatch. first: the
-    initial weights of the full model, if `recorded` has only a part of them.
+    within the relative `tolerance`. named: new layers by name, which are converted to the dtype of the run. micro_size: the
+    samples per microbatch. first: the initial weights of the full model, if `recorded` has only a part of them.
     """
     start = recorded.first if first is None else first
     for _, module in named:
@@ -295,10 +292,8 @@ def assert_by_hand(
 
 def fail_once(run: Run, micro_batch: int = 0, *, in_forward: bool = False) -> None:
     """Takes a step that raises ValueError in microbatch `micro_batch`, catches the error, and restores the position in the
-    data. All ranks must call it.
-
-    The step raises before the backward of this rank's first layer, when handlers have received the gradients of all later
-    layers. With `in_forward`, it raises after the forward of that layer.
+    data. All ranks must call it. The step raises before the backward of this rank's first layer, when handlers have received
+    the gradients of all later layers. With `in_forward`, it raises after the forward of that layer.
     """
     calls = count()
 

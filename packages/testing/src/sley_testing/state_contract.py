@@ -153,13 +153,11 @@ def _train(run: Run, between_steps: Callable[[], None]) -> list[Row]:
 
 
 def _num_copied(manager: OffloadManager, part: Part) -> int:
-    """Returns the number of bytes of `part` that the manager has copied in both directions."""
     stats = manager.moved(part)
     return stats.copied_out + stats.copied_in
 
 
 def _copy_tensors(run: Run, parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Returns clones of all tensors of `parts` on the host, by part and name."""
     return {f"{part} {name}": value.clone() for part in parts for name, value in run.memory.host(part)}
 
 

@@ -3,10 +3,9 @@
     class TestRing(WeightCommunicatorContract):
         weights = {"use": "ring.communicator"}
 
-A small fp64 model (`contract_model`) has tied weights, linears that are used twice or never, a frozen linear, and sizes that
-are not divisible by the number of ranks. Runs that shard its weights over `wp` ranks are compared with one process that holds
-all weights, in the first step and after several steps. This finds weights that are gathered too early or kept too long, and
-wrong sums of gradients.
+A small fp64 model (`layers`) has tied weights, linears that are used twice or never, a frozen linear, and sizes that are not
+divisible by the number of ranks. Each row of its dataset consists of two documents. Runs that shard its weights over `wp` ranks
+are compared with one process that holds all weights.
 
 The communicator decides which parameters are sharded (`shard_dim`). It must shard at least one parameter of the model. If its
 record declares rounded weights (`tolerance_for` above 0), the rounding errors are tested instead of the match with one process.
@@ -47,7 +46,7 @@ from sley_testing.runs import (
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
-Change = Callable[[Run, int], None]
+BeforeStep = Callable[[Run, int], None]
 """A function that is called before each step with the run and the number of steps taken so far."""
 
 NUM_STEPS = 3
@@ -58,8 +57,7 @@ GLOBAL_SIZE = 4 * MICRO_SIZE  # the samples of two ranks with two microbatches e
 @dataclass
 class Inspection:
     """Holds one rank's results. calls: all collectives. counts: the communicator's counts after each step. is_sharded: whether
-    a parameter of the model is sharded. errors: messages about wrong reads and gathers of weights after the last step, and
-    about calls of layers after the run.
+    a parameter of the model is sharded. errors: messages about weights after the last step and layer calls after the run.
     """
 
     calls: list[Collective] = field(default_factory=list)
@@ -85,24 +83,24 @@ def inspect_run(plan: Tables) -> Inspection:
     return inspection
 
 
-def change_weights(run: Run, number: int) -> None:
+def change_weights(run: Run, num_steps_done: int) -> None:
     """Loads different weights and freezes one after the first step. After the second, changes all in place and unfreezes it.
     Evaluates before each change.
     """
-    if number in (1, 2):
+    if num_steps_done in (1, 2):
         run.evaluate()
-        run.registry["second.wide.weight"].parameter.requires_grad_(number == 2)
-    if number == 1:
+        run.registry["second.wide.weight"].parameter.requires_grad_(num_steps_done == 2)
+    if num_steps_done == 1:
         run.load_weights({name: value * 0.5 for name, value in weights(run).items()})
-    if number == 2:
+    if num_steps_done == 2:
         with torch.no_grad():
             for param in run.registry:
                 param.parameter.mul_(1.25)
 
 
-def delay_weights(run: Run, number: int) -> None:
+def delay_weights(run: Run, num_steps_done: int) -> None:
     """Sets weights to zero before each step but the first. Each layer's weights are restored when the run waits for them."""
-    if number == 0:
+    if num_steps_done == 0:
         return
     pending = {param: param.parameter.detach().clone() for param in run.registry}
     for layer in run.layers:
@@ -118,10 +116,10 @@ def delay_weights(run: Run, number: int) -> None:
             param.parameter.zero_()
 
 
-def fail_steps(run: Run, number: int) -> None:
+def fail_steps(run: Run, num_steps_done: int) -> None:
     """Adds a step that raises in its forward before step 0, and one that raises in its backward before step 1."""
-    if number in (0, 1):
-        fail_once(run, in_forward=number == 0)
+    if num_steps_done in (0, 1):
+        fail_once(run, in_forward=num_steps_done == 0)
 
 
 class WeightCommunicatorContract:
@@ -129,19 +127,19 @@ class WeightCommunicatorContract:
 
     weights: ClassVar[Tables]
 
-    @pytest.mark.parametrize(("world", "wp", "num_microbatches"), [(2, 2, 2), (4, 2, 1), (4, 4, 1)])
+    @pytest.mark.parametrize(("world_size", "wp", "num_microbatches"), [(2, 2, 2), (4, 2, 1), (4, 4, 1)])
     def test_layouts_match_unsharded_weights(
-        self, ranks: Callable[..., Ranks], world: int, wp: int, num_microbatches: int
+        self, ranks: Callable[..., Ranks], world_size: int, wp: int, num_microbatches: int
     ) -> None:
         """Compares losses, norms, gradients, weights and held-out loss with one process. Replicas must be bit-identical."""
         self._skip_rounded_weights()
-        size = num_microbatches * MICRO_SIZE * world
-        _assert_parity(record_reference(tables(None, 1, size), NUM_STEPS), self._record(ranks, world, wp, size))
+        size = num_microbatches * MICRO_SIZE * world_size
+        _assert_parity(record_reference(weight_plan(None, 1, size), NUM_STEPS), self._record(ranks, world_size, wp, size))
 
     def test_changes_between_steps_take_effect(self, ranks: Callable[..., Ranks]) -> None:
         """Expects weights to be gathered again after the program has changed them."""
         self._skip_rounded_weights()
-        baseline = record(tables(None, 1, GLOBAL_SIZE), NUM_STEPS, before_step=change_weights)
+        baseline = record(weight_plan(None, 1, GLOBAL_SIZE), NUM_STEPS, before_step=change_weights)
         _assert_parity(baseline, self._record(ranks, before_step=change_weights))
 
     def test_layer_calls_wait_for_weights(self, ranks: Callable[..., Ranks]) -> None:
@@ -153,13 +151,11 @@ class WeightCommunicatorContract:
         self._assert_same_run(ranks, fail_steps)
 
     def test_exchanges_counts_reads_and_closed_run(self, ranks: Callable[..., Ranks]) -> None:
-        """Checks the collectives, counts and weight reads of a run, and layer calls after it.
-
-        Ranks must issue the same collectives in the same order. Stored gradients must have the shape of their shard. Counts
-        must be finite. Gathered weights must equal the sharded ones within the record's tolerance. Reading a sharded weight
-        must return the full weight or raise RunError with its name. Calling a sharded layer after the run must raise RunError.
+        """Expects the same collectives on all ranks, finite counts, and gathered weights within the record's tolerance. Reading
+        a sharded weight must return the full weight or raise RunError with its name. Calling a sharded layer after the run must
+        raise RunError.
         """
-        inspections = ranks(2, 120)(inspect_run, tables(self.weights, 2, GLOBAL_SIZE))
+        inspections = ranks(2, 120)(inspect_run, weight_plan(self.weights, 2, GLOBAL_SIZE))
         assert inspections[0].is_sharded, f"{self.weights} shards no parameter of the model"
         assert_same_sequence([inspection.calls for inspection in inspections])
         for inspection in inspections:
@@ -168,29 +164,27 @@ class WeightCommunicatorContract:
             assert not inspection.errors, "\n".join(inspection.errors)
 
     def _skip_rounded_weights(self) -> None:
-        """Skips the test if the record declares rounded weights, since one process does not round them."""
-        if _tolerance(plan_from_dict(tables(self.weights, 2, GLOBAL_SIZE))):
+        if _tolerance(plan_from_dict(weight_plan(self.weights, 2, GLOBAL_SIZE))):
             pytest.skip("the record declares rounded weights")
 
     def _record(
         self,
         ranks: Callable[..., Ranks],
-        world: int = 2,
+        world_size: int = 2,
         wp: int = 2,
-        size: int = GLOBAL_SIZE,
-        before_step: Change | None = None,
+        global_size: int = GLOBAL_SIZE,
+        before_step: BeforeStep | None = None,
     ) -> list[RunRecord]:
-        launch = ranks(world, 120)
+        launch = ranks(world_size, 120)
         call = launch.once if before_step is None else launch
-        return call(record, tables(self.weights, wp, size), NUM_STEPS, before_step=before_step)
+        return call(record, weight_plan(self.weights, wp, global_size), NUM_STEPS, before_step=before_step)
 
-    def _assert_same_run(self, ranks: Callable[..., Ranks], before_step: Change) -> None:
+    def _assert_same_run(self, ranks: Callable[..., Ranks], before_step: BeforeStep) -> None:
         """Asserts that a run with `before_step` is bit-identical to a run without it."""
         assert_same_runs(self._record(ranks), self._record(ranks, before_step=before_step))
 
 
 def _assert_parity(baseline: RunRecord, recorded: Sequence[RunRecord]) -> None:
-    """Asserts that losses, gradients, weights and held-out losses of all ranks match `baseline`, a run of one process."""
     assert_parity(baseline, recorded, "fp64")
     assert_equal_replicas(recorded)
     for rank in recorded:
@@ -209,10 +203,9 @@ def _tolerance(plan: Plan) -> float:
 
 @torch.no_grad()
 def _weight_errors(run: Run) -> Iterator[str]:
-    """Yields a line for each sharded parameter that reads as something other than its full weight, or whose refusal does not
-    name it, and for each plain linear and embedding that computes with a wrong weight.
-
-    The error of an element may be the record's tolerance times the sum of its size and 2^-14 of the largest element's size.
+    """Yields a line for each sharded parameter whose read returns a wrong weight or a refusal without its name, and for each
+    plain linear and embedding that computes with a wrong weight. The error of an element may be the record's tolerance times
+    the sum of its size and 2^-14 of the largest element's size.
     """
     tolerance = _tolerance(run.plan)
     shards = {param: param.parameter for param in run.registry if param.shard is not None}
@@ -259,7 +252,7 @@ def _closed_call_errors(run: Run) -> Iterator[str]:
             yield from (f"{layer.name} communicates after the run: {call}" for call in calls)
 
 
-def tables(weights: dict[str, Any] | None, wp: int, global_size: int) -> dict[str, Any]:
+def weight_plan(weights: Tables | None, wp: int, global_size: int) -> Tables:
     """Returns the contract's plan, which recomputes one of two blocks. weights: the table `[weights]` of a plan for `wp` ranks;
     None for one process. global_size: the number of samples per step.
     """
@@ -315,7 +308,7 @@ class Embed(nn.Module):
 
 
 class Block(UnevenBlock):
-    """Combines a norm, attention with two query heads per key head, dropout, `UnevenBlock`, and two linears."""
+    """Has a norm, attention with two query heads per key head, dropout, `UnevenBlock`, and two linears."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__(WIDTH)
@@ -357,7 +350,7 @@ def layers(dropout: float = 0.0) -> list[tuple[str, nn.Module]]:
     return [("embed", embed), ("first", Block(dropout)), ("second", Block(dropout)), ("head", head)]
 
 
-def model_plan(dropout: float = 0.0, **tables: Any) -> dict[str, Any]:
+def model_plan(dropout: float = 0.0, **tables: Any) -> Tables:
     """Returns a one-process plan that trains this model, extended by `tables`."""
     model = {"factory": f"{__name__}:layers", "options": {"dropout": dropout}}
     return contract_plan(__name__, model=model, loss=SQUARES, evaluation={"every": 99, "steps": 2}, **tables)
