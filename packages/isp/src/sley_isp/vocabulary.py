@@ -332,9 +332,3 @@ def _local_targets(targets: Tensor, classes: ClassRange) -> tuple[Tensor, Tensor
     indices = targets - classes.start
     is_local = (indices >= 0) & (indices < classes.size)
     return is_local, indices.clamp(0, classes.size - 1).unsqueeze(-1)
-
-
-if TYPE_CHECKING:
-    from sley_core.api.comm import Device, Group
-    from sley_core.api.model import Layer
-    from sley_isp.communicator import Counters
