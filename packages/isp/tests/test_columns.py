@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sley_core.data.dataset import IGNORE_INDEX
 from sley_core.losses import cross_entropy
 from sley_core.losses.cross_entropy import sum_cross_entropy
-from sley_isp import heads as vocabulary
+from sley_isp import vocabulary
 from sley_testing.collectives import assert_same_sequence, can_read_peers, collectives
 from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
 

@@ -123,7 +123,7 @@ def greedy(stages: int, chunks: int, micros: int) -> Lists:
     return [forwards_first(micros) for _ in range(stages)]
 
 
-def forgetful(calls: count[int], stages: int, chunks: int, micros: int) -> Lists:
+def forgetful(calls: "count[int]", stages: int, chunks: int, micros: int) -> Lists:
     """Returns different lists in every second call."""
     return greedy(stages, chunks, micros) if next(calls) % 2 else one_by_one(stages, chunks, micros)
 
