@@ -65,7 +65,9 @@ def _copy(function: Any, pid: int, local: Sequence[MemorySpan], remote: Sequence
     """Calls `function` as often as Linux's limits require, and returns the number of copied bytes, or -1 if a call fails."""
     num_copied = 0
     for local_part, remote_part in _split_calls(local, remote):
-        local_vectors, remote_vectors = ((_IoVec * len(spans))(*spans) for spans in (local_part, remote_part))
+        local_vectors, remote_vectors = (
+            (_IoVec * len(spans))(*(_IoVec(*span) for span in spans)) for spans in (local_part, remote_part)
+        )
         num_bytes = int(function(pid, local_vectors, len(local_part), remote_vectors, len(remote_part), 0))
         if num_bytes < 0:
             return -1

@@ -56,7 +56,7 @@ def assert_same_bits(reference: Mapping[str, Tensor], actual: Mapping[str, Tenso
             values = [tensor.detach().cpu() for tensor in (reference[name], actual[name])]
             text = f"{values[0].dtype} against {values[1].dtype}"
             if values[0].dtype == values[1].dtype:
-                unequal, error = values[0] != values[1], relative_error(*values)
+                unequal, error = values[0] != values[1], relative_error(values[0], values[1])
                 text = f"{int(unequal.sum())} of {unequal.numel()} elements, error {error:.3g}"
             lines.append(f"  {name}: {text}")
         raise AssertionError("\n".join([f"{len(differing_names)} of {len(reference)} differ", *lines]))
