@@ -128,13 +128,10 @@ class Offer(ctypes.Structure):
     )
 
 
-OFFER_BYTES = ctypes.sizeof(Offer)
-"""The size of an offer, in bytes."""
-
-NUMBER_OFFSET = OFFER_BYTES - WORD_BYTES
+NUMBER_OFFSET = ctypes.sizeof(Offer) - WORD_BYTES
 """The offset of the field `number` in an offer, in bytes."""
 
-_OFFER_WORDS = OFFER_BYTES // WORD_BYTES
+_OFFER_WORDS = ctypes.sizeof(Offer) // WORD_BYTES
 _RING_WORDS = SLOTS * (_OFFER_WORDS + 1)
 
 _inboxes: list[ctypes.Array[ctypes.c_int64]] = []
@@ -157,11 +154,6 @@ class Inbox:
         self.words: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * num_words).from_buffer(memory)
         self.words[0] = token
         _inboxes.append(self.words)
-
-    @property
-    def address(self) -> int:
-        """The address of the inbox, which begins with its token."""
-        return ctypes.addressof(self.words)
 
     def offer(self, peer: int, ring: int, slot: int) -> Offer:
         """Returns a view of the offer from coordinate `peer` in `slot` of `ring`."""
@@ -215,7 +207,7 @@ class Connection:
         self.peers = members.peers
         self.timeout_s = timeout_s
         self.inbox = Inbox(members.size, num_rings, secrets.randbits(62))
-        self._addresses = [_Address(_host_id(), os.getpid(), self.inbox.address, self.inbox.words[0])]
+        self._addresses = [_Address(_host_id(), os.getpid(), ctypes.addressof(self.inbox.words), self.inbox.words[0])]
         self._process_polls: dict[int, select.poll] = {}
 
     @classmethod

@@ -143,11 +143,9 @@ class AllReduce(Work):
 
     @property
     def _is_next(self) -> bool:
-        """Whether this rank has summed its slices of all earlier sums."""
         return self._number == self._queue.num_reduced + 1
 
     def _turn(self) -> Turn:
-        """Returns the description of the current wait: for the peers' inputs, or for their slices once all have offered."""
         queue = self._queue
         offers = queue.slices if queue.inputs.late_offerer(self._number) is None else queue.inputs
         return offers.turn(self._number, self._label)
@@ -298,7 +296,7 @@ class PublishedOffer(Published):
         self.offers = offers
         self._label = mark.label
         self._shards = shards  # keeps them alive, since peers may read them
-        self._number = offers.offer(shards, mark)  # no other offer is open in its ring
+        self.number = offers.offer(shards, mark)  # no other offer is open in its ring
         self._indices = {shard.data_ptr(): index for index, shard in enumerate(shards)}
         self._tables: dict[int, Sequence[int]] = {}
 
@@ -309,19 +307,15 @@ class PublishedOffer(Published):
     def read(self, peer: int, indices: Sequence[int], local: Sequence[MemorySpan]) -> None:
         """Copies the peer's published shards at `indices` to `local`. The first call waits until the peer has published."""
         if peer not in self._tables:
-            self._tables[peer] = self.offers.wait_addresses(peer, self._number, self._label)
+            self._tables[peer] = self.offers.wait_addresses(peer, self.number, self._label)
         table = self._tables[peer]
         remote = [MemorySpan(table[index], span.num_bytes) for index, span in zip(indices, local, strict=True)]
         self.offers.connection.read(peer, local, remote, self._label)
 
-    def is_offered(self) -> bool:
-        """Returns whether every peer has published its shards. Never blocks."""
-        return self.offers.late_offerer(self._number) is None
-
     def wait_sent(self) -> None:
         for peer in self.offers.peers:
-            self.offers.finish_read(peer, self._number, self._label)
-        self.offers.wait_read(self._number, self._label)
+            self.offers.finish_read(peer, self.number, self._label)
+        self.offers.wait_read(self.number, self._label)
 
 
 class _PublishedGather(Work):
@@ -336,7 +330,7 @@ class _PublishedGather(Work):
         self._rows = copy_local_rows(outputs, shards, published.offers)
 
     def is_completed(self) -> bool:
-        return not self._is_open or self._published.is_offered()
+        return not self._is_open or self._published.offers.late_offerer(self._published.number) is None
 
     def wait(self) -> None:
         """Reads the shards of all peers into their rows. A second call does nothing."""

@@ -55,7 +55,6 @@ class SequenceAttention(nn.Module):
         self.attention = attention
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the context that the attention computes from full sequences."""
         return self.attention(*args, **kwargs)
 
 
@@ -111,10 +110,8 @@ def _exchange_and_attend(
 
 
 def _select_tensors(args: Sequence[Any], num_ranks: int) -> tuple[Tensor, ...]:
-    """Returns the leading tensors of `args`: qkv, or q and kv, or q, k and v.
-
-    Raises RunError "sequence-attention" for unsupported shapes, and "sequence-heads" if the number of query heads is not a
-    multiple of `num_ranks`.
+    """Returns the leading tensors of `args`: qkv, or q and kv, or q, k and v. Raises RunError "sequence-attention" for
+    unsupported shapes, and "sequence-heads" if the number of query heads is not a multiple of `num_ranks`.
     """
     ndims = [arg.ndim if isinstance(arg, Tensor) else 0 for arg in args[:3]]
     num_tensors = next((len(form) for form in ([5], [4, 5], [4, 4, 4]) if ndims[: len(form)] == form), 0)
@@ -156,10 +153,9 @@ class AllToAllAttention(SequenceCommunicator):
         self._probe = PositionProbe(data, self.group.size, self.unchecked_layers)
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Patches every attention in `layers`, or none if it raises an error.
-
-        Raises PlanError "sequence-attention" if a pattern matches nothing or there is no attention, and "sequence-mixing" for
-        torch modules of types that mix positions. `call_layer` finds other layers that do so in the first step.
+        """Patches every attention in `layers`, or none if it raises an error. Raises PlanError "sequence-attention" if a
+        pattern matches nothing or there is no attention, and "sequence-mixing" for torch modules of types that mix positions.
+        `call_layer` finds other layers that do so in the first step.
         """
         with ExitStack() as undo:
             modules = [item for layer in layers for item in layer.module.named_modules(prefix=layer.name)]
@@ -201,7 +197,6 @@ class AllToAllAttention(SequenceCommunicator):
         return self._probe.call(layer, args, fields, call, rerun)
 
     def detach(self) -> None:
-        """Restores every attention."""
         self._undo.close()
 
 
@@ -221,9 +216,8 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(group: Group, is_by_heads: bool, label: str, contents: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Exchanges slices of all heads, [b, s/n, ..., h, d], for full sequences of this rank's heads, [b, s, ..., h/n, d], if
-    `is_by_heads`, or does the reverse otherwise. Packing and unpacking take one copy each.
-
-    contents: a checksum, which must be equal on all ranks. tensors: tensors of one dtype.
+    `is_by_heads`, or does the reverse otherwise. Packing and unpacking take one copy each. contents: a checksum, which must be
+    equal on all ranks. tensors: tensors of one dtype.
     """
     split_dim, rank_dim = (-2, -3) if is_by_heads else (1, 1)
     parts = [torch.unflatten(tensor, split_dim, (group.size, -1)).movedim(rank_dim, 0) for tensor in tensors]
@@ -243,9 +237,8 @@ def _exchange(group: Group, is_by_heads: bool, label: str, contents: int, tensor
 
 def repeat_heads(tensor: Tensor, num_ranks: int) -> Tensor:
     """Repeats each head of `tensor` [b, s, ..., h, d], so that there are lcm(h, num_ranks) heads and all ranks get the same
-    number.
-
-    Copies of a head are adjacent, so each query head still matches a copy of its key head. Autograd sums the copies' gradients.
+    number. Copies of a head are adjacent, so each query head still matches a copy of its key head. Autograd sums the copies'
+    gradients.
     """
     num_copies = math.lcm(tensor.shape[-2], num_ranks) // tensor.shape[-2]
     if num_copies == 1:

@@ -112,7 +112,6 @@ CANONICAL_VALUES = {
 
 @hookimpl
 def sley_records() -> list[Record]:
-    """Returns the weight communicator and the sequence attention."""
     return [
         WeightCommunicatorRecord(
             name="communicator",
@@ -130,7 +129,6 @@ def sley_records() -> list[Record]:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
-    """Returns the variants of both records that a search tries."""
     return {"isp.communicator": {"variants": [{}, {"reduce": "step"}]}, "isp.all_to_all": {"variants": [{}]}}
 
 

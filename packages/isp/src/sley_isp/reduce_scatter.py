@@ -140,7 +140,6 @@ class GradientReducer:
 
     def flush(self, *, all_buckets: bool = False) -> None:
         """Starts the reduction of every open bucket to which no later action of the list can add. Called when an action ends.
-
         all_buckets: whether to reduce all open buckets in any case, as after each contribution of a backward outside a step.
         """
         for bucket in self._ordered_buckets():
@@ -150,9 +149,8 @@ class GradientReducer:
         self._passed_groups.clear()
 
     def advance(self) -> None:
-        """Advances the exchanges whose data have arrived, so that faster peers do not wait for this rank. Never blocks.
-
-        Only `finish` adds sums to the store: the store may then start collectives, which need the same order on all ranks.
+        """Advances the exchanges whose data have arrived, so that faster peers do not wait for this rank. Never blocks. Only
+        `finish` adds sums to the store: the store may then start collectives, which need the same order on all ranks.
         """
         for reduction in self._reductions:
             are_done = [handle.is_completed() for handle in reduction.handles]  # a list, since this advances each handle

@@ -34,10 +34,9 @@ MIN_BYTES = 4096
 
 
 def can_gather_for_layer(locations: Sequence[tuple[nn.Module, str]]) -> bool:
-    """Returns whether the parameter at these locations can be sharded, and gathered for each call of its layer.
-
-    It cannot if it is smaller than MIN_BYTES, or if code may read it outside such calls: if the module also keeps it in another
-    attribute, as an LSTM does in a list of its weights, or if a parametrization computes a weight from it.
+    """Returns whether the parameter at these locations can be sharded, and gathered for each call of its layer. It cannot if it
+    is smaller than MIN_BYTES, or if code may read it outside such calls: if the module also keeps it in another attribute, as
+    an LSTM does in a list of its weights, or if a parametrization computes a weight from it.
     """
     module, attribute = locations[0]
     parameter = module._parameters[attribute]
@@ -84,10 +83,8 @@ class ShardedLayer:
         self._modules = set(layer.module.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the layer with full parameters. All ranks of `wp` must call layers in the same order.
-
-        Raises RunError "sharded-weight-written" if the layer writes to a parameter, and "sharded-weight-returned" if it returns
-        a view of one.
+        """Calls the layer with full parameters. All ranks of `wp` must call layers in the same order. Raises RunError
+        "sharded-weight-written" if the layer writes to a parameter, and "sharded-weight-returned" if it returns a view of one.
         """
         with self.communicator.unshard_layer(self) as unsharded_groups:
             tensors = self.make_full_leaves(unsharded_groups)
@@ -142,9 +139,7 @@ class ShardedLayer:
     @contextmanager
     def _save_positions(self, unsharded_groups: Sequence[UnshardedGroup]) -> Iterator[None]:
         """Makes autograd save positions in place of tensors that lie in the buffers of groups. The backward gathers the weights
-        again, maybe into another buffer.
-
-        Other tensors go to the surrounding hooks, such as those of an activation policy.
+        again, maybe into another buffer. Other tensors go to the surrounding hooks, such as those of an activation policy.
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         outer_pack, outer_unpack = outer or (lambda tensor: tensor, lambda value: value)

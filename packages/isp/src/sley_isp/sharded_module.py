@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 def is_shardable(module: nn.Module, attribute: str) -> bool:
     """Returns whether the parameter `attribute` of `module` can be sharded: whether the module is a plain linear or embedding.
-
     A module is not plain if it computes its weight in each forward (`torch.nn.utils.weight_norm`), if its forward was replaced,
     or if it is an embedding with `max_norm`, `sparse` or `scale_grad_by_freq`.
     """
@@ -115,15 +114,13 @@ class ShardedModule:
         return any(type(value) is not StandIn for value in parameters.values() if value is not None)
 
     def _reduce(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """Adds the gradients of the trainable weights to their buckets."""
         writes = {param: partial(self.write_gradient, param, output_gradient, inputs) for param in self.trainable_params}
         self.communicator.reduce(self.group, writes)
 
     def write_gradient(self, param: Param, output_gradient: Tensor, inputs: Tensor, target: Tensor, accumulate: bool) -> None:
-        """Writes the full gradient of `param` into `target`, or adds it if `accumulate`.
-
-        output_gradient: [n, out]. inputs: [n, in], or an embedding's tokens [n]. target: the shape of `param`. An embedding's
-        gradient is added row by row, without a temporary tensor as large as the table.
+        """Writes the full gradient of `param` into `target`, or adds it if `accumulate`. output_gradient: [n, out]. inputs: [n,
+        in], or an embedding's tokens [n]. target: the shape of `param`. An embedding's gradient is added row by row, without a
+        temporary tensor as large as the table.
         """
         if isinstance(self.module, nn.Embedding):
             if self.module.padding_idx is not None:
@@ -162,10 +159,9 @@ class _Call(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the weight's gradient while the weight is gathered over `wp`. All ranks gather in the order of backwards.
-
-        An embedding's backward needs no weight. But if its group also has a linear, the embedding gathers the group, since
-        other ranks may run the linear at this point.
+        """Computes the weight's gradient while the weight is gathered over `wp`. All ranks gather in the order of backwards. An
+        embedding's backward needs no weight. But if its group also has a linear, the embedding gathers the group, since other
+        ranks may run the linear at this point.
         """
         module: ShardedModule = ctx.module
         (x,) = ctx.saved_tensors

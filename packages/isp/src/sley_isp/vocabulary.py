@@ -296,10 +296,9 @@ def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoot
 
 
 def token_losses(statistics: Tensor, targets: Tensor, num_classes: int, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Returns the cross-entropy [n] with label smoothing, and the log-sum-exp [n] of all logits.
-
-    statistics: the statistics of all slices, [slices, 2 or 3, n]. The loss is log_sum - (1 - smoothing) * (target's logit) -
-    smoothing * (mean logit), 0 for tokens without a target, and infinite if no slice contains the target.
+    """Returns the cross-entropy [n] with label smoothing, and the log-sum-exp [n] of all logits. statistics: the statistics of
+    all slices, [slices, 2 or 3, n]. The loss is log_sum - (1 - smoothing) * (target's logit) - smoothing * (mean logit), 0 for
+    tokens without a target, and infinite if no slice contains the target.
     """
     log_sum = statistics[:, 0].logsumexp(0)
     losses = log_sum - (1.0 - smoothing) * statistics[:, 1].amax(0)

@@ -354,8 +354,6 @@ def late_exchanges() -> Iterator[None]:
 
 
 class _LateWork(Work):
-    """Represents an exchange that starts at its first `wait`."""
-
     def __init__(self, start: Callable[[], Work]) -> None:
         self._start = start
 
@@ -380,8 +378,6 @@ class _LateWork(Work):
 
 
 class _LateTransport(Transport):
-    """Delays the exchanges of `transport`, which belongs to `group`."""
-
     def __init__(self, transport: Transport, group: Group) -> None:
         self._transport = transport
         self._group = group

@@ -219,7 +219,6 @@ class GradientHandlerContract:
             )
 
     def test_failed_backward_leaves_no_state(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects `begin_step` to discard the state of a failed step."""
         failed = ranks(2)(observe, self._handlers(), 3, True, self._has_unreduced_layer())
         assert_same_runs(self._observe(ranks, 3), failed)
 

@@ -84,7 +84,6 @@ class DatasetContract:
             assert is_equal, f"sample {index} differs on another rank or in another thread"
 
     def test_samples_do_not_share_memory(self, folder: Path) -> None:
-        """Reads all samples before it compares them with copies."""
         dataset = self._open_dataset(folder)
         samples = dict(self._read_samples(dataset))
         copies = self._copy_samples(self._open_dataset(folder))
@@ -124,7 +123,6 @@ class DatasetContract:
                 assert is_equal, f"a run that resumes after batch {num_done} has a different batch {number}"
 
     def test_held_out_samples_are_not_trained_on(self, folder: Path) -> None:
-        """Expects that no held-out sample is also a training sample."""
         if not self.holds_out:
             pytest.skip("the dataset has no held-out samples (`holds_out`)")
         training_samples = self._copy_samples(self._open_dataset(folder)).values()

@@ -115,7 +115,6 @@ class SchedulerHookContract:
         assert_same_runs([rank.recorded for rank in baselines], [rank.recorded for rank in observations])
 
     def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Expects a run with the hook and a failed step to be bit-identical to a run without both."""
         failed = ranks(2)(observe, [self.hook], texts, fails=True)
         baselines = ranks(2).once(observe, [], texts)
         assert_same_runs([rank.recorded for rank in baselines], [rank.recorded for rank in failed])

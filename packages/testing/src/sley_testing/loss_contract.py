@@ -71,7 +71,6 @@ class LossContract:
             assert error <= EXACT_TOLERANCE, f"the relative error of the gradients of microbatches of {size} is {error:.3g}"
 
     def test_gradient_matches_finite_differences(self) -> None:
-        """Runs `torch.autograd.gradcheck` in fp64."""
         output, batch = self.batch()
         loss = self._loss()
         try:
@@ -132,7 +131,6 @@ class LossContract:
         assert actual == float(loss.loss(output, batch)), f"the loss reads more than its `fields` {fields}"
 
     def test_batch_without_weight(self) -> None:
-        """Expects weight 0, loss 0 and zero gradients for the batch of `weightless_batch`."""
         batch = self.weightless_batch()
         if batch is None:
             pytest.skip("`weightless_batch` returns None")

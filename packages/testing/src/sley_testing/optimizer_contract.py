@@ -156,7 +156,6 @@ class OptimizerContract:
             assert is_rounded, f"the weight {name} is not the rounded parameter of the optimizer"
 
     def test_single_parameter_steps_match_plain_loop(self) -> None:
-        """Updates one parameter at a time, as memory managers do."""
         if not self._can_step_separately():
             pytest.skip("the optimizer's scope needs all parameters at once")
         tables = self._plan()
@@ -275,7 +274,6 @@ class LRScheduleContract:
         assert max(rates[: self.num_steps]) > 0, "no step of the run has a rate above 0"
 
     def test_rate_depends_only_on_step(self) -> None:
-        """Compares the factors of a new schedule that is called in reverse order."""
         factors = self._compute_factors(self.num_steps)
         reverse_schedule = self._build_schedule(self.num_steps)
         for step in reversed(range(self.num_steps)):
@@ -285,7 +283,6 @@ class LRScheduleContract:
 
     @pytest.mark.parametrize("num_steps", [1, 2, 3])
     def test_short_run_has_rates_or_is_refused(self, num_steps: int) -> None:
-        """Expects finite factors, or a SleyError."""
         try:
             rates = self._compute_factors(num_steps)
         except SleyError:

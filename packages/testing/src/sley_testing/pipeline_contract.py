@@ -123,7 +123,6 @@ class ScheduleContract:
             )
 
     def test_two_stages_match_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Compares losses, norms, gradients, weights and the held-out loss of two stages with one process."""
         if 2 not in self.stages or NUM_MICRO_BATCHES not in self.micros:
             pytest.skip(f"the schedule has no lists for 2 stages and {NUM_MICRO_BATCHES} microbatches")
         plan = _decoder_plan(2 * self._component.build().chunks, NUM_MICRO_BATCHES)
@@ -173,7 +172,6 @@ def _assert_parity(ranks: Callable[..., Ranks], folder: Path, plan: Tables, extr
 
 
 def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_microbatches: int, label: str) -> None:
-    """Asserts that the actions of each microbatch in each chunk are F, B or F, I, W, in this order."""
     sequences: dict[tuple[int, int], str] = {}
     for action in actions:
         key = action.chunk, action.micro
@@ -326,7 +324,6 @@ class Walker:
             assert torch.equal(actual, expected), f"a received and kept tensor changed from {expected} to {actual}"
 
     def _forward(self, action: Action) -> None:
-        """Receives the input of a forward and sends its output, each if there is a neighbour."""
         position, micro_batch = self.placement.position(self.stage, action.chunk), action.micro
         if position > 0:
             self._received[action.chunk, micro_batch] = self._receive("forward", action, position - 1)
@@ -334,7 +331,6 @@ class Walker:
             self._send("forward", action, *self._output(position, micro_batch))
 
     def _backward(self, action: Action) -> None:
-        """Receives the output gradients of a backward and sends its input gradients, each if there is a neighbour."""
         position, micro_batch = self.placement.position(self.stage, action.chunk), action.micro
         if position + 1 < self.placement.num_positions:
             self._receive("backward", action, position + 1)
@@ -361,12 +357,10 @@ class Walker:
         return description
 
     def _send(self, flow: Flow, action: Action, description: Description, tensors: list[Tensor]) -> None:
-        """Gives a message to the link. `walk` overwrites its tensors once they are sent."""
         self._sent[flow, action.chunk, action.micro] = tensors
         self._crossing.send(flow, action.chunk, action.micro, (description, tensors))
 
     def _keep(self, tensors: list[Tensor], expected: list[Tensor], micro_batch: int) -> None:
-        """Keeps each tensor as itself, as a view or as an array. Writes to the first tensor of odd microbatches."""
         versions = [tensor._version for tensor in tensors[1:]]
         if tensors and micro_batch % 2:
             tensors[0].fill_(7)

@@ -10,7 +10,7 @@ This module does not import Sley's engine, so that an engine bug cannot be on bo
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -73,7 +73,10 @@ class PlainLoop:
     ) -> None:
         self.layers = [(layer.name, layer.module) for layer in as_model(layers).build()]
         self.loss = loss
-        self.parameters = dict(named_parameters(self.layers))
+        self.parameters: dict[str, nn.Parameter] = {}  # a tied parameter occurs once, under its first name
+        for name, module in self.layers:
+            known_ids = {id(parameter) for parameter in self.parameters.values()}
+            self.parameters |= {path: value for path, value in module.named_parameters(name) if id(value) not in known_ids}
         self.optimizer_params = {name: _make_optimizer_param(parameter) for name, parameter in self.parameters.items()}
         self.optimizer = optimizer(list(self.optimizer_params.items()))
         self.clip_norm = math.inf if clip_norm is None else clip_norm
@@ -88,7 +91,7 @@ class PlainLoop:
 
     @property
     def weights(self) -> Tensors:
-        """Copies of all parameters by name. A tied parameter occurs once, under its first name."""
+        """Copies of all parameters by name."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def step(self, micro_batches: Sequence[Batch]) -> PlainStep:
@@ -144,15 +147,6 @@ def _make_optimizer_param(parameter: nn.Parameter) -> nn.Parameter:
     if wide_dtype == parameter.dtype or not parameter.requires_grad:
         return parameter
     return nn.Parameter(parameter.detach().to(wide_dtype))
-
-
-def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields every parameter once, under its name in the first layer that has it."""
-    named: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, module in layers:
-        for path, parameter in module.named_parameters(name):
-            named.setdefault(id(parameter), (path, parameter))
-    yield from named.values()
 
 
 def decay_groups(named: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:

@@ -119,7 +119,6 @@ class Ranks:
         return [pickle.loads(value) for value in _cached_results[key]]
 
     def _call_ranks(self, call: bytes) -> list[bytes]:
-        """Returns the pickled result of `call` on each rank."""
         __tracebackhide__ = True
         with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
             world.start(self, call)
@@ -295,7 +294,6 @@ def rank_main(connection: Connection, job: Job) -> None:
 
 
 def _run_job(job: Job) -> Outcome:
-    """Runs a job's call and returns its outcome, even if the call raises."""
     try:
         function, args, kwargs = pickle.loads(job.call)
         if job.init_timeout_s is not None:

@@ -124,7 +124,6 @@ class OffloadManagerContract:
         ]
 
     def _round_trip(self, run: Run) -> None:
-        """Offloads all movable parts, compares their bits on the host, reloads them, and compares again."""
         parts = self._movable_parts(run)
         if not parts:
             return

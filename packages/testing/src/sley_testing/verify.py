@@ -195,7 +195,6 @@ def _to_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _describe_first_difference(all_differences: Sequence[tuple[RankFindings, Comparison]]) -> Iterator[str]:
-    """Yields lines about the first difference, other names that differ in the same step and quantity, and the likely cause."""
     rank, first = all_differences[0]
     time = "before the first step" if first.step == 0 else f"since step {first.step}"
     article = {"gradient": "the gradient of", "weight": "the weight", "first value": "the first value of"}

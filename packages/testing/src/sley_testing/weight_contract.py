@@ -137,7 +137,6 @@ class WeightCommunicatorContract:
         _assert_parity(record_reference(weight_plan(None, 1, size), NUM_STEPS), self._record(ranks, world_size, wp, size))
 
     def test_changes_between_steps_take_effect(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects weights to be gathered again after the program has changed them."""
         self._skip_rounded_weights()
         baseline = record(weight_plan(None, 1, GLOBAL_SIZE), NUM_STEPS, before_step=change_weights)
         _assert_parity(baseline, self._record(ranks, before_step=change_weights))
@@ -147,7 +146,6 @@ class WeightCommunicatorContract:
         self._assert_same_run(ranks, delay_weights)
 
     def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects `begin` to discard everything that a failed step left in flight."""
         self._assert_same_run(ranks, fail_steps)
 
     def test_exchanges_counts_reads_and_closed_run(self, ranks: Callable[..., Ranks]) -> None:
@@ -180,7 +178,6 @@ class WeightCommunicatorContract:
         return call(record, weight_plan(self.weights, wp, global_size), NUM_STEPS, before_step=before_step)
 
     def _assert_same_run(self, ranks: Callable[..., Ranks], before_step: BeforeStep) -> None:
-        """Asserts that a run with `before_step` is bit-identical to a run without it."""
         assert_same_runs(self._record(ranks), self._record(ranks, before_step=before_step))
 
 

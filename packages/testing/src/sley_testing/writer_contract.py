@@ -47,7 +47,6 @@ class MetricsWriterContract:
         raise NotImplementedError("implement `read`: it must return the written numbers")
 
     def test_run_writes_every_number_once(self, texts: Path, tmp_path: Path) -> None:
-        """Expects `read` to return each number of each step once, with its value."""
         with assemble(plan_from_dict(small_plan(metrics=[self.writer]), texts), World.alone("cpu"), folder=tmp_path) as run:
             rows = [run.step() for _ in range(3)]
         self._assert_rows(tmp_path, rows)
@@ -63,7 +62,6 @@ class MetricsWriterContract:
         self._assert_rows(tmp_path, rows)
 
     def test_non_finite_numbers_hide_no_others(self, tmp_path: Path) -> None:
-        """Expects the other numbers of the row, and later rows, to be readable."""
         rows = [{"step": 1, "loss": math.nan, "lr": 0.5}, {"step": 2, "loss": math.inf}, {"step": 3, "loss": 1.0}]
         self._write_rows(tmp_path, rows)
         values = {(step, name): value for step, name, value in self.read(tmp_path)}

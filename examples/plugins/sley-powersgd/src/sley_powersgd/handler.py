@@ -11,7 +11,7 @@ state belongs to a parameter, not to a bucket.
 
 Vogels, Karimireddy, Jaggi (2019), PowerSGD, algorithms 1 and 2. The sum of all ranks' gradients is projected onto the span of
 P. This is one step of a power iteration, which starts from the previous step's result. Each rank keeps the residual of the
-projection (the error) and adds it in the next step, so that no gradient is lost.
+projection (the error) and adds it in the next step.
 
 The algorithm is that of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook, and tests compare both. The README explains
 why torch's code is not used.
@@ -130,7 +130,7 @@ class LowRankSums:
                 continue
             if param not in self.states:
                 seed = derive_seed(self.seed, "powersgd", param.name)
-                self.states[param] = LowRank(matrix, self.rank, seed, self.error_feedback)
+                self.states[param] = LowRank.create(matrix, self.rank, seed, self.error_feedback)
             matrices.append((matrix, self.states[param]))
         return matrices, uncompressed
 
@@ -194,7 +194,7 @@ class PowerSGD(GradientHandler):
         for param in self._registry:
             if (q := state.get(f"{param.name}.q")) is not None:
                 device, error = param.parameter.device, state.get(f"{param.name}.error")
-                self.sums.states[param] = LowRank.restored(q.to(device), None if error is None else error.to(device))
+                self.sums.states[param] = LowRank(q.to(device), None if error is None else error.to(device))
 
     def _start(self, reduce_group: str) -> None:
         # The store reports gradients in one order on all ranks of a reduce group, so their buckets are the same.
@@ -219,15 +219,15 @@ def view_as_matrix(gradient: Tensor, rank: int) -> Tensor | None:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Returns an orthonormal basis of the span of `columns`, with as many columns.
-
-    QR returns a basis even for a zero gradient, from which the power iteration can recover. With Gram-Schmidt, zeros would stay
-    zeros, and the parameter would never be trained again.
+    """Returns an orthonormal basis of the span of `columns`, with as many columns. QR returns a basis even for a zero gradient,
+    from which the power iteration can recover. With Gram-Schmidt, zeros would stay zeros, and the parameter would never be
+    trained again.
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
 
 
+@dataclass
 class LowRank:
     """Holds the compression state of one gradient [n, m].
 
@@ -235,18 +235,15 @@ class LowRank:
     feedback.
     """
 
-    def __init__(self, gradient: Tensor, rank: int, seed: int, error_feedback: bool) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(gradient.shape[1], min(rank, *gradient.shape), generator=generator, dtype=gradient.dtype)
-        self.q = orthonormal(start.to(gradient.device))
-        self.error = torch.zeros_like(gradient) if error_feedback else None
+    q: Tensor
+    error: Tensor | None
 
     @classmethod
-    def restored(cls, q: Tensor, error: Tensor | None) -> "LowRank":
-        """Returns the state with these tensors."""
-        state = cls.__new__(cls)
-        state.q, state.error = q, error
-        return state
+    def create(cls, gradient: Tensor, rank: int, seed: int, error_feedback: bool) -> "LowRank":
+        """Returns the state before the first step: a random factor, and no error."""
+        generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(gradient.shape[1], min(rank, *gradient.shape), generator=generator, dtype=gradient.dtype)
+        return cls(orthonormal(start.to(gradient.device)), torch.zeros_like(gradient) if error_feedback else None)
 
     def project(self, gradient: Tensor, p: Tensor) -> None:
         """Adds the error to `gradient`, in place, and writes `gradient` q to `p` [n, r]."""
@@ -262,9 +259,8 @@ class LowRank:
             torch.addmm(gradient, p, q.T, alpha=-1, out=self.error)
 
     def restore(self, gradient: Tensor, p: Tensor, q: Tensor) -> None:
-        """Writes the approximation p q^T of the summed gradient to `gradient`. `p` and `q` are sums over ranks.
-
-        Stores q for the next step.
+        """Writes the approximation p q^T of the summed gradient to `gradient`. `p` and `q` are sums over ranks. Stores q for
+        the next step.
         """
         torch.mm(p, q.T, out=gradient)
         self.q = orthonormal(q)

@@ -120,10 +120,9 @@ class SparseSum:
             pending.wait()
 
     def finish(self, error: Tensor) -> None:
-        """Waits, and writes the omitted elements of this rank into `error` [numel] and the sum into the gradient.
-
-        All ranks get the same bits, since they add the elements of ranks in the same order, and the elements of a rank have
-        different positions.
+        """Waits, and writes the omitted elements of this rank into `error` [numel] and the sum into the gradient. All ranks get
+        the same bits, since they add the elements of ranks in the same order, and the elements of a rank have different
+        positions.
         """
         self.wait()
         error.copy_(self._flat)
