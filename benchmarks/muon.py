@@ -118,7 +118,7 @@ def print_differences() -> None:
     (one_process,) = train_layout(canonical)
     for compute in ("fp64", "fp32"):
         plan = changed(PLAN, precision__compute=compute)
-        references[compute] = train_plainly(plan, train_layout(plan)[0].first)
+        references[compute] = train_plainly(plan, train_layout(plan)[0].initial_weights)
     for name, changes in LAYOUTS.items():
         cells = [
             f"{largest_difference(references[compute], train_layout(changed(PLAN, precision__compute=compute, **changes))):.1e}"

@@ -277,7 +277,7 @@ def train(case: Case, folder: Path) -> Results:
     results = Results()
     with World.join("cpu") as world, record_built_models() as models:
         with assemble(plan_of(case, folder), world) as run:
-            results.first = weights(run)
+            results.initial_weights = weights(run)
             for number in range(len(case.steps)):
                 results.rows.append(run.step(rank_batch(case, number, run)))
                 results.gradients.append(gradients(run))
@@ -340,7 +340,7 @@ def optimizer_of(config: Mapping[str, Any], named: Any) -> torch.optim.Optimizer
 def compare(case: Case, ranks: Sequence[Results]) -> None:
     """Raises AssertionError with the first difference from the plain loop."""
     loop = plain_loop(case)
-    first = {name: value for rank in ranks for name, value in rank.first.items() if name in loop.parameters}
+    first = {name: value for rank in ranks for name, value in rank.initial_weights.items() if name in loop.parameters}
     assert_same_bits(loop.weights, first)
     for number in range(len(case.steps)):
         share = min(1.0, (number + 1) / (case.training["learning_rate"]["warmup_steps"] or 1))
@@ -403,7 +403,7 @@ def test_a_small_error_is_found(tmp_path: Path) -> None:
     compare(case, [results])
     largest = max(results.gradients[1], key=lambda name: float(results.gradients[1][name].norm()))
     values: Any = ((results.rows[1], "loss"), (results.rows[0], "grad_norm"), (results.gradients[1], largest))
-    for container, key in (*values, (results.first, largest)):
+    for container, key in (*values, (results.initial_weights, largest)):
         correct = container[key]
         container[key] = correct * (1 + 1e-7)
         with pytest.raises(AssertionError, match=key.replace(".", r"\.")):

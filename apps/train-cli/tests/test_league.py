@@ -37,7 +37,7 @@ def train_row(row: LeagueRow, folder: Path, *, is_single_process: bool = False, 
             with assemble(plan, world) as run:
                 if index > 0:
                     run.load_checkpoint(folder / f"saved-{index}")
-                recorded.first = recorded.first or weights(run)
+                recorded.initial_weights = recorded.initial_weights or weights(run)
                 for _ in range(steps):
                     if row.offloads and not is_single_process and run.num_steps_done > 0:
                         run.memory.offload()
@@ -118,7 +118,7 @@ def test_row_matches_and_differs_with_its_fault(ranks: Any, tmp_path: Path, row:
     results = ranks(row.num_ranks, 120)(train_row, row, tmp_path)
     assert not [*differences(reference, results, row.limit)]
     if row.has_plain_loop:
-        loop = plain_loop(row.one_process_plan(), row.num_steps, reference.first)
+        loop = plain_loop(row.one_process_plan(), row.num_steps, reference.initial_weights)
         assert not [*differences(loop, results, row.limit)]
     faulty = ranks(row.num_ranks, 120)(train_row, row, tmp_path / "faulty", faulty=True)
     assert [*differences(reference, faulty, row.limit)], "the row does not see its fault"

@@ -66,7 +66,7 @@ def reference(folder: Path) -> RunRecord:
         layers = [(layer.name, layer.module) for layer in run.layers]
     loop = loop_of(layers)
     loop.load(first)
-    recorded = RunRecord(first=first)
+    recorded = RunRecord(initial_weights=first)
     for number, batch in enumerate(batches):
         assert len(set(batch["source"].tolist())) == 2
         by_source: dict[str, list[dict[str, Tensor]]] = {name: [] for name in SOURCES}

@@ -32,7 +32,7 @@ def train(tables: Tables, folder: Path, step: str, *, late: bool = False) -> Run
     """
     recorded = RunRecord()
     with late_exchanges() if late else nullcontext(), running(tables, folder) as run:
-        recorded.first = weights(run)
+        recorded.initial_weights = weights(run)
         if step == "second skipped" and run.world.rank == run.world.size - 1:
             param = next(param for param in run.registry if "norm" in param.name)
             param.parameter.register_hook(lambda grad: grad * math.nan if run.store.state.step == 1 else grad)
@@ -71,7 +71,7 @@ def plain_loop(key: Key, folder: Path) -> RunRecord:
         clip_kind=float(config.clip_kind),
     )
     loop.load(first | masters)
-    recorded = RunRecord(first=first)
+    recorded = RunRecord(initial_weights=first)
     for number, micros in enumerate(batches):
         if not (key[2] == "second skipped" and number == 1):
             result, tokens = loop.step(micros), sum(micro["tokens"].numel() for micro in micros)

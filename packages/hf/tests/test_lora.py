@@ -72,7 +72,7 @@ def test_three_steps_equal_those_of_peft(table: Tables, options: dict[str, Any],
     for name, parameter in named.items():
         if "train" in table and name.endswith("norm.weight") and name.startswith("blocks."):
             parameter.requires_grad_(True)
-        parameter.data.copy_(recorded.first[name])
+        parameter.data.copy_(recorded.initial_weights[name])
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     assert trained.keys() == recorded.gradients[0].keys()
     optimizer = torch.optim.AdamW(trained.values(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)

@@ -253,7 +253,7 @@ def test_a_run_computes_with_rounded_weights_and_updates_the_others(ranks: Any, 
             CrossEntropy(CrossEntropyConfig()),
             optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named if parameter.requires_grad], lr=0.1),
         )
-        masters = dict(run.first)
+        masters = dict(run.initial_weights)
         for batch, row, gradients in zip(all_batches(), run.rows, run.gradients, strict=True):
             loop.load({name: rounded(value) for name, value in masters.items()})
             micros = [{name: value[at : at + 4] for name, value in batch.items()} for at in range(0, SAMPLES, 4)]
@@ -261,5 +261,5 @@ def test_a_run_computes_with_rounded_weights_and_updates_the_others(ranks: Any, 
             for name, gradient in gradients.items():
                 masters[name] = masters[name] - 0.1 * gradient
         assert_close_gradients(masters, run.weights, 1e-10)
-        num_bytes = sum(value.nbytes for value in run.first.values())  # half of it received, at most twice
+        num_bytes = sum(value.nbytes for value in run.initial_weights.values())  # half of it received, at most twice
         assert 0 < counts["gathered_bytes_per_step"] < 0.2 * num_bytes, "an eighth of fp64, and the scales"

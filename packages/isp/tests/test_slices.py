@@ -54,8 +54,8 @@ def test_wrapped_and_named_attentions(ranks, texts):
     for reference, layouts in zip(references, zip(*found, strict=True), strict=True):
         assert_parity(reference, layouts, "fp64")
         assert_equal_replicas(layouts)
-    assert "blocks.0.attend.attention.scale" in references[0].first
-    assert "blocks.0.attend.scale" in references[1].first
+    assert "blocks.0.attend.attention.scale" in references[0].initial_weights
+    assert "blocks.0.attend.scale" in references[1].initial_weights
     assert_equal_replicas([references[1], record(sliced_plan(PLAN, sp=1, **NAMED), 2, folder=texts)])
 
 

@@ -78,7 +78,7 @@ def test_update_is_that_of_torch_classes(texts: Path) -> None:
     tables = changed(PLAN, optimizer__groups=groups)
     roles, recorded = names_by_role(tables, texts), record(tables, 3, folder=texts)
     assert "blocks.1.feed_forward.up.weight" in roles["adamw"]
-    params = {name: nn.Parameter(recorded.first[name].clone()) for name in recorded.gradients[0]}
+    params = {name: nn.Parameter(recorded.initial_weights[name].clone()) for name in recorded.gradients[0]}
     slow = [params[name] for name in roles["muon"] if not name.endswith("0.feed_forward.down.weight")]
     muon = torch.optim.Muon([{"params": slow}, {"params": [params["blocks.0.feed_forward.down.weight"]], "lr": 0.05}], lr=0.02)
     decaying = [params[name] for name in roles["adamw"] if "norm" not in name]
@@ -178,7 +178,7 @@ def test_a_group_gives_each_expert_a_muon_matrix() -> None:
     """Without the group, stacks have AdamW."""
     recorded = record(experts_plan(match="*.stack", optimizer="muon"), 1)
     for name in ("first.stack", "second.stack"):
-        matrices = [nn.Parameter(matrix.clone()) for matrix in recorded.first[name]]
+        matrices = [nn.Parameter(matrix.clone()) for matrix in recorded.initial_weights[name]]
         for matrix, gradient in zip(matrices, recorded.gradients[0][name], strict=True):
             matrix.grad = gradient.clone()
         torch.optim.Muon(matrices, lr=0.02).step()

@@ -171,7 +171,7 @@ def test_habits_under_split_backwards(ranks, own, small, schedule, dp, habits):
     plans = [small(schedule, 2, dp, model=model, optimizer={"use": "core.sgd", "lr": 0.1}) for model in models]
     by_rank = ranks(2 * dp, 120)(record_all, plans, own, batches)
     for habit, layouts in zip(habits, zip(*by_rank, strict=True), strict=True):
-        first = {name: value for layout in layouts for name, value in layout.first.items()}
+        first = {name: value for layout in layouts for name, value in layout.initial_weights.items()}
         for layout in layouts:
             by_hand = partial(torch.optim.SGD, lr=0.1)
             assert_by_hand(layout, layers_of(Rows.info, habit), batches, by_hand, micro_size=2, first=first)

@@ -132,7 +132,7 @@ def test_what_is_kept_is_computed_and_stepped_in_fp32(own, small):
     batches = [own_data.batch(4 * step, 4) for step in range(3)]
     plan = tables(small, batch={"global_size": 4, "micro_size": 4}, optimizer={"use": "core.sgd", "lr": 0.5})
     found = record(plan, 3, folder=own, batches=batches)
-    losses, wanted = by_hand(found.first, batches)
+    losses, wanted = by_hand(found.initial_weights, batches)
     assert [row["loss"] for row in found.rows] == pytest.approx(losses, rel=2**-8)
     for name, one in wanted.items():
         value = found.weights[name]

@@ -104,7 +104,7 @@ def own_steps(tables, folder, sizes):
     recorded = RunRecord()
     sent = []
     with running(tables, folder) as run:
-        recorded.first = weights(run)
+        recorded.initial_weights = weights(run)
         run.stepper.compare = None  # the first step compares first values, beside what is counted here
         for step, size in enumerate(sizes):
             mine = size // run.world.size

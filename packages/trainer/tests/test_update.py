@@ -53,7 +53,7 @@ def test_gradients_that_need_no_clipping_keep_every_bit(alone, small, clip_norm,
 
 
 def changes(recorded):
-    return {name: value - recorded.first[name] for name, value in recorded.weights.items()}
+    return {name: value - recorded.initial_weights[name] for name, value in recorded.weights.items()}
 
 
 def test_a_step_uses_the_rate_and_decay_of_each_group(own, small):
@@ -72,7 +72,7 @@ def test_a_step_uses_the_rate_and_decay_of_each_group(own, small):
         lr = 0.3 if name.startswith("blocks.0.") else 0.2 if name == "head.weight" else 0.1
         decay = 0.25 if gradient.ndim > 1 and name != "head.weight" else 0.0
         decay = 0.5 if name == "blocks.1.inner.bias" else decay
-        expected[name] = -0.5 * lr * (gradient + decay * recorded.first[name])
+        expected[name] = -0.5 * lr * (gradient + decay * recorded.initial_weights[name])
     assert len(expected) == 1 + 4 * 4 + 2
     assert_close_gradients(expected, changes(recorded), 1e-12)
 
@@ -82,12 +82,12 @@ FROZEN = {"use": "core.sgd", "lr": 0.1, "groups": [{"match": "blocks.*", "freeze
 
 def test_what_a_group_freezes_has_no_gradient_and_keeps_its_bits(own, small):
     recorded = record(small(optimizer=FROZEN), 2, folder=own)
-    names = set(recorded.first)
+    names = set(recorded.initial_weights)
     frozen = {name for name in names if name.startswith("blocks.")}
     assert len(frozen) == 16
     assert recorded.gradients[0].keys() == names - frozen
     for name in names:
-        assert torch.equal(recorded.first[name], recorded.weights[name]) == (name in frozen)
+        assert torch.equal(recorded.initial_weights[name], recorded.weights[name]) == (name in frozen)
 
 
 def thaw(run, after):
@@ -109,7 +109,7 @@ def test_what_is_unfrozen_between_steps_is_reduced_and_stepped(ranks, own, small
     reference = record(tables, 3, folder=own, prepare=partial(thaw, after=1))
     layouts = ranks(2)(record, tables, 3, folder=own, prepare=partial(thaw, after=1))
     assert [len(gradients) for gradients in reference.gradients] == [3, 19, 19]
-    assert all(not torch.equal(reference.first[name], reference.weights[name]) for name in reference.first)
+    assert all(not torch.equal(reference.initial_weights[name], reference.weights[name]) for name in reference.initial_weights)
     assert_parity(reference, layouts, "fp64")
     assert_equal_replicas(layouts)
     for layout in layouts:
@@ -148,7 +148,7 @@ def test_what_a_program_freezes_before_the_first_step_is_trained_when_it_is_unfr
 
     recorded = record(small(optimizer={"use": "core.sgd", "lr": 0.1, **momentum}), 4, folder=own, prepare=prepare)
     assert [len(gradients) for gradients in recorded.gradients] == [17, 17, 19, 19]
-    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in recorded.first.items()}
+    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in recorded.initial_weights.items()}
     theirs = torch.optim.SGD(parameters.values(), lr=0.1, foreach=False, fused=False, **momentum)
     for gradients in recorded.gradients:
         for name, parameter in parameters.items():

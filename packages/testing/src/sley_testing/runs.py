@@ -48,16 +48,14 @@ GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, BF16_SU
 
 @dataclass
 class RunRecord:
-    """Holds the results of one rank.
-
-    rows: the metrics of each step. first: the initial full weights. gradients: the full clipped gradients of each step, by
-    parameter name. calls: the collectives of each step, empty unless requested. weights: the final full weights. states: this
-    rank's final master weights and optimizer states. held_out: the final held-out loss, or None without held-out data. notes:
-    the notes of the loaded checkpoint.
+    """Holds one rank's results. rows: the metrics of each step. initial_weights, weights: the full weights before the first
+    step and after the last. gradients: the full clipped gradients of each step. calls: the collectives of each step, empty
+    unless requested. states: this rank's final master weights and optimizer states. held_out: the final held-out loss, or None
+    without held-out data. notes: the notes of the loaded checkpoint.
     """
 
     rows: list[dict[str, float | int]] = field(default_factory=list)
-    first: Tensors = field(default_factory=dict)
+    initial_weights: Tensors = field(default_factory=dict)
     gradients: list[Tensors] = field(default_factory=list)
     calls: list[list[Collective]] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
@@ -101,7 +99,7 @@ def record(
             restored = run.load_checkpoint(load)
             assert restored is not None, load
             recorded.notes = restored.notes
-        recorded.first = weights(run)
+        recorded.initial_weights = weights(run)
         for index in range(num_steps):
             if before_step is not None:
                 before_step(run, index)
@@ -215,7 +213,8 @@ def assert_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision:
     `precision`. layouts: the records of the ranks.
     """
     for layout in layouts:
-        assert layout.first.keys() == reference.first.keys(), sorted(layout.first.keys() ^ reference.first.keys())
+        unmatched = layout.initial_weights.keys() ^ reference.initial_weights.keys()
+        assert not unmatched, sorted(unmatched)
         assert layout.gradients[0].keys() == reference.gradients[0].keys()
     assert_parity_of_parts(reference, layouts, precision)
 
@@ -224,7 +223,7 @@ def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], p
     """Asserts parity of ranks that may each hold only a part of the model, and that each parameter is on a rank."""
     weight_tolerance, floor = WEIGHTS[precision], noise_floor(reference.gradients[0])
     for rank, layout in enumerate(layouts):
-        assert_same_bits(_select(reference.first, layout.first), layout.first)
+        assert_same_bits(_select(reference.initial_weights, layout.initial_weights), layout.initial_weights)
         local_gradients = layout.gradients[0]
         expected_gradients = _select(reference.gradients[0], local_gradients)
         assert_close_gradients(expected_gradients, local_gradients, GRADIENTS[precision], floor=floor)
@@ -275,7 +274,7 @@ def assert_by_hand(
     within the relative `tolerance`. named: new layers by name, which are converted to the dtype of the run. micro_size: the
     samples per microbatch. first: the initial weights of the full model, if `recorded` has only a part of them.
     """
-    start = recorded.first if first is None else first
+    start = recorded.initial_weights if first is None else first
     for _, module in named:
         module.to(next(iter(start.values())).dtype)
 
