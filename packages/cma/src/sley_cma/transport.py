@@ -109,7 +109,8 @@ class AllReduce(Work):
 
     def advance(self) -> bool:
         """Advances this sum as far as possible without waiting. Returns whether it has advanced."""
-        can_reduce = not self._is_reduced and self._is_next and self._queue.inputs.late_offerer(self._number) is None
+        is_next = self._number == self._queue.num_reduced + 1  # this rank has summed its slices of all earlier sums
+        can_reduce = not self._is_reduced and is_next and self._queue.inputs.late_offerer(self._number) is None
         if can_reduce:
             self._reduce()
         can_gather = self._is_reduced and not self._is_complete and self._late_peer() is None
@@ -140,10 +141,6 @@ class AllReduce(Work):
         turn = partial(offers.turn, self._number, self._label, is_read=True)
         self._wait_until(lambda: late_reader() is None, late_reader, turn)
         offers.wait_read(self._number, self._label)
-
-    @property
-    def _is_next(self) -> bool:
-        return self._number == self._queue.num_reduced + 1
 
     def _turn(self) -> Turn:
         queue = self._queue

@@ -324,14 +324,12 @@ def assert_untouched(expected: Traces, layers: Iterable[Layer]) -> None:
         assert not lines, "\n".join(lines)
 
 
-YAMA_FILE = Path("/proc/sys/kernel/yama/ptrace_scope")
-
-
 def can_read_peers() -> bool:
     """Returns whether sley-cma is installed and can read the memory of peers: on x86-64 Linux, as root or if Yama allows."""
     if find_spec("sley_cma") is None or platform.machine() != "x86_64" or sys.platform != "linux":
         return False
-    return os.geteuid() == 0 or not YAMA_FILE.exists() or YAMA_FILE.read_text("ascii").strip() == "0"
+    yama_file = Path("/proc/sys/kernel/yama/ptrace_scope")
+    return os.geteuid() == 0 or not yama_file.exists() or yama_file.read_text("ascii").strip() == "0"
 
 
 @contextmanager

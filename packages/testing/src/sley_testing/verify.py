@@ -383,19 +383,15 @@ def _common_factor(expected: Tensor, actual: Tensor, error: float) -> float | No
 
 
 def full_weights(run: Run) -> dict[str, Tensor]:
-    """Returns the full parameters of this rank's layers in registry order, without buffers."""
+    """Returns the full parameters of this rank's layers on the host, in registry order, without buffers."""
     all_weights = weights(run)
-    return _make_contiguous({name: all_weights[name] for name in run.registry.names})
+    return {name: all_weights[name].detach().contiguous() for name in run.registry.names}
 
 
 def _undo_clipping(gradients: Mapping[str, Tensor], row: Mapping[str, float], limit: float | None) -> dict[str, Tensor]:
     """Returns the gradients as they were before clipping, which hides a wrong scale. limit: the clip norm; None for none."""
     factor = 1.0 if limit is None else min(1.0, limit / (row["grad_norm"] + CLIP_EPSILON))
-    return _make_contiguous({name: gradient / factor for name, gradient in gradients.items()})
-
-
-def _make_contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return {name: (gradient / factor).contiguous() for name, gradient in gradients.items()}
 
 
 def tensor_file(folder: Path, step: int, file_name: str) -> str:
