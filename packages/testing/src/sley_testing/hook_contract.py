@@ -58,7 +58,9 @@ def observe(hooks: Sequence[Tables], folder: Path, *, fails: bool = False) -> Ob
         if num_steps_done > 0:
             gc.collect()
             tensors = [tensor for tensor in gc.get_objects() if type(tensor) is Tensor and tensor.grad_fn is not None]
-            observation.graph_tensors.append([f"{tuple(tensor.shape)} of {tensor.grad_fn.name()}" for tensor in tensors])
+            observation.graph_tensors.append(
+                [f"{tuple(tensor.shape)} of {type(tensor.grad_fn).__name__}" for tensor in tensors]
+            )
             observation.counts += [read_counts(hook) for hook in run.stepper.executor.hooks]
         if fails and num_steps_done == FAILING_STEP:
             fail_once(run)
