@@ -10,7 +10,7 @@ import torch
 
 from sley_checkpoint.folders import LocalFolder
 from sley_checkpoint.reader import newest, read, verify
-from sley_checkpoint.writing import BackgroundWriter
+from sley_checkpoint.saving import BackgroundWriter
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
@@ -125,7 +125,7 @@ def test_a_last_save_that_failed_is_tried_once_more(texts, tmp_path, monkeypatch
     attempts = []
 
     def fail_once(self: Any, name: str, chunks: Any) -> Any:
-        if "step-00000006" in self.text and name.endswith("safetensors"):
+        if "step-00000006" in self.uri and name.endswith("safetensors"):
             attempts.append(name)
             if len(attempts) == 1:
                 raise OSError(28, "No space left on device")
@@ -174,7 +174,7 @@ def test_a_program_that_writes_to_a_weight_while_it_is_copied_is_told(texts, tmp
             run.registry.params[0].parameter.add_(1)
         background.copy_unwritten_state()
         with pytest.raises(RunError, match="the program wrote to"):
-            next(background._chunks(piece))
+            next(background._read_chunks(piece))
         background.failure = "as asked"
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_checkpoint.reader import read
-from sley_checkpoint.writing import HostCopies
+from sley_checkpoint.saving import HostCopies
 from sley_core.checkpointing import Rectangle, Region
 from sley_core.comm.device import HostMemory
 from sley_core.engine.buffers import ElementRange

@@ -10,7 +10,7 @@ import pytest
 
 from sley_checkpoint import checkpoints, folders
 from sley_checkpoint.folders import RemoteFolder, open_folder
-from sley_checkpoint.reader import INDEX, newest, read, verify
+from sley_checkpoint.reader import INDEX_NAME, newest, read, verify
 from sley_core.comm.world import World
 from sley_core.errors import RunError, UsageError
 from sley_core.plan.load import plan_from_dict
@@ -37,18 +37,18 @@ def test_a_run_saves_to_a_url_and_resumes_from_it(texts, tmp_path):
     assert again["loss"] == rows[0]["loss"]
 
     half = folder.child("step-00000006")
-    half.delete(INDEX)
+    half.delete_file(INDEX_NAME)
     assert newest(url) == (f"{url}/step-00000004", []), "without its index it was never one"
     whole = folder.child("step-00000004")
     data = whole.read("rank-00000.safetensors")
     whole.write("rank-00000.safetensors", [data[:-1]])
-    (damage,) = verify(whole.text)
+    (damage,) = verify(whole.uri)
     assert f"has {len(data) - 1} of {len(data)} bytes" in damage.description
     with assemble(plan, World.alone("cpu")) as run:
         run.step()
         run.save_checkpoint()
         assert folder.names() == ["step-00000001-1", "step-00000004", "step-00000006"], "another attempt may be writing"
-        folder.child("step-00000001-1").delete(INDEX)
+        folder.child("step-00000001-1").delete_file(INDEX_NAME)
         run.save_checkpoint()
     assert folder.names() == ["step-00000001-2", "step-00000004", "step-00000006"], "what it has half written is gone"
 
@@ -98,7 +98,7 @@ class HostFolder(folders.LocalFolder):
         self.path_on_host = str(path)
 
     @property
-    def text(self) -> str:
+    def uri(self) -> str:
         return self.path_on_host
 
 
@@ -151,11 +151,11 @@ def train_without_part(tables: dict[str, Any], texts: Path, folder: Path) -> lis
         assemble(plan_from_dict(tables, texts), world, folder=folder) as run,
     ):
         if world.rank == 1:
-            staging = folders.LocalFolder.staging
+            staging = folders.LocalFolder.staging_folder
             run.readers.append(
                 lambda _: patch.setattr(
                     folders.LocalFolder,
-                    "staging",
+                    "staging_folder",
                     lambda own, token: HostFolder(staging(own, token).path, str(folder / "host")),
                 )
             )

@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from sley_checkpoint.folders import LocalFolder
-from sley_checkpoint.reader import INDEX, newest, read, verify
+from sley_checkpoint.reader import INDEX_NAME, newest, read, verify
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
@@ -55,10 +55,10 @@ DAMAGES: dict[tuple[str, Callable[[Path, Path], None]], str] = {
     ("rank-00000.safetensors", truncate): "has ",
     ("rank-00000.safetensors", delete): "is missing",
     ("rank-00000.safetensors", copy_other): "does not match its checksum",
-    (INDEX, flip_bit): "is damaged",
-    (INDEX, truncate): "is damaged",
-    (INDEX, delete): "is missing",
-    (INDEX, copy_other): "is of",
+    (INDEX_NAME, flip_bit): "is damaged",
+    (INDEX_NAME, truncate): "is damaged",
+    (INDEX_NAME, delete): "is missing",
+    (INDEX_NAME, copy_other): "is of",
 }
 
 
@@ -82,7 +82,7 @@ def test_each_damage_is_named_and_the_checkpoint_before_is_the_newest(two_checkp
     how(new / file, old)
     (damage,) = verify(new)
     assert damage.file in (file, "rank-00000.safetensors")
-    if how is not copy_other or file != INDEX:
+    if how is not copy_other or file != INDEX_NAME:
         assert damage.file == file
         assert DAMAGES[file, how] in damage.description
     assert newest(tmp_path / "all").path == str(old)
@@ -175,7 +175,7 @@ with assemble(plan_from_dict(tables, folder), World.alone("cpu"), folder=folder)
     run.step()
     run.save_checkpoint()
     run.step()
-    for name in ("write", "drop_cached_pages", "delete", "publish", "read_into"):
+    for name in ("write", "drop_cached_pages", "delete_file", "publish", "read_into"):
         setattr(LocalFolder, name, kill_at_call(getattr(LocalFolder, name)))
     run.save_checkpoint()
     run.step()
@@ -236,7 +236,7 @@ def load_without_index(tables: dict[str, Any], folder: Path, path: Path, at: int
 
     def gone(self: LocalFolder, name: str, *at_bytes: Any) -> bytearray:
         seen.append(name)
-        if int(os.environ["RANK"]) == 1 and name == INDEX and seen.count(INDEX) >= at:
+        if int(os.environ["RANK"]) == 1 and name == INDEX_NAME and seen.count(INDEX_NAME) >= at:
             raise FileNotFoundError(name)
         return plain(self, name, *at_bytes)
 

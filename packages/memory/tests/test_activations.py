@@ -16,6 +16,7 @@ from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
+from sley_memory.plugin import SelectiveConfig
 from sley_memory.selective import ATTENTION_OPERATORS, SelectiveRecompute
 from sley_testing.habits import HABITS
 from sley_testing.plans import small_plan
@@ -224,7 +225,7 @@ class Attentions(TorchDispatchMode):
 
 def call_selectively(layer: nn.Module, hidden: torch.Tensor, policy: SelectiveRecompute | None = None) -> torch.Tensor:
     """Returns the output of `layer`, called through the policy."""
-    policy = policy or SelectiveRecompute(frozenset({"layer"}))
+    policy = policy or SelectiveRecompute(SelectiveConfig(layers=("layer",)), ["layer"])
     output: torch.Tensor = policy.call("layer", layer, (hidden,), {}, MicroStep(0, 0, Phase.TRAIN, 0, 0))
     return output
 
@@ -257,7 +258,7 @@ def test_a_backward_may_run_twice(own: Path) -> None:
 
     block = Block(16, 2, 0.0, 0.0, False)
     hidden = torch.randn(2, 8, 16, requires_grad=True)
-    policy = SelectiveRecompute(frozenset({"layer"}))
+    policy = SelectiveRecompute(SelectiveConfig(layers=("layer",)), ["layer"])
     output = call_selectively(block, hidden, policy)
     (first,) = torch.autograd.grad(output.sum(), hidden, retain_graph=True)
     (second,) = torch.autograd.grad(output.sum(), hidden)
@@ -309,7 +310,7 @@ def test_compiled_layers_change_no_bit(compare_with_keep: Any, monkeypatch: pyte
 def test_compiled_layers_save_only_their_input_and_attention(own: Path) -> None:
     from attending import Block
 
-    policy, block = SelectiveRecompute(frozenset({"layer"})), Block(16, 2, 0.0, 0.0, False)
+    policy, block = SelectiveRecompute(SelectiveConfig(layers=("layer",)), ["layer"]), Block(16, 2, 0.0, 0.0, False)
     compiled = torch.compile(policy.compiled_forward("layer", block.forward), backend="aot_eager")
     hidden, saved = torch.randn(2, 24, 16, requires_grad=True), dict[int, torch.Tensor]()
     with saved_tensors_hooks(lambda tensor: saved.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor):

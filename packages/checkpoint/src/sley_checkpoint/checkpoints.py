@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, open_folder
+from sley_checkpoint.folders import DELETED_SUFFIX, STAGING_PREFIX, Folder, open_folder
 from sley_checkpoint.plugin import AnyLayoutConfig
-from sley_checkpoint.reader import INDEX, Checkpoint, Damage, DamagedCheckpoint, examine, list_checkpoints, try_read_index
-from sley_checkpoint.saving import SavePreparation
-from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
+from sley_checkpoint.reader import INDEX_NAME, Checkpoint, Damage, DamagedCheckpoint, examine, list_checkpoints, try_read_index
+from sley_checkpoint.saving import BackgroundWriter, HostCopies, RankWriter, SavePreparation
 from sley_core.api.comm import probe
 from sley_core.api.state import TrainingState, shorten_names
 from sley_core.errors import RunError, SleyError, UsageError, format_cause
@@ -19,13 +18,13 @@ FAILURE_CODE = "checkpoint-failed"
 """The code of the RunError of a failed save."""
 
 
-class AnyLayout(Checkpointer):
+class AnyLayoutCheckpointer(Checkpointer):
     """Saves and loads a run's checkpoints on one rank. table: the plan's `[checkpoint]`, or None if only the program saves."""
 
     def __init__(self, table: AnyLayoutConfig | None, state: TrainingState) -> None:
         self.table = table
         self.state = state
-        self.folder = None if state.folder is None else open_folder(state.folder).text
+        self.folder = None if state.folder is None else open_folder(state.folder).uri
         self._counts = dict.fromkeys(("saved", "failed", "seconds_blocked", "seconds_waited"), 0.0)
         self._is_save_requested = False
         self._background_writer: BackgroundWriter | None = None
@@ -37,16 +36,14 @@ class AnyLayout(Checkpointer):
         state.parts.events.gradients_done.append(self.copy_unwritten_state)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns the numbers of complete and failed saves (`saved`, `failed`), and the seconds for which training waited: for
-        saves to start (`seconds_blocked`) and to finish (`seconds_waited`).
+        """Returns the numbers of complete and failed saves, `saved` and `failed`, and the seconds for which training waited for
+        saves to start and to finish, `seconds_blocked` and `seconds_waited`.
         """
         return dict(self._counts)
 
     def save(self, path: str | Path | None, step: int) -> str:
-        """Writes a checkpoint at `path`, or in the run's folder if `path` is None. All ranks call it.
-
-        Returns the checkpoint's folder once all ranks have written their parts. Raises RunError `checkpoint-failed` on all
-        ranks if the save fails.
+        """Writes a checkpoint at `path`, or in the run's folder if `path` is None. Returns its folder once all ranks have
+        written their parts. All ranks call it. Raises RunError `checkpoint-failed` on all ranks if the save fails.
         """
         self.finish()
         writer = self._prepare(path, step)
@@ -59,50 +56,43 @@ class AnyLayout(Checkpointer):
         if path is None:  # a copy at another path does not count as a checkpoint of the run
             self._saved_step = step
             self.state.attempt.record_save(step)
-        return writer.target.text
+        return writer.target.uri
 
     def probe(self) -> None:
-        """Checks the run's folder before the first step. All ranks call it.
-
-        Raises the same RunError `checkpoint-folder` on all ranks if a rank cannot write to the folder, the ranks see different
-        folders, or another run uses the folder.
+        """Checks the run's folder before the first step. All ranks call it. Raises the same RunError `checkpoint-folder` on all
+        ranks if a rank cannot write to the folder, the ranks see different folders, or another run uses the folder.
         """
         if self.table is None or self.folder is None:
             return
         folder = open_folder(self.folder)
         probe(
-            folder.text,
-            lambda token: folder.child(f"{STAGING_PREFIX}probe-{token}-{DELETED}"),
+            folder.uri,
+            lambda token: folder.child(f"{STAGING_PREFIX}probe-{token}-{DELETED_SUFFIX}"),
             self._control,
             self.state.plan.limits.collective_timeout_s,
             lambda: self._preparation.find_problem(folder),
         )
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to save after `step`, the same on all ranks.
-
-        A save is due if `step` is a multiple of the plan's `every_steps` or rank 0 requested a save, unless a save of this step
-        has started.
+        """Returns whether to save after `step`, the same on all ranks: if it is a multiple of the plan's `every_steps` or rank
+        0 requested a save, unless a save of this step has started.
         """
-        table = self.table
-        if table is None or step == self._saved_step:
+        if self.table is None or step == self._saved_step:
             return False
-        return self._is_save_requested or (table.every_steps is not None and step % table.every_steps == 0)
+        return self._is_save_requested or (self.table.every_steps is not None and step % self.table.every_steps == 0)
 
     def wants_save(self) -> bool:
         """Returns whether the plan's `every_minutes` have passed since the last save; always False on ranks other than 0."""
-        minutes = self.table.every_minutes if self.table else None
-        is_voter = self.state.parts.world.rank == 0
-        return is_voter and minutes is not None and time.monotonic() - self._save_time > 60 * minutes
+        minutes = self.table.every_minutes if self.table and self.state.parts.world.rank == 0 else None
+        return minutes is not None and time.monotonic() - self._save_time > 60 * minutes
 
     def request_save(self) -> None:
         """Makes a save due after the current step."""
         self._is_save_requested = True
 
     def start_save(self, step: int) -> None:
-        """Starts the due save in mode "async", or completes it in mode "sync". All ranks call it.
-
-        If the save fails, this counts the failure and adds a note, and the run continues.
+        """Starts the due save in mode "async", or completes it in mode "sync". All ranks call it. A failure is counted and
+        noted, and the run continues.
         """
         assert self.table is not None, "no save is due without a table"
         with self._tolerate_failure("seconds_blocked"):
@@ -116,8 +106,7 @@ class AnyLayout(Checkpointer):
 
     def finish_training(self, step: int, *, was_stopped: bool) -> None:
         """Finishes the save in progress, and saves the run after its last step or, with `on_interrupt`, after an early stop.
-
-        All ranks call it after their last step. If the run has done all its steps, a failed save only adds a note.
+        All ranks call it. If the run has done all its steps, a failed save only adds a note.
         """
         self.finish()
         if self.table is None or step == self._saved_step:
@@ -133,7 +122,7 @@ class AnyLayout(Checkpointer):
 
     @contextmanager
     def _tolerate_failure(self, count: str) -> Iterator[None]:
-        """A context manager that turns a failed save into a note, and adds the seconds of its block to `count`."""
+        """Turns a failed save in its block into a note, and adds the seconds of the block to `count`."""
         start = time.perf_counter()
         try:
             yield
@@ -192,21 +181,21 @@ class AnyLayout(Checkpointer):
         self.state.notes.append(f"{failure}; training is not affected")
 
     def load(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
-        """Loads the checkpoint at `path`, or the newest intact one in a folder of checkpoints. All ranks call it.
+        """Loads the checkpoint at `path`, or the newest intact one in a folder of checkpoints. All ranks call it. With "auto",
+        loads this run's newest checkpoint, or returns None if the run has none. allow_fresh_start: see `list_candidates`.
 
-        path: "auto" loads this run's newest checkpoint, and returns None if the run has none. allow_fresh_start: see
-        `list_candidates`. Raises the errors of `list_candidates` and `choose_checkpoint`, and RunError: `no-checkpoint` if
-        there is none at `path`, and `checkpoint-mismatch` if "auto" finds a checkpoint of another run.
+        Raises the errors of `list_candidates` and `choose_checkpoint`, and RunError: `no-checkpoint` if there is none at
+        `path`, and `checkpoint-mismatch` if "auto" finds a checkpoint of another run.
         """
         self.finish()
         self.state.agree("loading a checkpoint")
         if is_auto := str(path) == "auto":
             self._run_folder()
-        load_path = None if is_auto else open_folder(path).text
+        load_path = None if is_auto else open_folder(path).uri
         paths, notes = list_candidates(self.state, load_path, allow_fresh_start=allow_fresh_start)
         checkpoint, damaged_checkpoints = choose_checkpoint(self.state, paths)
         if checkpoint is None and load_path is not None:
-            raise RunError("no-checkpoint", f"there is no checkpoint in {open_folder(load_path).text}")
+            raise RunError("no-checkpoint", f"there is no checkpoint in {open_folder(load_path).uri}")
         if checkpoint is None:
             return None
         # A run folder identifies the run's checkpoints. Without a run folder, the run name must match.
@@ -230,10 +219,9 @@ class AnyLayout(Checkpointer):
 
 
 def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
-    """Returns the first intact checkpoint in `paths`, or None if `paths` is empty, and the damaged ones before it.
-
-    All ranks call it, and each verifies a share of the files. Raises the same RunError on all ranks: `checkpoint-damaged` if
-    all checkpoints are damaged, and `checkpoint-load` if the ranks see different ones.
+    """Returns the first intact checkpoint in `paths`, or None if `paths` is empty, and the damaged ones before it. All ranks
+    call it, and each verifies a share of the files. Raises the same RunError on all ranks: `checkpoint-damaged` if all
+    checkpoints are damaged, and `checkpoint-load` if the ranks see different ones.
     """
     world, control = state.parts.world, state.parts.groups["control"]
     damaged_checkpoints: list[DamagedCheckpoint] = []
@@ -246,10 +234,10 @@ def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Check
         damages = list(dict.fromkeys(Damage(*fields) for rank_damages, _ in reports for fields in rank_damages))
         if index is not None and not damages:
             if len({token for _, token in reports}) > 1:
-                message = f"ranks see different checkpoints in {folder.text}"
+                message = f"ranks see different checkpoints in {folder.uri}"
                 raise RunError("checkpoint-load", message, hint="use a folder that all ranks share")
             return Checkpoint(folder, index), damaged_checkpoints
-        damaged_checkpoints.append((folder.text, damages))
+        damaged_checkpoints.append((folder.uri, damages))
     if damaged_checkpoints:
         newest, damages = damaged_checkpoints[0]
         message = f"the checkpoint {newest} is damaged: {damages[0]}"
@@ -261,11 +249,9 @@ def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start
     """Returns the paths of the checkpoints to load, in the order in which to try them, and notes for the user. All ranks call
     it, and rank 0 lists the checkpoints by its own arguments.
 
-    path: the path of a checkpoint or of a folder of checkpoints; None for this run's newest checkpoint. allow_fresh_start:
-    whether a run without a checkpoint may repeat its steps.
-
-    Raises the same error on all ranks: UsageError `never-anew` if the run would repeat its own work, and RunError
-    `checkpoint-load` if a folder cannot be read.
+    path: a checkpoint or a folder of checkpoints; None for this run's newest checkpoint. allow_fresh_start: whether a run
+    without a checkpoint may repeat its steps. Raises the same error on all ranks: UsageError `never-anew` if the run would
+    repeat its own work, and RunError `checkpoint-load` if a folder cannot be read.
     """
     paths: list[str] = []
     notes: list[str] = []
@@ -276,28 +262,25 @@ def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start
             if path is None:
                 paths, notes = _list_resumable(state, folder, allow_fresh_start=allow_fresh_start)
             else:
-                paths = [folder.text] if INDEX in folder.names() else _child_paths(folder, list_checkpoints(folder))
+                paths = [folder.uri] if INDEX_NAME in folder.names() else _child_paths(folder, list_checkpoints(folder))
         except SleyError as error:
             diagnostic = error.diagnostics[0]
             problem = diagnostic.code, diagnostic.message, diagnostic.hint
         except Exception as error:  # a file system may raise any error, and the other ranks wait for the list
-            problem = "checkpoint-load", f"{folder.text} cannot be read: {format_cause(error)}", None
+            problem = "checkpoint-load", f"{folder.uri} cannot be read: {format_cause(error)}", None
     # All ranks join the exchange, even if rank 0 has failed.
     reports = state.parts.groups["control"].gather_objects([paths, notes, problem], label="the list of checkpoints")
     paths, notes, problem = reports[0]
     if problem is not None:
         code, message, hint = problem
-        error_type = UsageError if code == "never-anew" else RunError
-        raise error_type(code, message, hint=hint)
+        raise (UsageError if code == "never-anew" else RunError)(code, message, hint=hint)
     return paths, notes
 
 
 def _list_resumable(state: TrainingState, folder: Folder, *, allow_fresh_start: bool) -> tuple[list[str], list[str]]:
-    """Returns the paths of the checkpoints that this run's own steps reached, from new to old, and then the checkpoint from
-    which its attempt started; also returns notes for the user.
-
-    Raises UsageError `never-anew` if there is none although the run has done steps, or if all checkpoints are of attempts that
-    the run's folder does not know.
+    """Returns the paths of the checkpoints that this run's own steps reached, from new to old, and then of the checkpoint from
+    which its attempt started, and notes for the user. Raises UsageError `never-anew` if there is none although the run has done
+    steps, or if all checkpoints are of attempts that the run's folder does not know.
     """
     names = list_checkpoints(folder)
     if state.attempt.folder is None:  # without a run folder, there is no list of attempts and no rows
@@ -314,10 +297,10 @@ def _list_resumable(state: TrainingState, folder: Folder, *, allow_fresh_start: 
     if attempt is not None and attempt.saved < 0 and attempt.origin not in ("", *paths):
         paths.append(attempt.origin)
     if not paths and not (allow_fresh_start and attempt is not None and attempt.saved < 0):
-        state.attempt.refuse_fresh_start(folder.text, foreign_names)
-    message = f"ignored checkpoints of other attempts: {shorten_names(foreign_names)} in {folder.text}"
+        state.attempt.refuse_fresh_start(folder.uri, foreign_names)
+    message = f"ignored checkpoints of other attempts: {shorten_names(foreign_names)} in {folder.uri}"
     return paths, [message] if foreign_names else []
 
 
 def _child_paths(folder: Folder, names: list[str]) -> list[str]:
-    return [folder.child(name).text for name in names]
+    return [folder.child(name).uri for name in names]

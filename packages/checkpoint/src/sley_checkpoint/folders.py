@@ -19,31 +19,26 @@ class FileDigest(NamedTuple):
     crc: int
 
 
+# A folder on a disk has this prefix in its name until it is complete, and also this suffix while it is being deleted.
 STAGING_PREFIX = ".saving-"
-"""The prefix of the names of incomplete folders on a disk."""
-
-DELETED = "gone"
-"""The suffix of the names of folders that are being deleted."""
+DELETED_SUFFIX = "gone"
 
 _READ_BYTES = 16 << 20
 
 
 class LocalFolder:
-    """A folder in a mounted file system. Writing its first file creates it.
-
-    All methods raise OSError if the file system reports an error.
-    """
+    """A folder in a mounted file system. Writing its first file creates it. All methods may raise OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
-    def text(self) -> str:
+    def uri(self) -> str:
         """The path or URL of the folder."""
         return str(self.path)
 
     def child(self, name: str) -> "LocalFolder":
-        """Returns the subfolder `name`."""
+        """Returns the subfolder `name`, which need not exist."""
         return LocalFolder(self.path / name)
 
     def names(self) -> list[str]:
@@ -85,11 +80,11 @@ class LocalFolder:
             with (self.path / name).open("rb") as file:
                 fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def delete(self, name: str) -> None:
+    def delete_file(self, name: str) -> None:
         """Deletes the file `name`."""
         (self.path / name).unlink()
 
-    def staging(self, token: str) -> "LocalFolder":
+    def staging_folder(self, token: str) -> "LocalFolder":
         """Returns the temporary folder of a save. Its `publish` renames it to this folder."""
         return LocalFolder(self.path.parent / f"{STAGING_PREFIX}{self.path.name}-{token}")
 
@@ -98,7 +93,7 @@ class LocalFolder:
         return name.startswith(STAGING_PREFIX)
 
     def publish(self, target: "Folder") -> None:
-        """Renames this folder, the `staging` folder of `target`, to `target`, and syncs the rename to the disk."""
+        """Renames this folder, the `staging_folder` of `target`, to `target`, and syncs the rename to the disk."""
         assert isinstance(target, LocalFolder), target
         sync_names(self.path)
         self.path.rename(target.path)
@@ -107,16 +102,15 @@ class LocalFolder:
     def remove(self) -> None:
         """Deletes the folder and its content, if the folder exists."""
         if self.path.is_dir():
-            trash = self.path.with_name(f"{STAGING_PREFIX}{self.path.name.removeprefix(STAGING_PREFIX)}-{DELETED}")
+            trash = self.path.with_name(f"{STAGING_PREFIX}{self.path.name.removeprefix(STAGING_PREFIX)}-{DELETED_SUFFIX}")
             with suppress(OSError):  # renamed first, so that a partly deleted folder does not look like a checkpoint
                 self.path.rename(trash)
             shutil.rmtree(trash, ignore_errors=True)
 
 
 class RemoteFolder:
-    """A folder of an object store at `url`, opened by fsspec, with the methods of `LocalFolder`.
-
-    A store cannot rename folders, so files have their final names from the start, and the index is written last.
+    """A folder of an object store, opened by fsspec, with the methods of `LocalFolder`. A store cannot rename folders, so files
+    have their final names from the start, and the index is written last.
     """
 
     def __init__(self, url: str) -> None:
@@ -129,8 +123,11 @@ class RemoteFolder:
             raise UsageError("no-fsspec", f"{url} cannot be opened: {format_cause(error)}", hint=hint) from error
         self._url = url.rstrip("/")
 
+    def _child_path(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
     @property
-    def text(self) -> str:
+    def uri(self) -> str:
         return self._url
 
     def child(self, name: str) -> "RemoteFolder":
@@ -175,10 +172,10 @@ class RemoteFolder:
     def drop_cached_pages(self, name: str) -> None:
         """Does nothing: a store has no page cache on this host."""
 
-    def delete(self, name: str) -> None:
+    def delete_file(self, name: str) -> None:
         self._system.rm_file(self._child_path(name))
 
-    def staging(self, token: str) -> "RemoteFolder":
+    def staging_folder(self, token: str) -> "RemoteFolder":
         return self
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
@@ -189,13 +186,9 @@ class RemoteFolder:
 
     def remove(self) -> None:
         with suppress(FileNotFoundError):
-            names = self.names()
-            for name in sorted(names, key=lambda name: name != "checkpoint.json"):  # the index first
-                self._system.rm_file(self._child_path(name))
+            for name in sorted(self.names(), key=lambda name: name != "checkpoint.json"):  # the index first
+                self.delete_file(name)
             self._system.rm(self._path, recursive=True)
-
-    def _child_path(self, name: str) -> str:
-        return f"{self._path}/{name}"
 
 
 Folder: TypeAlias = LocalFolder | RemoteFolder

@@ -27,5 +27,5 @@ class AnyLayoutConfig(CheckpointConfig):
 
 @hookimpl
 def sley_records() -> list[CheckpointerRecord]:
-    build, files = "sley_checkpoint.checkpoints:AnyLayout", "sley_checkpoint.reader:CheckpointFileReader"
+    build, files = "sley_checkpoint.checkpoints:AnyLayoutCheckpointer", "sley_checkpoint.reader:CheckpointFileReader"
     return [CheckpointerRecord(name="any_layout", config=AnyLayoutConfig, build=build, files=files, keeps_best=True)]

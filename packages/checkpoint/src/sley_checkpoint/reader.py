@@ -38,16 +38,14 @@ from sley_core.api.state import (
 )
 from sley_core.errors import RunError, format_cause
 
-INDEX = "checkpoint.json"
-"""The name of the index file."""
+INDEX_NAME = "checkpoint.json"
 
-FORMAT = 3
-"""The version of the format of the index."""
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Describes a saved tensor: its safetensors dtype, its full shape, and the file of each of its rectangles."""
+    """A saved tensor: its safetensors dtype, its full shape, and the file and rectangle of each of its pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,10 +54,8 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIndex(SavedRun):
-    """Holds all data of a checkpoint except its tensors.
-
-    token: a text that is unique to each save, and begins with the id of the attempt that saved. files: the digest of each file.
-    tensors: the description of each tensor, by name.
+    """All data of a checkpoint except its tensors. token: a text that is unique to each save, and begins with the id of the
+    attempt that saved. files: the digest of each file. tensors: the description of each tensor, by name.
     """
 
     token: str
@@ -68,7 +64,7 @@ class CheckpointIndex(SavedRun):
 
     def to_bytes(self) -> bytes:
         """Returns the content of the index file, which begins with a checksum of the index."""
-        content = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
+        content = json.dumps({"format": FORMAT_VERSION, **asdict(self)}, separators=(",", ":"))
         return f'{{"checksum":"{sha256(content.encode()).hexdigest()}",\n"index":{content}}}\n'.encode()
 
     @classmethod
@@ -79,26 +75,25 @@ class CheckpointIndex(SavedRun):
         if not tail or head != f'{{"checksum":"{sha256(content).hexdigest()}"'.encode():
             raise ValueError("its checksum does not match its content")
         fields: dict[str, Any] = json.loads(content)
-        if (version := fields.pop("format")) != FORMAT:
-            raise ValueError(f"its format must be {FORMAT}, but is {version}")
+        if (version := fields.pop("format")) != FORMAT_VERSION:
+            raise ValueError(f"its format must be {FORMAT_VERSION}, but is {version}")
         fields["files"] = {name: FileDigest(*digest) for name, digest in fields["files"].items()}
         fields["tensors"] = {name: _parse_tensor_info(info) for name, info in fields["tensors"].items()}
         return cls(**fields)
 
 
 def read_index(folder: Folder) -> CheckpointIndex:
-    """Returns the index of the checkpoint in `folder`.
-
-    Raises RunError `no-checkpoint` if the folder has no index, and `checkpoint-damaged` if the index cannot be parsed.
+    """Returns the index of the checkpoint in `folder`. Raises RunError `no-checkpoint` if the folder has no index, and
+    `checkpoint-damaged` if the index cannot be parsed.
     """
     try:
-        data = folder.read(INDEX)
+        data = folder.read(INDEX_NAME)
     except (FileNotFoundError, NotADirectoryError):
-        raise RunError("no-checkpoint", f"{folder.text} is not a checkpoint: it has no {INDEX}") from None
+        raise RunError("no-checkpoint", f"{folder.uri} is not a checkpoint: it has no {INDEX_NAME}") from None
     try:
         return CheckpointIndex.from_bytes(data)
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError("checkpoint-damaged", f"{folder.text}/{INDEX} is damaged: {error}") from error
+        raise RunError("checkpoint-damaged", f"{folder.uri}/{INDEX_NAME} is damaged: {error}") from error
 
 
 def _parse_tensor_info(fields: Mapping[str, Any]) -> TensorInfo:
@@ -111,7 +106,7 @@ CHUNK_BYTES = 16 << 20
 
 
 class StoredTensor(NamedTuple):
-    """Describes a rectangle in a file: its row-major data are the bytes [start, end) of the file."""
+    """A rectangle of a tensor in a file: its row-major data are the bytes [start, end) of the file."""
 
     dtype: torch.dtype
     rectangle: Rectangle
@@ -120,9 +115,7 @@ class StoredTensor(NamedTuple):
 
 
 def build_file_header(pieces: Sequence[TensorPiece], info: Mapping[str, Any]) -> bytes:
-    """Returns the header of a file that holds `pieces`, which are sorted from wide to narrow dtypes. info: JSON data about the
-    file.
-    """
+    """Returns the header of a file with `pieces`, which are sorted from wide to narrow dtypes. info: JSON data about it."""
     specs = [Spec.from_dtype(piece.name, piece.tensor.dtype, piece.rectangle.sizes) for piece in pieces]
     offsets = {piece.name: {"saved_offsets": list(piece.rectangle.offsets)} for piece in pieces}
     header, starts = build_header(
@@ -133,9 +126,8 @@ def build_file_header(pieces: Sequence[TensorPiece], info: Mapping[str, Any]) ->
 
 
 def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Returns the tensors of a file by name, and the JSON data about the file.
-
-    Raises RunError `checkpoint-damaged` if the header cannot be parsed, and OSError if the file does not exist.
+    """Returns the tensors of a file by name, and the JSON data about the file. Raises RunError `checkpoint-damaged` if the
+    header cannot be parsed, and OSError if the file does not exist.
     """
     try:
         data_start = 8 + int.from_bytes(folder.read(file, 0, 8), "little")
@@ -148,30 +140,28 @@ def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredTensor], dic
             start, end = fields["data_offsets"]
             tensors[name] = StoredTensor(BY_NAME[fields["dtype"]], rectangle, data_start + start, data_start + end)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError("checkpoint-damaged", f"the header of {folder.text}/{file} cannot be read: {error}") from error
+        raise RunError("checkpoint-damaged", f"the header of {folder.uri}/{file} cannot be read: {error}") from error
     return tensors, info
 
 
 def split_into_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yields the row-major bytes of `tensor`, without a copy if the tensor is contiguous and on the host."""
-    contiguous = tensor.detach().cpu().contiguous()
-    data = bytes_of(contiguous)
+    data = bytes_of(tensor.detach().cpu().contiguous())
     for start in range(0, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
 
 
-def file_name(rank: int, index: int) -> str:
+def format_file_name(rank: int, index: int) -> str:
     """Returns the name of a rank's file. index: the number of the file on its rank, from 0."""
     return f"rank-{rank:05}{f'-{index}' if index else ''}.safetensors"
 
 
-_STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_STEP_PATTERN = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """A lazy mapping from the names of a checkpoint's tensors to full tensors on the host, with the checkpoint's index.
-
-    Reading a checkpoint cannot run code. Reads do not verify the files; `verify` does.
+    """A lazy mapping from the names of a checkpoint's tensors to full tensors on the host. Reads do not verify the files;
+    `verify` does.
     """
 
     def __init__(self, folder: Folder, index: CheckpointIndex) -> None:
@@ -194,7 +184,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def place(self) -> str:
-        return self.folder.text
+        return self.folder.uri
 
     def kind(self, name: str) -> TensorKind:
         """Returns the dtype and full shape of a tensor."""
@@ -225,9 +215,8 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def read_into(self, name: str, requested: Rectangle, target: Tensor) -> None:
-        """Reads the rectangle `requested` of the tensor `name` into `target`, a tensor of the same sizes and any dtype.
-
-        Raises RunError `checkpoint-damaged` if the files do not match the index.
+        """Reads the rectangle `requested` of the tensor `name` into `target`, a tensor of the same sizes and any dtype. Raises
+        RunError `checkpoint-damaged` if the files do not match the index.
         """
         num_missing = requested.numel
         for file, rectangle in self.index.tensors[name].pieces:
@@ -236,7 +225,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 self._read_common(file, name, rectangle, common, target[common.slices_in(requested)])
                 num_missing -= common.numel
         if num_missing:
-            raise self._damage_error(f"{num_missing} elements of {name!r} are in no file")
+            raise self._build_damage_error(f"{num_missing} elements of {name!r} are in no file")
 
     def _read_common(self, file: str, name: str, rectangle: Rectangle, common: Rectangle, target: Tensor) -> None:
         """Copies the part `common` of the file's `rectangle` to `target`. Reads full rows of `rectangle`: directly into
@@ -244,7 +233,7 @@ class Checkpoint(Mapping[str, Tensor]):
         """
         stored = self._read_header(file).get(name)
         if stored is None or stored.rectangle != rectangle:
-            raise self._damage_error(f"{file} does not contain the part of {name!r} that the index lists")
+            raise self._build_damage_error(f"{file} does not contain the part of {name!r} that the index lists")
         sizes = list(rectangle.sizes)
         row_offset = 0
         if sizes:
@@ -259,7 +248,7 @@ class Checkpoint(Mapping[str, Tensor]):
         rows = target if is_direct else torch.empty(sizes, dtype=stored.dtype)
         memory = bytes_of(rows)
         if self.folder.read_into(file, stored.start + row_offset, memory) != len(memory):
-            raise self._damage_error(f"{file} is truncated")
+            raise self._build_damage_error(f"{file} is truncated")
         if not is_direct:
             slices = common.slices_in(rectangle)
             target.copy_(rows[(slice(None), *slices[1:])] if slices else rows)
@@ -269,21 +258,18 @@ class Checkpoint(Mapping[str, Tensor]):
             self._headers[file] = read_header(self.folder, file)[0]
         return self._headers[file]
 
-    def _damage_error(self, description: str) -> RunError:
-        return RunError("checkpoint-damaged", f"the checkpoint {self.folder.text} is damaged: {description}")
+    def _build_damage_error(self, description: str) -> RunError:
+        return RunError("checkpoint-damaged", f"the checkpoint {self.folder.uri} is damaged: {description}")
 
 
 def read(path: str | Path) -> Checkpoint:
-    """Returns the checkpoint in the folder `path`.
-
-    Raises RunError `no-checkpoint` if the folder has no index, and `checkpoint-damaged` if the index is damaged.
-    """
+    """Returns the checkpoint in the folder `path`. Raises the errors of `read_index`."""
     folder = open_folder(path)
     return Checkpoint(folder, read_index(folder))
 
 
 def try_read_index(folder: Folder) -> CheckpointIndex | None:
-    """Returns the index of the checkpoint in `folder`; None if the index is damaged or missing."""
+    """Returns the index of the checkpoint in `folder`, or None if it cannot be read."""
     try:
         return read_index(folder)
     except Exception:  # a file system may raise any error
@@ -291,7 +277,7 @@ def try_read_index(folder: Folder) -> CheckpointIndex | None:
 
 
 class Damage(NamedTuple):
-    """Holds the name of a damaged file and a description of the damage, such as "is missing"."""
+    """The name of a damaged file, and a predicate about it, such as "is missing"."""
 
     file: str
     description: str
@@ -305,20 +291,19 @@ DamagedCheckpoint = tuple[str, list[Damage]]
 
 
 class NewestCheckpoint(NamedTuple):
-    """Holds the path of the newest intact checkpoint, or None if there is none, and the newer, damaged checkpoints."""
+    """The path of the newest intact checkpoint, or None if there is none, and the newer, damaged checkpoints."""
 
     path: str | None
     damaged_checkpoints: list[DamagedCheckpoint]
 
 
 def verify(path: str | Path) -> list[Damage]:
-    """Reads all files of the checkpoint in the folder `path` and returns the damages; [] if the checkpoint is intact.
-
-    Raises RunError `no-checkpoint` if the folder is empty or does not exist.
+    """Reads all files of the checkpoint in the folder `path`, and returns the damages, [] if it is intact. Raises RunError
+    `no-checkpoint` if the folder is empty or does not exist.
     """
     folder = open_folder(path)
     if not folder.names():
-        raise RunError("no-checkpoint", f"there is no checkpoint in {folder.text}")
+        raise RunError("no-checkpoint", f"there is no checkpoint in {folder.uri}")
     return examine(folder)[1]
 
 
@@ -329,59 +314,55 @@ def newest(path: str | Path) -> NewestCheckpoint:
     for name in list_checkpoints(folder):
         damages = examine(folder.child(name))[1]
         if not damages:
-            return NewestCheckpoint(folder.child(name).text, damaged_checkpoints)
-        damaged_checkpoints.append((folder.child(name).text, damages))
+            return NewestCheckpoint(folder.child(name).uri, damaged_checkpoints)
+        damaged_checkpoints.append((folder.child(name).uri, damages))
     return NewestCheckpoint(None, damaged_checkpoints)
 
 
 def list_checkpoints(folder: Folder) -> list[str]:
     """Returns the names of the complete checkpoints in a folder of checkpoints, from new to old."""
-    names = [name for name in folder.names() if _STEP.fullmatch(name) and not folder.is_unfinished(name, INDEX)]
+    names = [name for name in folder.names() if _STEP_PATTERN.fullmatch(name) and not folder.is_unfinished(name, INDEX_NAME)]
     return sorted(names, key=_sort_key, reverse=True)
 
 
 def is_checkpoint_name(name: str) -> bool:
     """Returns whether `name` is the folder name of a checkpoint or of an unfinished save."""
-    return name.startswith(STAGING_PREFIX) or _STEP.fullmatch(name) is not None
+    return name.startswith(STAGING_PREFIX) or _STEP_PATTERN.fullmatch(name) is not None
 
 
 def choose_checkpoint_name(step: int, used_names: Iterable[str]) -> str:
-    """Returns an unused name for the checkpoint after `step`, which sorts as the newest checkpoint.
-
-    If the run has resumed from an older checkpoint or saves a step again, the name ends with the number of such rewinds.
+    """Returns an unused name for the checkpoint after `step`, which sorts as the newest one. If the run has resumed from an
+    older checkpoint or saves a step again, the name ends with the number of such rewinds.
     """
-    keys = [_sort_key(name) for name in used_names if _STEP.fullmatch(name)]
+    keys = [_sort_key(name) for name in used_names if _STEP_PATTERN.fullmatch(name)]
     num_rewinds, last_step = max(keys, default=(0, -1))
     num_rewinds += step <= last_step
     return f"step-{step:08}-{num_rewinds}" if num_rewinds else f"step-{step:08}"
 
 
 def examine(folder: Folder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
-    """Reads the index and this rank's share of the files. Returns the index, or None if it cannot be read, and the damages.
-
-    Of `num_ranks` ranks, each reads different files.
+    """Reads the index and this rank's share of the files: of `num_ranks` ranks, each reads different files. Returns the index,
+    or None if it cannot be read, and the damages.
     """
     try:
-        if INDEX not in folder.names():
-            return None, [Damage(INDEX, "is missing")]
+        if INDEX_NAME not in folder.names():
+            return None, [Damage(INDEX_NAME, "is missing")]
         index = read_index(folder)
     except RunError as error:
-        return None, [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
+        return None, [Damage(INDEX_NAME, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
     except Exception as error:  # a file system may raise any error
-        return None, [Damage(INDEX, f"cannot be read: {format_cause(error)}")]
+        return None, [Damage(INDEX_NAME, f"cannot be read: {format_cause(error)}")]
     damages = (_find_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
     return index, [damage for damage in damages if damage is not None]
 
 
 def _find_damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | None:
-    """Reads a checkpoint file and returns its damage; None if the file is intact."""
+    """Reads a file of a checkpoint, and returns its damage or None."""
     info = index.files[name]
     try:
-        num_bytes = folder.num_bytes(name)
-        if num_bytes == info.num_bytes and compute_crc(folder, name) == info.crc:
-            return None
-        is_same_size = num_bytes == info.num_bytes
-        return Damage(name, "does not match its checksum" if is_same_size else f"has {num_bytes} of {info.num_bytes} bytes")
+        if (num_bytes := folder.num_bytes(name)) != info.num_bytes:
+            return Damage(name, f"has {num_bytes} of {info.num_bytes} bytes")
+        return None if compute_crc(folder, name) == info.crc else Damage(name, "does not match its checksum")
     except FileNotFoundError:
         return Damage(name, "is missing")
     except Exception as error:  # a file system may raise any error
@@ -389,8 +370,7 @@ def _find_damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | 
 
 
 def _sort_key(name: str) -> tuple[int, int]:
-    """Returns a sort key that increases with each save of a run: the number of rewinds and the step."""
-    match = _STEP.fullmatch(name)
+    match = _STEP_PATTERN.fullmatch(name)
     assert match is not None, name
     return int(match[2] or 0), int(match[1])
 
@@ -403,20 +383,20 @@ class CheckpointFileReader:
 
     def describe(self, path: str) -> CheckpointIndex | None:
         folder = open_folder(path)
-        return read_index(folder) if INDEX in folder.names() else None
+        return read_index(folder) if INDEX_NAME in folder.names() else None
 
     def is_whole(self, path: str) -> bool:
         return not examine(open_folder(path))[1]
 
     def open(self, path: str) -> CheckpointReader | None:
         folder = open_folder(path)
-        if INDEX in folder.names():
+        if INDEX_NAME in folder.names():
             if damages := verify(path):
-                message = f"the checkpoint {folder.text} is damaged: {', '.join(map(str, damages))}"
+                message = f"the checkpoint {folder.uri} is damaged: {', '.join(map(str, damages))}"
                 raise RunError("checkpoint-damaged", message)
             return read(path)
         result = newest(path)
         if result.path is None and result.damaged_checkpoints:
-            message = f"no checkpoint in {folder.text} is intact: {result.damaged_checkpoints[0][1][0]}"
+            message = f"no checkpoint in {folder.uri} is intact: {result.damaged_checkpoints[0][1][0]}"
             raise RunError("checkpoint-damaged", message)
         return None if result.path is None else read(result.path)

@@ -1,29 +1,267 @@
-"""Prepares a save: all ranks agree that they save the same run to the same folder, and on the tensors that each rank writes.
+"""Saves a run. All ranks agree on the folder and on the tensors that each rank writes, and then write their files.
 
-Each tensor is written once, the bytes are spread evenly over the ranks, and all ranks compute the same assignment.
+Each tensor is written once, the bytes are spread evenly over the ranks, and all ranks compute the same assignment. Each rank
+writes its files and a note. Rank 0 waits for all notes and publishes the checkpoint.
+
+    rank 1   | rank-00001.safetensors | note-00001.json |
+    rank 0   | rank-00000.safetensors | note-00000.json | waits for all notes | checks all sizes | checkpoint.json | rename
+
+The writing uses no collective, so it can run in a thread during training (`BackgroundWriter`).
 """
 
 import json
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from math import prod
+from threading import Lock, Thread
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from sley_checkpoint import reader
-from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, open_folder
-from sley_checkpoint.writing import RankWriter
+from sley_checkpoint.folders import DELETED_SUFFIX, STAGING_PREFIX, FileDigest, Folder, compute_crc, open_folder
+from sley_core.api.comm import CopyEvent, CopyStream, Device, HostMemory
+from sley_core.api.memory import version_of
+from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState
 from sley_core.errors import RunError, SleyError, format_cause
 
+_CLOSE_TIMEOUT_S = 10.0
+"""The time for which `BackgroundWriter.wait_or_cancel` waits for ranks that may have died."""
+
+_MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1
+
+
+@dataclass
+class RankWriter:
+    """Writes one rank's part of a save.
+
+    staging: the folder of the save until it is complete. target: its final folder. files: the pieces of each file.
+    header_info: JSON data for the headers of all files. rank_values: JSON data of this rank. index: the index without file
+    digests and rank data. timeout_s: the time limit of rank 0's wait for the other ranks. read_chunks: yields the bytes of a
+    piece. on_publish: rank 0 calls it once the checkpoint is complete. is_cancelled: ends the save soon, without a checkpoint.
+    wait_start: the monotonic time at which rank 0 began to wait or last saw a rank finish; None before the wait and on other
+    ranks.
+    """
+
+    rank: int
+    num_ranks: int
+    staging: Folder
+    target: Folder
+    files: Sequence[Sequence[TensorPiece]]
+    header_info: dict[str, Any]
+    rank_values: dict[str, Any]
+    index: reader.CheckpointIndex
+    timeout_s: float
+    read_chunks: Callable[[TensorPiece], Iterator[memoryview]]
+    on_publish: Callable[[], None]
+    is_cancelled: bool = False
+    wait_start: float | None = None
+
+    def run(self) -> None:
+        """Writes this rank's files; rank 0 then waits for the other ranks and publishes the checkpoint. If the save fails,
+        raises RunError `checkpoint-failed`, and rank 0 deletes the new files.
+        """
+        try:
+            self._write()
+            if self.rank == 0:
+                self._publish()
+        except Exception as error:  # a file system may raise any error, of which rank 0 must learn
+            self._clean_up(error)
+            message = f"the checkpoint {self.target.uri} could not be written by rank {self.rank}: {format_cause(error)}"
+            raise RunError("checkpoint-failed", message) from error
+
+    def _write(self) -> None:
+        """Writes this rank's files, reads them back to compare checksums, and writes a note with sizes and checksums."""
+        digests: dict[str, FileDigest] = {}
+        for index, pieces in enumerate(self.files):
+            name = reader.format_file_name(self.rank, index)
+            digests[name] = self.staging.write(name, self._file_content(index, pieces))
+            if (crc := compute_crc(self.staging, name)) != digests[name].crc:
+                message = f"the checksum of {name} must be {digests[name].crc:x}, but is {crc:x} after the write"
+                raise RunError("checkpoint-failed", message)
+        note = json.dumps({"files": digests, "rank_values": self.rank_values}).encode()
+        self.staging.write(_note_name(self.rank), [note])
+
+    def _file_content(self, index: int, pieces: Sequence[TensorPiece]) -> Iterator[bytes | memoryview]:
+        """Yields the header of a file and the bytes of each piece. Raises RunError if the save is cancelled."""
+        yield reader.build_file_header(pieces, {**self.header_info, "rank": self.rank, "file": index})
+        for piece in pieces:
+            self._check_not_cancelled()
+            yield from self.read_chunks(piece)
+
+    def _check_not_cancelled(self) -> None:
+        if self.is_cancelled:
+            raise RunError("checkpoint-failed", "the run ended during the save")
+
+    def _publish(self) -> None:
+        """Waits for all notes, checks the file sizes, writes the index, renames the folder, and calls `on_publish`."""
+        notes = self._wait_for_notes()
+        files = {name: FileDigest(*digest) for note in notes for name, digest in note["files"].items()}
+        for name, digest in files.items():
+            if (num_bytes := self.staging.num_bytes(name)) != digest.num_bytes:
+                raise RunError("checkpoint-failed", f"the size of {name} must be {digest.num_bytes} bytes, but is {num_bytes}")
+        index = replace(self.index, files=files).with_ranks([note["rank_values"] for note in notes])
+        for rank in range(self.num_ranks):
+            self.staging.delete_file(_note_name(rank))  # the index has all data of the notes
+        self.staging.write(reader.INDEX_NAME, [index.to_bytes()])
+        self.staging.publish(self.target)
+        self.on_publish()
+
+    def _wait_for_notes(self) -> list[dict[str, Any]]:
+        """Returns the notes of all ranks. Raises RunError if a rank fails or exceeds the time limit."""
+        deadline, pause_s = time.monotonic() + self.timeout_s, _MIN_POLL_S
+        missing = set(range(self.num_ranks))
+        while True:
+            names = set(self.staging.names())
+            for rank in range(self.num_ranks):
+                if _failure_name(rank) in names:
+                    reason = self.staging.read(_failure_name(rank)).decode() or "the disk is full"
+                    raise RunError("checkpoint-failed", f"rank {rank}: {reason}")
+            remaining = {rank for rank in missing if _note_name(rank) not in names}
+            if remaining != missing or self.wait_start is None:
+                missing, self.wait_start = remaining, time.monotonic()
+            if not missing:
+                return [json.loads(self.staging.read(_note_name(rank))) for rank in range(self.num_ranks)]
+            if not names:
+                raise RunError("checkpoint-failed", f"the folder {self.staging.uri} no longer exists")
+            self._check_not_cancelled()
+            if time.monotonic() > deadline:
+                raise RunError("checkpoint-failed", f"rank {min(missing)} did not finish in {self.timeout_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_POLL_S)
+
+    def _clean_up(self, error: Exception) -> None:
+        """Deletes the files of the failed save on rank 0; the other ranks report their error to rank 0 in a file."""
+        with suppress(Exception):
+            if self.rank == 0:
+                self.staging.remove()
+            elif self.staging.names():
+                for chunks in ([format_cause(error).encode()], []):  # a full disk may still have room for an empty file
+                    with suppress(Exception):
+                        self.staging.write(_failure_name(self.rank), chunks)
+                        break
+
+
+def _note_name(rank: int) -> str:
+    return f"note-{rank:05}.json"
+
+
+def _failure_name(rank: int) -> str:
+    return f"failed-{rank:05}.txt"
+
+
+class HostCopies:
+    """Copies tensors to host memory. All saves share this memory, since it takes longer to fault in and to lock new pages than
+    to copy.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._memory: HostMemory | None = None
+        self._stream: CopyStream | None = None
+
+    def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], CopyEvent]:
+        """Starts to copy `tensors`. Returns the contiguous copies and an event that is done once the copies are complete.
+        Invalidates earlier copies.
+        """
+        offsets = [0]
+        for tensor in tensors:
+            offsets.append(offsets[-1] + round_up(tensor.nbytes, ALIGNMENT_BYTES))
+        # All saves share one stream: CUDA has 32 streams, and exchanges need them.
+        self._stream = self._stream or self.device.copy_stream()
+        if self._memory is None or self._memory.data.numel() < offsets[-1]:
+            self.free()
+            self._memory = self.device.host_memory(offsets[-1])
+        self._stream.wait_for_device()
+        copies = []
+        for tensor, offset in zip(tensors, offsets, strict=False):
+            copies.append(self._memory.data[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            self._stream.copy(copies[-1], tensor)
+        return copies, self._stream.record()
+
+    def free(self) -> None:
+        """Frees the memory. Call it once no thread reads the copies any more."""
+        if self._stream is not None:
+            self._stream.record().wait()  # copies of a cancelled save may still write to the memory
+        self._memory = None
+
+
+class BackgroundWriter:
+    """Starts to copy the tensors of `writer` to the host, and runs `writer` on the copies in a thread.
+
+    failure: the error message once `wait` has returned; "" if the save succeeded.
+    """
+
+    def __init__(self, writer: RankWriter, host: HostCopies) -> None:
+        self.writer = writer
+        self.failure = ""
+        pieces = [piece for pieces in writer.files for piece in pieces]
+        # On an asynchronous device, a forward may change tensors without an optimizer step, such as buffers, before their copy.
+        stable = [piece.is_updated_by_optimizer or not host.device.is_async for piece in pieces]
+        self._sources = [
+            piece.tensor.detach() if is_stable else torch.clone(piece.tensor.detach())
+            for piece, is_stable in zip(pieces, stable, strict=True)
+        ]
+        copies, self._event = host.start(self._sources)
+        self._copies = {id(piece): copy for piece, copy in zip(pieces, copies, strict=True)}
+        self._versions = [(piece, version_of(piece.tensor)) for piece in pieces if piece.is_updated_by_optimizer]
+        self._lock = Lock()
+        self._changed_name: str | None = "" if self._event.is_done() else None
+        writer.read_chunks = self._read_chunks
+        self._thread = Thread(target=self._run, name="sley-checkpoint", daemon=True)
+        self._thread.start()
+
+    def copy_unwritten_state(self) -> None:
+        """Makes later device work, such as the update of the tensors, wait for the copies."""
+        self._event.hold_device()
+        self._check_versions()
+
+    def wait(self) -> None:
+        """Waits until the save is complete or has failed."""
+        self._thread.join()
+
+    def wait_or_cancel(self) -> None:
+        """Waits for the save, but cancels it on rank 0 if no other rank finishes its part within 10 seconds."""
+        while self._thread.is_alive():
+            self._thread.join(_MAX_POLL_S)
+            start = self.writer.wait_start
+            if start is not None and time.monotonic() - start > _CLOSE_TIMEOUT_S:
+                self.writer.is_cancelled = True
+
+    def _check_versions(self) -> None:
+        """Records the name of a tensor that the program changed during the copies. Only the first call checks the tensors."""
+        with self._lock:
+            if self._changed_name is None:
+                changed = (piece.name for piece, version in self._versions if version_of(piece.tensor) != version)
+                self._changed_name = next(changed, "")
+
+    def _read_chunks(self, piece: TensorPiece) -> Iterator[memoryview]:
+        """Yields the bytes of a piece. Raises RunError `checkpoint-failed` if the program changed a tensor before its copy."""
+        self._event.wait()
+        self._check_versions()
+        if self._changed_name:
+            raise RunError("checkpoint-failed", f"the program wrote to {self._changed_name!r} during its save")
+        yield from reader.split_into_chunks(self._copies[id(piece)])
+
+    def _run(self) -> None:
+        try:
+            self.writer.run()
+        except RunError as error:
+            self.failure = format_cause(error)
+        except BaseException as error:  # a bug in Sley: the next save or the end of the run reports it
+            self.failure = f"{type(error).__name__}: {error}"
+
 
 class SavePreparation:
-    """Prepares the saves of one rank of the run with `state`.
-
-    Caches the assignment of tensors to ranks until the tensors of a rank change. Also caches, for each checkpoint in the
-    folder, its lineage and whether it was the best when it was saved.
+    """Prepares the saves of one rank of the run with `state`. Caches the assignment of tensors to ranks until the tensors of a
+    rank change, and for each checkpoint in the folder, its lineage and whether it was the best when it was saved.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -44,7 +282,7 @@ class SavePreparation:
         """
         world, control, attempt = self.state.parts.world, self._control, self.state.attempt.current
         description = self.state.describe(step)
-        pieces, rank_values, problem = self._rank_values()
+        pieces, rank_values, problem = self._collect_state()
         infos = [PieceInfo(piece.name, DTYPES[piece.tensor.dtype], piece.shape, piece.rectangle) for piece in pieces]
         # Only rank 0 has an attempt, so only rank 0 chooses the target.
         target = (
@@ -55,11 +293,13 @@ class SavePreparation:
         state_digest = _compute_digest(description.state)
         # All ranks join the exchange, even after an error, so that no rank waits in vain.
         reports = control.gather_objects(
-            [problem, folder.text, state_digest, _compute_digest(infos), target], label="the contents of a save"
+            [problem, folder.uri, state_digest, _compute_digest(infos), target], label="the contents of a save"
         )
         problems, paths, state_digests, digests, targets = (list(column) for column in zip(*reports, strict=True))
         path, token, target_problem = targets[0]
-        _raise_first_problem([*problems, target_problem], control.ranks)
+        for rank, rank_problem in zip([*control.ranks, 0], [*problems, target_problem], strict=True):
+            if rank_problem:
+                raise RunError("checkpoint-failed", f"rank {rank} cannot save: {rank_problem}")
         _check_equal(paths, "folder", control.ranks)
         _check_equal(state_digests, "data, position in the data, or loss scale", control.ranks)
         target_folder = open_folder(path)
@@ -68,7 +308,7 @@ class SavePreparation:
         return RankWriter(
             world.rank,
             world.size,
-            target_folder.staging(token),
+            target_folder.staging_folder(token),
             target_folder,
             files,
             {"run": self._run, "step": step, "token": token},
@@ -87,32 +327,25 @@ class SavePreparation:
         newest = next(filter(None, indices), None)
         if newest is None or newest.run == self._run or (attempt is not None and attempt.is_writer_of(newest.lineage)):
             return ""
-        return f"the folder {folder.text} has checkpoints of the run {newest.run!r}, but this run is {self._run!r}"
+        return f"the folder {folder.uri} has checkpoints of the run {newest.run!r}, but this run is {self._run!r}"
 
     def _prune(self, folder: Folder, keep: int, attempt: Attempt) -> None:
-        """Deletes this run's checkpoints in `folder`, except the newest `keep` and the newest that was the best when it was
-        saved.
-
-        The files of the newest checkpoint have just been verified.
+        """Deletes this run's checkpoints in `folder`, except the newest `keep`, of which the newest has just been verified, and
+        the newest that was the best when it was saved.
         """
         with suppress(Exception):  # a failed deletion must not fail the save
             names = reader.list_checkpoints(folder)
             self._lineages = {name: lineage for name, lineage in self._lineages.items() if name in names}
-            own_names = [name for name in names if self._is_written_by_run(folder, name, attempt)]
+            for name in names:
+                if name not in self._lineages and (index := reader.try_read_index(folder.child(name))):
+                    self._lineages[name] = index.lineage, index.is_best
+            own_names = [name for name in names if name in self._lineages and attempt.is_writer_of(self._lineages[name][0])]
             best = next((name for name in own_names if self._lineages[name][1]), "")
             for name in own_names[keep:]:
                 if name != best:
                     folder.child(name).remove()
 
-    def _is_written_by_run(self, folder: Folder, name: str, attempt: Attempt) -> bool:
-        """Returns whether an attempt of this run wrote the checkpoint `name`."""
-        if name not in self._lineages:
-            if (index := reader.try_read_index(folder.child(name))) is None:
-                return False
-            self._lineages[name] = index.lineage, index.is_best
-        return attempt.is_writer_of(self._lineages[name][0])
-
-    def _rank_values(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
+    def _collect_state(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
         """Returns this rank's tensors, its other state, and an error message if the rank cannot save, else ""."""
         try:
             values = self.state.rank_values()
@@ -130,37 +363,29 @@ class SavePreparation:
             names = folder.names()
             token = f"{attempt.id}.{secrets.token_hex(8)}"
             if not is_run_folder:
-                problem = f"the folder {folder.text} is not empty" if names else ""
-                return [folder.text, token, problem]
-            remove_unfinished(folder, attempt)
+                problem = f"the folder {folder.uri} is not empty" if names else ""
+                return [folder.uri, token, problem]
+            for name in names:  # this run's unfinished saves, and checkpoints that are partly deleted
+                is_unfinished = reader.is_checkpoint_name(name) and folder.is_unfinished(name, reader.INDEX_NAME)
+                if is_unfinished and _find_writing_attempt(folder, name) in {*attempt.ids, DELETED_SUFFIX}:
+                    folder.child(name).remove()
             if names and (problem := self.find_problem(folder)):
                 return ["", "", problem]
-            return [folder.child(reader.choose_checkpoint_name(step, names)).text, token, ""]
+            return [folder.child(reader.choose_checkpoint_name(step, names)).uri, token, ""]
         except Exception as error:  # a file system may raise any error
-            return ["", "", f"the folder {folder.text} cannot be read: {format_cause(error)}"]
+            return ["", "", f"the folder {folder.uri} cannot be read: {format_cause(error)}"]
 
     def _agree_on_assignment(self, digests: list[str], infos: "list[PieceInfo]") -> "WriteAssignment":
-        """Returns the pieces that each rank writes. The ranks exchange their lists of pieces only if a list has changed.
-
-        digests: the digest of each rank's list. infos: this rank's list.
-        """
+        """Returns the assignment of pieces to ranks. digests: the digest of each rank's list of pieces. infos: this rank's."""
         if self._assignment is None or self._assignment[0] != digests:
             # All ranks join this exchange or none: they compare the same digests with those of the last save.
             lists = self._control.gather_objects(infos, label="the tensors of all ranks")
-            self._assignment = digests, assign_pieces([parse_pieces(fields) for fields in lists])
+            self._assignment = digests, assign_pieces([[PieceInfo.from_json(*fields) for fields in infos] for infos in lists])
         return self._assignment[1]
 
 
-def remove_unfinished(folder: Folder, attempt: Attempt) -> None:
-    """Deletes this run's unfinished saves, and half-deleted checkpoints, in a folder of checkpoints."""
-    for name in folder.names():
-        is_unfinished = reader.is_checkpoint_name(name) and folder.is_unfinished(name, reader.INDEX)
-        if is_unfinished and _find_writing_attempt(folder, name) in {*attempt.ids, DELETED}:
-            folder.child(name).remove()
-
-
 def _find_writing_attempt(folder: Folder, name: str) -> str:
-    """Returns the id of the attempt that wrote the unfinished checkpoint `name`; `DELETED` if it is being deleted."""
+    """Returns the id of the attempt that wrote the unfinished checkpoint `name`; `DELETED_SUFFIX` if it is being deleted."""
     if name.startswith(STAGING_PREFIX):
         return name.rpartition("-")[2].partition(".")[0]
     with suppress(Exception):  # an object store has no staging folders; a file system may raise any error
@@ -172,12 +397,6 @@ def _find_writing_attempt(folder: Folder, name: str) -> str:
 
 def _compute_digest(data: Any) -> str:
     return sha256(json.dumps(data).encode()).hexdigest()
-
-
-def _raise_first_problem(problems: list[str], ranks: tuple[int, ...]) -> None:
-    for rank, problem in zip([*ranks, 0], problems, strict=True):
-        if problem:
-            raise RunError("checkpoint-failed", f"rank {rank} cannot save: {problem}")
 
 
 def _check_equal(values: list[str], description: str, ranks: tuple[int, ...]) -> None:
@@ -200,13 +419,9 @@ class PieceInfo(NamedTuple):
     def num_bytes(self) -> int:
         return self.rectangle.numel * BY_NAME[self.dtype].itemsize
 
-
-def parse_pieces(lists: Sequence[Sequence[Any]]) -> list[PieceInfo]:
-    """Returns the descriptions from their JSON form, in which tuples are lists."""
-    return [
-        PieceInfo(name, dtype, tuple(shape), Rectangle(tuple(offsets), tuple(sizes)))
-        for name, dtype, shape, (offsets, sizes) in lists
-    ]
+    @classmethod
+    def from_json(cls, name: str, dtype: str, shape: list[int], rectangle: list[list[int]]) -> "PieceInfo":
+        return cls(name, dtype, tuple(shape), Rectangle(*map(tuple, rectangle)))
 
 
 class WriteAssignment(NamedTuple):
@@ -242,7 +457,7 @@ def assign_pieces(rank_pieces: Sequence[Sequence[PieceInfo]]) -> WriteAssignment
             for index in indices:
                 piece = rank_pieces[rank][index]
                 info = tensors.setdefault(piece.name, reader.TensorInfo(piece.dtype, piece.shape, []))
-                info.pieces.append((reader.file_name(rank, file_index), piece.rectangle))
+                info.pieces.append((reader.format_file_name(rank, file_index), piece.rectangle))
     return WriteAssignment(file_indices, tensors)
 
 

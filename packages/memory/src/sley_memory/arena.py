@@ -18,7 +18,7 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 
 @dataclass(eq=False)
 class _Block:
-    """A block of host memory, divided into slots. counters: the counters that include its bytes. num_free: the unused slots."""
+    """A block of host memory, divided into slots. counters: they include its bytes. num_free: the number of unused slots."""
 
     memory: HostMemory
     counters: Moved | None
@@ -33,16 +33,14 @@ class _Slot(NamedTuple):
 
 
 class HostArena:
-    """Allocates page-locked host memory in slots, which are reused after their release.
+    """Allocates page-locked host memory in slots, which are reused after their release. A slot may be released while a copy
+    from it is in flight, if the next copy that writes to it runs after that copy.
 
     allocate_host: allocates page-locked memory of a number of bytes. wait_for_copies: blocks the host until all copies so far
-    are done; called before memory is freed. max_locked_bytes: the limit of page-locked memory; memory beyond it is pageable,
-    with one warning. max_waste: the largest ratio of a reused slot's size to the size of the request. frees_unused: whether the
-    arena frees unused blocks before it allocates a new one; otherwise only `trim` frees them. num_bytes: the bytes of all
-    blocks, in whole pages. num_lent_bytes, max_lent_bytes: the bytes of used slots, now and at most. num_allocations: the
-    number of blocks allocated so far.
-
-    A slot may be released while a copy from it is in flight, if the next copy that writes to it runs after that copy.
+    are done; called before memory is freed. max_locked_bytes: memory beyond it is pageable, with one warning. max_waste: the
+    largest ratio of a reused slot's size to the size of the request. frees_unused: whether a new block first frees unused ones;
+    otherwise only `trim` does. num_bytes: the bytes of all blocks, in whole pages. num_lent_bytes, max_lent_bytes: the bytes of
+    used slots, now and at most. num_allocations: the number of blocks allocated so far.
     """
 
     def __init__(
@@ -67,8 +65,7 @@ class HostArena:
 
     def allocate(self, sizes: Sequence[int], counters: Moved | None = None) -> list[Tensor]:
         """Returns memory for each of `sizes`, positive numbers of bytes: uint8 [size], aligned to 256 bytes. Reuses the
-        smallest free slots that fit, and allocates one new block for all other sizes. counters: the counters to which the new
-        block's bytes are added, if any.
+        smallest free slots that fit, and allocates one new block for the others, whose bytes are added to `counters`.
         """
         free_slots = [self._pop_fitting_slot(size) for size in sizes]
         missing_sizes = [size for size, slot in zip(sizes, free_slots, strict=True) if slot is None]
@@ -117,7 +114,7 @@ class HostArena:
         return slot
 
     def _allocate_block(self, sizes: Sequence[int], counters: Moved | None) -> list[_Slot]:
-        """Allocates a block with a slot for each of `sizes`, and returns the slots."""
+        """Returns the slots of a new block, one for each of `sizes`."""
         if self._frees_unused:  # else the arena would grow without limit if sizes change at each offload
             self.trim()
         starts = list(accumulate((round_up(size, ALIGNMENT_BYTES) for size in sizes), initial=0))
@@ -128,7 +125,7 @@ class HostArena:
         return [_Slot(size, block.memory.data[start : start + size], block) for start, size in zip(starts, sizes, strict=False)]
 
     def _allocate_memory(self, num_bytes: int) -> HostMemory:
-        """Returns new memory, which is page-locked unless that would exceed the limit. Warns the first time it would."""
+        """Returns new memory, page-locked within the limit. Warns the first time that the limit does not suffice."""
         num_locked_bytes = num_bytes + sum(block.memory.num_bytes for block in self._blocks if block.memory.is_locked)
         if num_locked_bytes <= self._max_locked_bytes:
             return self._allocate_host(num_bytes)

@@ -35,14 +35,11 @@ from sley_core.protocols import ActivationPolicy
 from sley_memory.arena import HostArena
 from sley_memory.plugin import HostConfig, match_layers
 
-MAX_WASTE = 1.25
+_MAX_WASTE = 1.25
 """The largest ratio of a reused slot's size to that of a request. Sizes of requests differ from step to step."""
 
-COUNTS = ("moved_bytes", "moved_storages", "fetched_bytes", "fetched_on_demand", "over_budget_bytes")
-"""The names of the counts that start at zero."""
 
-
-class Geometry(NamedTuple):
+class TensorGeometry(NamedTuple):
     """The layout of a tensor in its storage. span: its start and end in bytes. is_dense: whether its elements fill it."""
 
     dtype: torch.dtype
@@ -52,24 +49,20 @@ class Geometry(NamedTuple):
     is_dense: bool
 
 
-def _get_geometry(tensor: Tensor) -> Geometry:
+def _get_geometry(tensor: Tensor) -> TensorGeometry:
     start = end = int(tensor.storage_offset() * tensor.element_size())
     if tensor.numel():
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         end = start + int((extent + 1) * tensor.element_size())
-    return Geometry(tensor.dtype, tensor.shape, tensor.stride(), (start, end), end - start == tensor.nbytes)
+    return TensorGeometry(tensor.dtype, tensor.shape, tensor.stride(), (start, end), end - start == tensor.nbytes)
 
 
-class MovedStorage:
-    """Copies the storage of `tensor`, once and in full, to host memory of `arena` on `stream`. All saved tensors in the storage
-    share the copy.
+class OffloadedStorage:
+    """A storage that is copied to the host once, in full, for all saved tensors in it. Only their handles own this object;
+    autograd drops these with the saved tensors, and the last one releases the host memory.
 
     The copy starts only after the layer's forward. Tensors may share a storage without sharing a version counter
-    (`unsafe_chunk`, `.data`), so the layer may write to one after it has saved another. Only handles own this object. Autograd
-    drops them with the saved tensors, and the last handle releases the host memory.
-
-    num_bytes, device: the size and the device of the storage. weak: a weak reference to the storage. is_sent: whether the copy
-    to the host has started.
+    (`unsafe_chunk`, `.data`), so the layer may write to one after it has saved another. is_sent: whether the copy has started.
     """
 
     def __init__(self, tensor: Tensor, arena: HostArena, stream: CopyStream) -> None:
@@ -81,10 +74,10 @@ class MovedStorage:
         (self._host,) = arena.allocate([round_up(self.num_bytes, PAGESIZE)])
         self._stream = stream
         self._source: torch.UntypedStorage | None = storage
-        self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's; while it lives, no other storage has this one's address
+        self.weak_reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's; while it lives, no other storage has this one's address
         self._fetched: torch.UntypedStorage | None = None
-        self._versions: dict[Geometry, int] = {}
-        self._handles: list[weakref.ref[Handle]] = []
+        self._versions: dict[TensorGeometry, int] = {}
+        self._handles: list[weakref.ref[SavedTensorHandle]] = []
         self.is_sent = False
 
     def __del__(self) -> None:
@@ -94,13 +87,11 @@ class MovedStorage:
 
     @property
     def is_here(self) -> bool:
-        """Whether this object still holds the original device memory."""
+        """Whether the original device memory is not released."""
         return self._source is not None
 
-    def covers(self, tensor: Tensor) -> bool:
-        """Returns whether the host copy has, or will have, the present contents of `tensor`: whether the copy has not started,
-        or it includes all elements of the tensor and they have not been written since.
-        """
+    def has_contents_of(self, tensor: Tensor) -> bool:
+        """Returns whether the host copy has, or will have, the present contents of `tensor`."""
         if not self.is_sent:
             return True
         version, geometry = version_of(tensor), _get_geometry(tensor)
@@ -112,9 +103,9 @@ class MovedStorage:
             for copied, copied_version in self._versions.items()
         )
 
-    def new_handle(self, tensor: Tensor, layer: str) -> "Handle":
-        """Returns a handle that autograd keeps in place of `tensor`. layer: the name of the layer that saves the tensor."""
-        handle = Handle(tensor, self, layer)
+    def new_handle(self, tensor: Tensor, layer: str) -> "SavedTensorHandle":
+        """Returns a handle that autograd keeps in place of `tensor`, which the layer `layer` saves."""
+        handle = SavedTensorHandle(tensor, self, layer)
         if not self.is_sent:
             self._versions[_get_geometry(tensor)] = version_of(tensor)
         if self.is_here:
@@ -125,7 +116,7 @@ class MovedStorage:
         """Starts the copy to the host. sums_bits: whether the handles first sum their tensors' bits, to detect later writes."""
         assert self._source is not None, "sent after it was released"
         if sums_bits:
-            for handle in self._live_handles():
+            for handle in self._list_live_handles():
                 handle.sum_bits()
         self._stream.wait_for_device()
         with torch.inference_mode(False), torch.no_grad():
@@ -135,12 +126,12 @@ class MovedStorage:
 
     def release(self) -> None:
         """Drops the device memory, after each handle has checked its tensor. Later device work must wait for the copy."""
-        for handle in self._live_handles():
+        for handle in self._list_live_handles():
             handle.release()
         self._handles.clear()
         self._source = None
 
-    def _live_handles(self) -> "list[Handle]":
+    def _list_live_handles(self) -> "list[SavedTensorHandle]":
         return [handle for reference in self._handles if (handle := reference()) is not None]
 
     def fetch(self) -> bool:
@@ -166,12 +157,12 @@ class MovedStorage:
         return self._fetched
 
 
-class Handle:
-    """Replaces one saved tensor, a view of `storage`, in autograd's graph. layer: the name of the layer that saved it."""
+class SavedTensorHandle:
+    """Replaces a saved tensor, a view of `storage`, in autograd's graph. layer: the name of the layer that saved it."""
 
     __slots__ = ("__weakref__", "_bits", "_fault", "_saved", "dtype", "layer", "offset", "shape", "storage", "stride")
 
-    def __init__(self, tensor: Tensor, storage: MovedStorage, layer: str) -> None:
+    def __init__(self, tensor: Tensor, storage: OffloadedStorage, layer: str) -> None:
         self.storage = storage
         self.layer = layer
         self.dtype = tensor.dtype
@@ -183,29 +174,27 @@ class Handle:
         self._fault = ""
 
     def sum_bits(self) -> None:
-        """Stores the sum of the tensor's bits, to detect writes that no version counter counts."""
         assert self._saved is not None, "bits summed after the release"
         self._bits = sum_of_bits(self._saved[0])
 
     def release(self) -> None:
-        """Drops the device memory, after a check for writes to the tensor since it was saved."""
+        """Checks for writes to the tensor since it was saved, and drops the device memory."""
         if self._saved is not None:
             self._check(self._saved[0])
             self._saved = None
 
     def tensor(self) -> Tensor:
-        """Returns the saved tensor, as a view of the storage on the device, which must not be away. Raises RunError
-        `saved-in-place` if the tensor was written before its release or, after `sum_bits`, through another owner of the
-        storage.
+        """Returns the saved tensor, a view of the storage on the device, which must not be away. Raises RunError
+        `saved-in-place` if it was written before its release or, after `sum_bits`, through another owner of the storage.
         """
         if self._saved is not None:
             self._check(self._saved[0])
         elif self._bits is not None:
-            original = torch.UntypedStorage._new_with_weak_ptr(self.storage.weak.cdata)
+            original = torch.UntypedStorage._new_with_weak_ptr(self.storage.weak_reference.cdata)
             if original is not None:
                 self._check(self._view(original))
         if self._fault:
-            raise written_error(self.layer, self._fault)
+            raise build_written_error(self.layer, self._fault)
         return self._view(self.storage.storage())
 
     def _view(self, storage: torch.UntypedStorage) -> Tensor:
@@ -238,12 +227,12 @@ class KeptTensor:
     def tensor(self) -> Tensor:
         """Returns the tensor. Raises RunError `saved-in-place` if it was written, which autograd does not check."""
         if self._version is not None and version_of(self._tensor) != self._version:
-            raise written_error(self.layer)
+            raise build_written_error(self.layer)
         return self._tensor
 
 
-def written_error(layer: str, fault: str = "since its forward saved it") -> RunError:
-    """Returns the RunError `saved-in-place` for a tensor of `layer`. fault: when or through what it was written."""
+def build_written_error(layer: str, fault: str = "since its forward saved it") -> RunError:
+    """Returns the RunError `saved-in-place` for a tensor of `layer`. fault: how the tensor was written."""
     return RunError(
         "saved-in-place",
         f"a tensor that the backward of layer {layer!r} needs was written in place {fault}",
@@ -252,7 +241,7 @@ def written_error(layer: str, fault: str = "since its forward saved it") -> RunE
 
 
 class AddressRanges:
-    """The address ranges of the storages of `tensors`. `address in ranges` tells whether an address is within one of them."""
+    """The address ranges of the storages of `tensors`. `address in ranges` tests an address."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
@@ -265,33 +254,36 @@ class AddressRanges:
 
 
 class LayerCall:
-    """Records one call of `layer`. storages: weak references to the offloaded storages that the call has saved.
-    over_budget_ids: the ids of storages that stay on the device, since they exceed the host budget.
+    """A call of `layer`. storages: weak references to the offloaded storages that it has saved. over_budget_ids: the ids of
+    storages that stay on the device, since they exceed the host budget.
     """
 
     def __init__(self, layer: str) -> None:
         self.layer = layer
-        self.storages: list[weakref.ref[MovedStorage]] = []
+        self.storages: list[weakref.ref[OffloadedStorage]] = []
         self.over_budget_ids: set[int] = set()
 
-    def live_storages(self) -> list[MovedStorage]:
+    def list_live_storages(self) -> list[OffloadedStorage]:
         """Returns the storages that autograd still holds, last saved first, which is the order of the backward."""
         return [storage for reference in reversed(self.storages) if (storage := reference()) is not None]
 
 
 class HostActivations(ActivationPolicy):
-    """Offloads the storages that the layers `names` save for the backward, and prefetches them."""
+    """The policy `memory.host`: offloads the storages that chosen layers save for the backward, and prefetches them.
+    layer_names: all layers of the model.
+    """
 
-    def __init__(self, config: HostConfig, names: frozenset[str]) -> None:
+    def __init__(self, config: HostConfig, layer_names: Sequence[str]) -> None:
         self.config = config
-        self.names = names
+        self.names = match_layers(config.layers, layer_names)
         self._parts: Parts | None = None
-        self._storages: weakref.WeakValueDictionary[int, MovedStorage] = weakref.WeakValueDictionary()
+        self._storages: weakref.WeakValueDictionary[int, OffloadedStorage] = weakref.WeakValueDictionary()
         self._permanent_addresses = AddressRanges(())
         self._num_steps = 0
-        self._leaving_storages: deque[tuple[CopyEvent, list[MovedStorage]]] = deque()
+        self._leaving_storages: deque[tuple[CopyEvent, list[OffloadedStorage]]] = deque()
         self._last_calls: dict[tuple[int, int], LayerCall] = {}
-        self._totals: dict[str, float] = dict.fromkeys(COUNTS, 0)
+        names = ("moved_bytes", "moved_storages", "fetched_bytes", "fetched_on_demand", "over_budget_bytes")
+        self._totals: dict[str, float] = dict.fromkeys(names, 0)
 
     def attach(self, parts: Parts) -> None:
         """Creates a copy stream and an arena of host memory."""
@@ -301,7 +293,7 @@ class HostActivations(ActivationPolicy):
         # No block is freed within a step: unlocking host memory may wait for all device work, and that may include a receive
         # whose sender waits for this rank.
         self.arena = HostArena(
-            device.host_memory, lambda: self._stream.record().wait(), max_waste=MAX_WASTE, frees_unused=False
+            device.host_memory, lambda: self._stream.record().wait(), max_waste=_MAX_WASTE, frees_unused=False
         )
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
@@ -344,8 +336,8 @@ class HostActivations(ActivationPolicy):
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
         """Calls the layer and returns its output. The storages that a chosen layer saves are copied to the host after its
-        forward, and their device memory is released by the end of the next layer's forward. They are fetched when a gradient of
-        the next layer's output, or of the layer's own output, is ready. Before `attach`, no storage is offloaded.
+        forward, and released by the end of the next layer's forward. They are fetched when a gradient of the next layer's
+        output, or of the layer's own output, is ready. Before `attach`, no storage is offloaded.
         """
         if self._parts is None:
             return layer(*args, **fields)
@@ -366,17 +358,17 @@ class HostActivations(ActivationPolicy):
             self._prefetch_with(output, previous)
         return output
 
-    def _pack(self, tensor: Tensor, call: LayerCall, field_addresses: set[int]) -> Handle | KeptTensor | Tensor:
+    def _pack(self, tensor: Tensor, call: LayerCall, field_addresses: set[int]) -> SavedTensorHandle | KeptTensor | Tensor:
         """Returns the object that autograd keeps in place of `tensor`. If its storage is offloaded, adds it to `call`."""
         if not self._is_movable(tensor, field_addresses):
             return _wrap_kept(tensor, call.layer)
         key = storage_id(tensor)
         storage = self._storages.get(key)
-        if storage is None or not storage.covers(tensor):
+        if storage is None or not storage.has_contents_of(tensor):
             if key in call.over_budget_ids or not self._fits_budget(tensor):
                 call.over_budget_ids.add(key)  # autograd now holds the storage, so no other storage gets this id
                 return _wrap_kept(tensor, call.layer)
-            storage = self._storages[key] = MovedStorage(tensor, self.arena, self._stream)
+            storage = self._storages[key] = OffloadedStorage(tensor, self.arena, self._stream)
         if all(reference() is not storage for reference in call.storages):
             call.storages.append(weakref.ref(storage))
         return storage.new_handle(tensor, call.layer)
@@ -403,20 +395,20 @@ class HostActivations(ActivationPolicy):
         return address not in self._permanent_addresses and address not in pool_addresses
 
     def _fits_budget(self, tensor: Tensor) -> bool:
-        """Returns whether the storage of `tensor` fits into the host budget. Counts its bytes if it does not."""
+        """Returns whether the storage of `tensor` fits into the host budget, or else counts its bytes."""
         num_bytes, budget = tensor.untyped_storage().nbytes(), self.config.budget_bytes
         if budget is None or self.arena.num_lent_bytes + round_up(num_bytes, PAGESIZE) <= budget:
             return True
         self._totals["over_budget_bytes"] += num_bytes
         return False
 
-    def _unpack(self, packed: Handle | KeptTensor | Tensor) -> Tensor:
-        """Returns the tensor that autograd saved, on the device. If its storage is still away, fetches it and counts this. May
-        be called repeatedly. Raises RunError `saved-in-place` if the tensor was written since autograd saved it.
+    def _unpack(self, packed: SavedTensorHandle | KeptTensor | Tensor) -> Tensor:
+        """Returns the saved tensor on the device, as often as autograd asks, and fetches its storage if it is still away.
+        Raises RunError `saved-in-place` if the tensor was written since autograd saved it.
         """
         if isinstance(packed, Tensor):
             return packed
-        if isinstance(packed, Handle) and self._fetch(packed.storage):
+        if isinstance(packed, SavedTensorHandle) and self._fetch(packed.storage):
             self._totals["fetched_on_demand"] += 1
         return packed.tensor()
 
@@ -424,7 +416,7 @@ class HostActivations(ActivationPolicy):
         """Adds hooks that fetch the storages of `call` when the gradient of a tensor in `output` is ready."""
 
         def fetch(_gradient: Tensor) -> None:
-            for storage in call.live_storages():
+            for storage in call.list_live_storages():
                 self._fetch(storage)
 
         if call.storages:
@@ -432,18 +424,18 @@ class HostActivations(ActivationPolicy):
                 if tensor.requires_grad:
                     tensor.register_hook(fetch)  # type: ignore[no-untyped-call]
 
-    def _fetch(self, storage: MovedStorage) -> bool:
-        """Starts to fetch a storage if it is away, and counts its bytes. Returns whether it was away."""
+    def _fetch(self, storage: OffloadedStorage) -> bool:
+        """Starts to fetch a storage if it is away, and returns whether it was."""
         is_away = storage.fetch()
         if is_away:
             self._totals["fetched_bytes"] += storage.num_bytes
         return is_away
 
     def _send_storages(self, call: LayerCall) -> None:
-        """Starts the copies of the storages of `call`. Releases device memory whose copies are done, except in the first step,
-        which detects writes of the next layer; the rest is released after that layer.
+        """Starts the copies of the storages of `call`, and releases the storages whose copies are done. In the first step, all
+        are released after the next layer, to detect its writes.
         """
-        storages = call.live_storages()[::-1]
+        storages = call.list_live_storages()[::-1]
         for storage in storages:
             if not storage.is_sent:
                 storage.send(sums_bits=self._num_steps == 1)
@@ -454,7 +446,7 @@ class HostActivations(ActivationPolicy):
             self._release_leaving_storages()
 
     def _release_leaving_storages(self) -> None:
-        """Releases the device memory of all leaving storages. Makes later device work, which may reuse it, wait for copies."""
+        """Releases all leaving storages. Makes later device work, which may reuse their memory, wait for the copies."""
         while self._leaving_storages:
             event, storages = self._leaving_storages.popleft()
             event.hold_device()
@@ -463,10 +455,5 @@ class HostActivations(ActivationPolicy):
 
 
 def _wrap_kept(tensor: Tensor, layer: str) -> KeptTensor | Tensor:
-    """Returns `tensor` itself if it is a trainable leaf, which has no history, and a `KeptTensor` otherwise."""
+    # A trainable leaf has no history.
     return tensor if tensor.is_leaf and tensor.requires_grad else KeptTensor(tensor, layer)
-
-
-def build(config: HostConfig, layer_names: Sequence[str]) -> HostActivations:
-    """Returns `memory.host`, for the layers in `layer_names` (the whole model's) that `config.layers` matches."""
-    return HostActivations(config, match_layers(config.layers, layer_names))

@@ -12,7 +12,7 @@ from sley_core.errors import Diagnostic, PlanError
 from sley_core.hookspecs import hookimpl
 from sley_core.records import ActivationPolicyRecord, OffloadManagerRecord, Problem, Record
 
-Layers = PositiveInt | Annotated[Array[str], Field(min_length=1)]
+LayerSelection = PositiveInt | Annotated[Array[str], Field(min_length=1)]
 """The number of blocks, counted from the first, or names and patterns of layers."""
 
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools"]
@@ -101,7 +101,7 @@ class HostOptimizerConfig(OffloadConfig):
 class HostConfig(Table):
     """Offloads saved activations of chosen layers to the host, and prefetches them for the backward."""
 
-    layers: Layers | None = None
+    layers: LayerSelection | None = None
     """The number of blocks, from the first, or names and patterns (`"blocks.1*"`). All layers but first and last by default."""
 
     min_bytes: NonNegativeInt = 65536
@@ -114,7 +114,7 @@ class HostConfig(Table):
 class SelectiveConfig(Table):
     """Recomputes layers in their backward like `core.recompute`, but keeps the outputs of their attention."""
 
-    layers: Layers | None = None
+    layers: LayerSelection | None = None
     """The layers: the number of blocks, counted from the first, or names and patterns. All blocks by default."""
 
 
@@ -163,8 +163,8 @@ def sley_records() -> list[Record]:
         )
 
     return [
-        ActivationPolicyRecord(name="host", config=HostConfig, build="sley_memory.host:build"),
-        ActivationPolicyRecord(name="selective", config=SelectiveConfig, build="sley_memory.selective:build"),
+        ActivationPolicyRecord(name="host", config=HostConfig, build="sley_memory.host:HostActivations"),
+        ActivationPolicyRecord(name="selective", config=SelectiveConfig, build="sley_memory.selective:SelectiveRecompute"),
         record("weights", WeightsConfig),
         record("masters", MastersConfig),
         record("optimizer_states", StatesConfig),

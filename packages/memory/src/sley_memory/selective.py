@@ -39,8 +39,8 @@ from sley_core.errors import RunError
 from sley_memory.plugin import SelectiveConfig, match_layers
 
 
-class KeptAttention:
-    """Holds the attention results of one call of a layer, in order, for all its backwards. None is a recomputed result."""
+class AttentionResults:
+    """The attention results of one call of a layer, in order, for all its backwards. None is a result to recompute."""
 
     def __init__(self, stats: "AttentionStats") -> None:
         self.stats = stats
@@ -53,8 +53,8 @@ class KeptAttention:
         self.stats.num_bytes -= self.num_bytes
 
     def add(self, result: Sequence[Any], *, has_dropout: bool) -> None:
-        """Keeps the result of an attention, without its history. Marks it for recomputation instead if `has_dropout`: the
-        recomputation must draw the same random numbers.
+        """Keeps the result of an attention, without its history. With dropout, marks it for recomputation instead, which must
+        draw the same random numbers.
         """
         if has_dropout:
             self.stats.num_recomputed += 1
@@ -67,7 +67,7 @@ class KeptAttention:
         self._results.append([(_detach(v), version_of(v)) if isinstance(v, Tensor) else (v, 0) for v in result])
 
     def mark_needed(self) -> None:
-        """Marks all results so far as needed, when the checkpoint saves a tensor up to which it will recompute."""
+        """Marks all results so far as needed. Called when the checkpoint saves a tensor, up to which it will recompute."""
         self._num_needed = len(self._results)
 
     def rewind(self) -> None:
@@ -75,11 +75,11 @@ class KeptAttention:
         self._index = 0
 
     def next_result(self) -> list[Any] | None:
-        """Returns the next kept result, or None if it must be recomputed. Raises RunError `saved-in-place` if the result was
-        written in place, and `attention-differs` if there is no next result.
+        """Returns the next result, or None if it must be recomputed. Raises RunError `saved-in-place` if it was written in
+        place, and `attention-differs` if there is none.
         """
         if self._index == len(self._results):
-            raise self._count_error("more often")
+            raise self._build_count_error("more often")
         result = self._results[self._index]
         self._index += 1
         if result is None:
@@ -95,9 +95,9 @@ class KeptAttention:
     def check_all_reused(self) -> None:
         """Raises RunError `attention-differs` if the recomputation had fewer attentions and may have used wrong ones."""
         if self._index < self._num_needed:
-            raise self._count_error("less often") from None
+            raise self._build_count_error("less often") from None
 
-    def _count_error(self, comparison: str) -> RunError:
+    def _build_count_error(self, comparison: str) -> RunError:
         return RunError(
             "attention-differs",
             f"the recomputation of a layer calls its attention {comparison} than its first forward did "
@@ -108,14 +108,14 @@ class KeptAttention:
 
 class AttentionStats:
     """Counts kept and recomputed attentions. num_bytes, max_bytes: the kept bytes of all microbatches in flight, now and at
-    most. total_bytes: the bytes of all attentions that were kept.
+    most. total_bytes: all bytes that were ever kept.
     """
 
     def __init__(self) -> None:
         self.num_bytes = self.max_bytes = self.total_bytes = self.num_kept = self.num_recomputed = 0
 
     def add(self, num_bytes: int) -> None:
-        """Counts an attention of `num_bytes` that is kept."""
+        """Counts a kept attention of `num_bytes`."""
         self.num_bytes += num_bytes
         self.max_bytes = max(self.max_bytes, self.num_bytes)
         self.total_bytes += num_bytes
@@ -150,7 +150,7 @@ VARLEN_OPERATOR = "torch_attn::_varlen_attn"
 class _KeepAttentionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the results of attention operators in the first forward, and returns them in the recomputation."""
 
-    def __init__(self, kept: KeptAttention, *, is_first_forward: bool) -> None:
+    def __init__(self, kept: AttentionResults, *, is_first_forward: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
         self._is_first_forward = is_first_forward
@@ -168,13 +168,11 @@ class _KeepAttentionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Intercepts torch functions in one run of a layer, and activates the operator mode in calls that may be attention.
-
-    In the first forward, it counts the attentions before the last tensor that the checkpoint saves, since the recomputation
-    stops there. In the recomputation, results are returned from the first one on.
+    """Intercepts torch functions in one run of a layer, and activates the operator mode in calls that may be attention. In the
+    first forward, it counts the attentions before the last tensor that the checkpoint saves, where the recomputation stops.
     """
 
-    def __init__(self, kept: KeptAttention, *, is_first_forward: bool) -> None:
+    def __init__(self, kept: AttentionResults, *, is_first_forward: bool) -> None:
         super().__init__()
         self._kept = kept
         self.is_first_forward = is_first_forward
@@ -212,17 +210,19 @@ class _AttentionMode(TorchFunctionMode):
             self._kept.check_all_reused()
 
 
-def _save_attention(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
-    """Tells torch to save the results of attention operators in a compiled layer, and to recompute all others."""
+def _choose_policy(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+    """Makes torch save the results of attention operators in a compiled layer, and recompute all others."""
     is_attention = operator in ATTENTION_OPERATORS or operator.name() == VARLEN_OPERATOR
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class SelectiveRecompute(Recompute):
-    """Recomputes the layers `names` like `core.recompute`, but keeps the outputs of their attention."""
+    """The policy `memory.selective`: recomputes chosen layers like `core.recompute`, but keeps the outputs of their attention.
+    layer_names: all layers of the model.
+    """
 
-    def __init__(self, names: frozenset[str]) -> None:
-        super().__init__(names)
+    def __init__(self, config: SelectiveConfig, layer_names: Sequence[str]) -> None:
+        super().__init__(match_layers(config.layers, layer_names))
         self.stats = AttentionStats()
         self._compiled_names: set[str] = set()
 
@@ -233,7 +233,7 @@ class SelectiveRecompute(Recompute):
         if name not in self.names:
             return forward
         self._compiled_names.add(name)
-        contexts = partial(create_selective_checkpoint_contexts, _save_attention)
+        contexts = partial(create_selective_checkpoint_contexts, _choose_policy)
         return lambda *args, **fields: checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **fields)
 
     def call(
@@ -242,8 +242,8 @@ class SelectiveRecompute(Recompute):
         return layer(*args, **fields) if name in self._compiled_names else super().call(name, layer, args, fields, micro)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns two contexts: a layer's first forward keeps attention results in one, and its recomputation reuses them."""
-        results = KeptAttention(self.stats)
+        """Returns the context of a layer's first forward, which keeps attention results, and that of its recomputation."""
+        results = AttentionResults(self.stats)
         return _AttentionMode(results, is_first_forward=True), _AttentionMode(results, is_first_forward=False)
 
     def counts(self) -> Mapping[str, float]:
@@ -254,8 +254,3 @@ class SelectiveRecompute(Recompute):
             "kept_attentions": self.stats.num_kept,
             "recomputed_attentions": self.stats.num_recomputed,
         }
-
-
-def build(config: SelectiveConfig, layer_names: Sequence[str]) -> SelectiveRecompute:
-    """Returns `memory.selective`, for the layers in `layer_names` (the whole model's) that `config.layers` matches."""
-    return SelectiveRecompute(match_layers(config.layers, layer_names))
