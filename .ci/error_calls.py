@@ -259,6 +259,9 @@ def texts(node: ast.expr, names: Names, depth: int = 0) -> list[str]:
         return [left + right for left in texts(node.left, names, depth) for right in texts(node.right, names, depth)]
     if isinstance(node, ast.JoinedStr):
         return ["".join(parts) for parts in product(*(piece(part, names) for part in node.values))]
+    if isinstance(node, ast.Call) and called_name(node) == "install_hint":
+        package, *extra = (texts(argument, names, depth)[0] for argument in node.args)
+        return [f"install sley-{package}{f'[{extra[0]}]' if extra else ''}"]
     if isinstance(node, ast.Name) and depth < 3:
         before = [value for value in names.get(node.id, []) if value.lineno < node.lineno]
         if before:  # the nearest: a name may be used for one error after another

@@ -25,11 +25,11 @@ START = """
 import resource, sys, time
 from pathlib import Path
 from sley_core.api.data import DataContext
-from sley_data import cache
+from sley_data import streams
 from sley_data.plugin import TextConfig
 from sley_data.datasets import TokenDataset
 import sley_data.tokenizer
-folder, kept, cache.PART_BYTES, cache.MIN_CACHED_BYTES = *map(Path, sys.argv[1:3]), int(sys.argv[3]), 0
+folder, kept, streams.MIN_PART_BYTES, streams.MIN_CACHED_BYTES = *map(Path, sys.argv[1:3]), int(sys.argv[3]), 0
 before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
 options = {"files": (folder / "text.jsonl",), "field": "text", "tokenizer": folder / "tokenizer.json", "cache": kept}
 config = TextConfig(**options, sequence=1024, held_out=1e-12)  # of which there is no document

@@ -10,10 +10,10 @@ import pytest
 from chat_templates import save_tokenizer
 
 from sley_core.data.dataset import DataContext
-from sley_data import cache
-from sley_data.cache import load_text_stream
+from sley_data import streams
 from sley_data.datasets import TokenDataset
 from sley_data.plugin import TextConfig
+from sley_data.streams import load_text_stream
 from sley_data.tokenizer import Tokenizer
 
 
@@ -25,8 +25,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of documents in each call of the tokenizer; small texts are kept, and parts are small."""
-    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
-    monkeypatch.setattr(cache, "PART_BYTES", 200)
+    monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(streams, "MIN_PART_BYTES", 200)
     calls: list[int] = []
     encode = Tokenizer.encode
 
@@ -90,7 +90,7 @@ def test_a_killed_process_leaves_its_parts(table: TextConfig, encoded: list[int]
 def test_large_bytes_are_mapped_too(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     table = table.model_copy(update={"tokenizer": None, "end_of_document": None})
     expected, digest = samples(table), TokenDataset(table, DataContext()).data_digest
-    monkeypatch.setattr(cache, "MAX_BYTES_IN_MEMORY", 0)
+    monkeypatch.setattr(streams, "MAX_BYTES_IN_MEMORY", 0)
     assert samples(table) == expected
     assert TokenDataset(table, DataContext()).data_digest == digest
     assert list((table.files[0].parent / "home").glob("sley/data/*/complete.json"))
@@ -102,19 +102,19 @@ def test_two_that_prepare_at_once_do_it_once(
     wanted = TokenDataset(table.model_copy(update={"cache": "none"}), DataContext()).rows.stream
     (whole,) = encoded
     encoded.clear()
-    encode, say, waiting = Tokenizer.encode, cache.print_note, threading.Event()
+    encode, say, waiting = Tokenizer.encode, streams.print_note, threading.Event()
 
     def slowly(self: Tokenizer, documents: Any) -> Any:
         assert waiting.wait(30)
         return encode(self, documents)
 
     monkeypatch.setattr(Tokenizer, "encode", slowly)
-    monkeypatch.setattr(cache, "print_note", lambda text: (say(text), waiting.set()))
+    monkeypatch.setattr(streams, "print_note", lambda text: (say(text), waiting.set()))
     with ThreadPoolExecutor(2) as pool:
         tokenizers = [Tokenizer(table.tokenizer, table.end_of_document) for _ in range(2)]
         loaded = [pool.submit(load_text_stream, table, "train", tokenizer, []) for tokenizer in tokenizers]
-        streams = [each.result(60) for each in loaded]
-    assert all(stream.digest == wanted.digest for stream in streams)
+        results = [each.result(60) for each in loaded]
+    assert all(stream.digest == wanted.digest for stream in results)
     assert sum(encoded) == whole
     assert "waiting for another process on this host" in capfd.readouterr().err
 

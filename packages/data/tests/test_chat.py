@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
-from sley_data import cache
-from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatDataset, check_chat, pack_best_fit
+from sley_data import streams
+from sley_data.chat import CUT_REASON, NO_LABEL_REASON, TOO_LONG_REASON, ChatDataset, check_chat, pack_best_fit
 from sley_data.chat_template import ChatTemplate
 from sley_data.documents import describe_overlap
 from sley_data.plugin import ChatConfig
@@ -49,7 +49,7 @@ def load(config: ChatConfig, split: Any = "train") -> ChatDataset:
 
 
 def row_of(rows: ChatDataset, index: int) -> dict[str, list[int]]:
-    return {name: values.tolist() for name, values in rows.sample(index).items()}
+    return {name: values.tolist() for name, values in rows.read_sample(index).items()}
 
 
 def documents(rows: ChatDataset) -> list[tuple[list[int], list[int]]]:
@@ -106,7 +106,7 @@ def test_the_dataset_is_the_rows_as_tensors(table: Any) -> None:
 
 @pytest.mark.parametrize(
     ("more", "count", "fate", "num_samples"),
-    [({}, 1, TOO_LONG, 1), ({"too_long": "cut"}, 2, CUT, 2), ({"sequence": 256}, 2, None, 2)],
+    [({}, 1, TOO_LONG_REASON, 1), ({"too_long": "cut"}, 2, CUT_REASON, 2), ({"sequence": 256}, 2, None, 2)],
 )
 def test_what_is_too_long(table: Any, more: dict[str, Any], count: int, fate: str | None, num_samples: int) -> None:
     rows = load(table([chat("a", "b"), chat("a", "z" * 100)], **more))
@@ -136,7 +136,7 @@ def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: A
 
 def test_a_conversation_without_an_answer_is_left_out_and_said(table: Any) -> None:
     rows = load(table([chat("a"), chat("a", "b")]))
-    assert rows.data_notes == [f"1 samples are dropped, `chats.jsonl#1` first: {NOT_TRAINED}"]
+    assert rows.data_notes == [f"1 samples are dropped, `chats.jsonl#1` first: {NO_LABEL_REASON}"]
 
 
 def test_held_out_conversations_are_not_trained_on(table: Any, tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_held_out_conversations_are_not_trained_on(table: Any, tmp_path: Path) -
 
 
 def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
-    monkeypatch.setattr(cache, "PART_BYTES", 1500)
+    monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(streams, "MIN_PART_BYTES", 1500)
     rows = [chat("a" * number, "b" * (3 * number)) for number in range(40)]
     wanted = load(table(rows, cache="none"))
     assert wanted.stats.dropped
@@ -163,14 +163,14 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
         assert (kept.stats, kept.data_notes, kept.data_digest) == (wanted.stats, wanted.data_notes, wanted.data_digest)
         monkeypatch.setattr(ChatTemplate, "encode", lambda *_: pytest.fail("the second time nothing is tokenized"))
     monkeypatch.undo()
-    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
     load(config.model_copy(update={"too_long": "cut"}))
     load(config.model_copy(update={"train_on": "last"}))
     assert len(list((tmp_path / "kept").iterdir())) == 3
 
 
 def test_check_of_large_files_sees_masks_and_splits(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sley_data.chat.ALWAYS_READ", 10)
+    monkeypatch.setattr("sley_data.chat.MAX_CHECK_BYTES", 10)
     assert list(check_chat(table([chat("a", "b")]), evaluates=False)) == []
     assert [problem.code for problem in check_chat(table([chat("a")]), evaluates=True)] == ["chat-mask", "held-out"]
 

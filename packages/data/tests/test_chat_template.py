@@ -9,8 +9,8 @@ import pytest
 from chat_templates import TEMPLATES, end_of_turn, save_tokenizer, template_of
 
 from sley_core.errors import PlanError
-from sley_data.chat_template import ChatTemplate, Encoded
-from sley_data.conversations import Conversation
+from sley_data.chat_template import ChatTemplate, EncodedSample
+from sley_data.documents import Conversation
 from sley_data.plugin import ChatConfig
 from sley_data.tokenizer import Tokenizer, TokenizerIds
 
@@ -69,8 +69,8 @@ def asked(tokenizer: Any, conversation: Conversation, end: int) -> tuple[set[tup
     return turns, num_lost
 
 
-def trained(samples: list[Encoded]) -> set[tuple[int, ...]]:
-    return {(start, *sample.ids[:stop]) for sample in samples for start, stop in sample.trained}
+def trained(samples: list[EncodedSample]) -> set[tuple[int, ...]]:
+    return {(start, *sample.ids[:stop]) for sample in samples for start, stop in sample.label_ranges}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def template(folder: Path, tmp_path: Path, name: str, *, blocks: bool) -> ChatTe
 def test_masks_are_those_of_a_slow_oracle(folder: Path, tmp_path: Path, name: str, count: int) -> None:
     by_prefixes, by_blocks = (template(folder, tmp_path, name, blocks=blocks) for blocks in (False, True))
     end = by_prefixes.tokenizer.convert_tokens_to_ids(end_of_turn(name))
-    assert by_prefixes.end_of_turn == end
+    assert by_prefixes.end_of_turn_id == end
     random = Random(name)
     conversations = [drawn(name, random) for _ in range(count)]
     outcomes = zip(
@@ -108,7 +108,7 @@ def test_masks_are_those_of_a_slow_oracle(folder: Path, tmp_path: Path, name: st
         is_whole = len(samples) == 1 and samples[0].ids == block.ids
         assert is_whole or num_lost or name == "qwen3", "no other template writes earlier turns anew"
         if is_whole and not num_lost:
-            assert samples[0].trained == block.trained
+            assert samples[0].label_ranges == block.label_ranges
             num_compared += 1
     assert num_compared >= count // 8
 
@@ -117,7 +117,7 @@ def test_turns_that_a_template_writes_anew_become_samples_of_their_own(folder: P
     qwen = template(folder, tmp_path, "qwen3", blocks=False)
     messages = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b")) * 2]
     ((_, samples, reason),) = qwen.encode([Conversation("x", messages)], table(folder))
-    texts = [qwen.tokenizer.decode(sample.ids[slice(*turn)]) for sample in samples for turn in sample.trained]
+    texts = [qwen.tokenizer.decode(sample.ids[slice(*turn)]) for sample in samples for turn in sample.label_ranges]
     assert texts == ["<think>\n\n</think>\n\nb<|im_end|>"] * 2
     assert not reason
     assert len(samples) == 2
@@ -135,9 +135,9 @@ def test_what_is_trained_on(
     messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
     conversation = Conversation("x", messages, None, first_trained)
     ((_, (sample,), _),) = chatml.encode([conversation], table(folder, train_on=train_on))
-    assert [chatml.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.trained] == texts
+    assert [chatml.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.label_ranges] == texts
     ((_, (whole,), _),) = chatml.encode([conversation], table(folder, train_on="all"))
-    assert (whole.ids, whole.trained) == (sample.ids, [(0, len(sample.ids))])
+    assert (whole.ids, whole.label_ranges) == (sample.ids, [(0, len(sample.ids))])
 
 
 def test_there_is_one_bos_and_no_dropout(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_the_last_turn_is_the_assistants_last_though_it_has_no_block(folder: Pat
         {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, ("a", "b", "c", ""), strict=True)
     ]
     ((_, (sample,), _),) = some.encode([Conversation("x", messages)], table(folder, train_on="last"))
-    assert [some.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.trained] == [end_of_turn(name)]
+    assert [some.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.label_ranges] == [end_of_turn(name)]
 
 
 def test_a_token_across_the_border_of_a_block_is_not_trained_on(folder: Path, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_token_across_the_border_of_a_block_is_not_trained_on(folder: Path, tm
         {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, ("a", "b", "c", "\nd"), strict=True)
     ]
     ((_, (sample,), reason),) = chatml.encode([Conversation("x", messages)], table(folder))
-    assert [chatml.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.trained] == ["b<|im_end|>"]
+    assert [chatml.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.label_ranges] == ["b<|im_end|>"]
     assert "crosses the border" in reason
 
 
@@ -200,11 +200,11 @@ def test_what_a_template_does_not_do_is_said(folder: Path, tmp_path: Path) -> No
     for words, text in texts.items():
         file = tmp_path / "some.jinja"
         file.write_text(text, "utf-8")
-        (remark,) = ChatTemplate(folder, file).list_remarks()
+        (remark,) = ChatTemplate(folder, file).list_notes()
         assert words in remark
     headed = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
     file.write_text(headed, "utf-8")
-    assert ChatTemplate(folder, file).end_of_turn is None, "the token is before the answer"
+    assert ChatTemplate(folder, file).end_of_turn_id is None, "the token is before the answer"
 
 
 def test_an_answer_at_the_start_has_labels_only_with_blocks(folder: Path, tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, models
 from sley_core.data.dataset import DataConfig
 from sley_core.errors import KeyPath
 from sley_core.table import Table
-from sley_data.datasets import check
+from sley_data.datasets import check_token_dataset
 from sley_data.plugin import TextConfig, TokensConfig
 
 
 def found(config: DataConfig, *, evaluates: bool = False) -> list[tuple[KeyPath, str]]:
-    return [(problem.path, problem.code) for problem in check(config, evaluates=evaluates)]
+    return [(problem.path, problem.code) for problem in check_token_dataset(config, evaluates=evaluates)]
 
 
 def text(*files: Path, **more: Any) -> TextConfig:
@@ -79,7 +79,7 @@ def test_held_out_data_is_needed_only_to_evaluate(folder: Path) -> None:
 
 @pytest.mark.parametrize(("share", "key"), [(0.0001, "evaluation"), (0.9999, "data")])
 def test_a_file_that_is_one_document_is_in_one_split(folder: Path, share: float, key: str) -> None:
-    (problem,) = check(text(folder / "five.txt", held_out=share), evaluates=True)
+    (problem,) = check_token_dataset(text(folder / "five.txt", held_out=share), evaluates=True)
     assert problem.path[0] == key
     assert '`separator = "\\n\\n"`' in str(problem.hint)
 
@@ -112,7 +112,7 @@ def test_a_model_with_fewer_rows_than_the_data_has_ids_is_found(folder: Path) ->
     }
     for count, config in tables.items():
         for rows, codes in ((None, []), (count, []), (count - 1, ["model-vocabulary"])):
-            problems = check(config, evaluates=False, vocab_size=rows)
+            problems = check_token_dataset(config, evaluates=False, vocab_size=rows)
             assert [problem.code for problem in problems if problem.path[0] == "model"] == codes, (count, rows)
 
 

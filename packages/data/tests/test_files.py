@@ -19,7 +19,7 @@ import pytest
 from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
 from sley_data import formats
-from sley_data.datasets import TokenDataset, check
+from sley_data.datasets import TokenDataset, check_token_dataset
 from sley_data.documents import read_documents
 from sley_data.files import find_document_files, find_files
 from sley_data.plugin import TextConfig, TokensConfig
@@ -124,9 +124,9 @@ def test_compressed_text_is_read(tmp_path: Path, kind: str) -> None:
     (tmp_path / f"c.jsonl.{kind}").write_bytes(PACKED[kind](lines))
     table = config(tmp_path / f"c.jsonl.{kind}", field="text", documents="pad")
     assert texts(table) == [b"line 0", b"line 1", b"line 2"]
-    assert list(check(table, evaluates=False)) == []
+    assert list(check_token_dataset(table, evaluates=False)) == []
     if kind != "txt":
-        (problem,) = check(config(tmp_path / f"c.jsonl.{kind}"), evaluates=False)
+        (problem,) = check_token_dataset(config(tmp_path / f"c.jsonl.{kind}"), evaluates=False)
         assert problem.code == "data-json"
 
 
@@ -136,7 +136,7 @@ def test_compressed_text_that_is_cut_off_is_an_error(tmp_path: Path, kind: str, 
     whole = PACKED[kind](random.Random(0).randbytes(5000))
     (tmp_path / "a").write_bytes(whole[: len(whole) // 2])
     table = config(tmp_path / "a", **more)
-    (problem,) = check(table, evaluates=False)
+    (problem,) = check_token_dataset(table, evaluates=False)
     assert (problem.code, "damaged or incomplete" in problem.message) == ("data-format", True)
     with pytest.raises(PlanError, match="damaged or incomplete"):
         len(TokenDataset(table, DataContext()))
@@ -145,8 +145,8 @@ def test_compressed_text_that_is_cut_off_is_an_error(tmp_path: Path, kind: str, 
 def test_the_package_for_zstd_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_bytes(b"\x50\x2a\x4d\x18\2\0\0\0ab" + zstd.compress(b"some text"))  # as pzstd writes
     assert texts(config(tmp_path / "a.txt")) == [b"some text"]
-    monkeypatch.delitem(formats._COMPRESSED, formats._ZSTD)
-    (problem,) = check(config(tmp_path / "a.txt"), evaluates=False)
+    monkeypatch.delitem(formats._OPENERS, formats._ZSTD_SIGNATURE)
+    (problem,) = check_token_dataset(config(tmp_path / "a.txt"), evaluates=False)
     assert "compressed by zstd" in problem.message
     assert "sley-data[zstd]" in str(problem.hint)
 
@@ -177,13 +177,13 @@ REFUSED = {
 @pytest.mark.parametrize("kind", [*REFUSED, "tar"])
 def test_what_is_no_text_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     (tmp_path / "a.txt").write_bytes(REFUSED.get(kind, archive("tar")))
-    (problem,) = check(config(tmp_path / "a.txt"), evaluates=False)
+    (problem,) = check_token_dataset(config(tmp_path / "a.txt"), evaluates=False)
     assert problem.code == "data-format"
     assert (kind if kind in REFUSED else "a tar archive") in problem.message
     with pytest.raises(PlanError, match=r"a\.txt"):
         len(TokenDataset(config(tmp_path / "a.txt"), DataContext()))
     ids = TokensConfig(files=(tmp_path / "a.txt",), sequence=4, vocab_size=60000)
-    assert "data-format" in [problem.code for problem in check(ids, evaluates=False)]
+    assert "data-format" in [problem.code for problem in check_token_dataset(ids, evaluates=False)]
 
 
 def zipf(count: int, vocab_size: int, seed: int) -> list[int]:
@@ -208,7 +208,7 @@ def test_ids_of_another_width_are_refused(tmp_path: Path, vocab_size: int, writt
     (tmp_path / "a.bin").write_bytes(array(CODES[written], zipf(count, vocab_size, vocab_size)).tobytes())
     size = min(vocab_size, 1 << 16) if dtype == "uint16" else vocab_size
     table = TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=size, dtype=dtype)
-    codes = [problem.code for problem in check(table, evaluates=False)]
+    codes = [problem.code for problem in check_token_dataset(table, evaluates=False)]
     assert codes == ([] if written == dtype else ["data-format"])
 
 
@@ -226,13 +226,13 @@ def test_ids_that_are_right_are_not_doubted(tmp_path: Path) -> None:
     for name, (ids, vocab_size) in cases.items():
         (tmp_path / f"{name}.bin").write_bytes(array("H", ids).tobytes())
         table = TokensConfig(files=(tmp_path / f"{name}.bin",), sequence=4, vocab_size=vocab_size)
-        assert list(check(table, evaluates=False)) == [], name
+        assert list(check_token_dataset(table, evaluates=False)) == [], name
     assert sys.byteorder == "little"
 
 
 def test_a_header_of_llm_c_is_no_token(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(array("i", [20240520, 1, 100] + [0] * 253).tobytes() + array("H", range(100)).tobytes())
-    (problem,) = check(TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=50257), evaluates=False)
+    (problem,) = check_token_dataset(TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=50257), evaluates=False)
     assert "llm.c" in problem.message
 
 
@@ -251,12 +251,12 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.NDJSON"])
 def test_braces_are_no_text_unless_the_plan_says_so(path: Path, name: str) -> None:
     named = path.rename(path.parent / name)
-    (problem,) = check(lines(named), evaluates=False)
+    (problem,) = check_token_dataset(lines(named), evaluates=False)
     assert (problem.code, problem.path) == ("data-json", ("data", "files"))
     assert "`field = " in str(problem.hint)
     with pytest.raises(PlanError, match="JSON lines"):
         len(TokenDataset(lines(named), DataContext()))
-    assert list(check(lines(named, separator="\n"), evaluates=False)) == []
+    assert list(check_token_dataset(lines(named, separator="\n"), evaluates=False)) == []
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_line_that_is_no_document_is_named(path: Path, line: str, message: str
         file.seek(0)
         file.truncate()
         file.write('{"text": "fine"}\n\n{"text": "fine too"}\n' + line)
-    (problem,) = check(lines(path, field="text"), evaluates=False)
+    (problem,) = check_token_dataset(lines(path, field="text"), evaluates=False)
     assert problem.code == "data-json"
     with pytest.raises(PlanError, match=message):
         len(TokenDataset(lines(path, field="text"), DataContext()))

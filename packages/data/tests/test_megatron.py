@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
-from sley_data.datasets import TokenDataset, check
+from sley_data.datasets import TokenDataset, check_token_dataset
 from sley_data.plugin import TextConfig, TokensConfig
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [[], []], [], [[7, 8, 9, 10, 11]]]
@@ -55,7 +55,7 @@ def labels_of(table: TokensConfig) -> list[int]:
 def test_documents_are_those_of_the_index(tmp_path: Path, documents: str, code: int, name: str) -> None:
     write(tmp_path / "a", code=code, modes=name == "a.idx")
     table = config(tmp_path / name, documents=documents)
-    assert list(check(table, evaluates=False)) == []
+    assert list(check_token_dataset(table, evaluates=False)) == []
     whole = [token for text in TEXTS for token in text]
     assert labels_of(table) == (whole[1:] if documents == "cut" else [token for text in TEXTS for token in text[1:]])
 
@@ -64,7 +64,7 @@ def test_files_with_and_without_an_index_are_one_stream(tmp_path: Path) -> None:
     (tmp_path / "raw.bin").write_bytes(array("H", [40, 41, 0, 42]).tobytes())
     wide = write(tmp_path / "wide", [[[70_000, 70_001]], [[70_002, 70_003, 70_004]]], code=4)
     table = config(tmp_path / "raw.bin", wide, write(tmp_path / "narrow"), documents="pack", vocab_size=65_536)
-    (problem,) = check(table, evaluates=False)
+    (problem,) = check_token_dataset(table, evaluates=False)
     assert problem.code == "data-documents"
     options: dict[str, Any] = {"end_of_document": 0, "documents": "pack", "vocab_size": 80_000, "dtype": "uint32"}
     dataset = TokenDataset(config(wide, write(tmp_path / "narrow"), **options), DataContext())
@@ -100,15 +100,15 @@ def test_a_wrong_index_is_named(tmp_path: Path, place: slice, value: bytes, why:
     content = bytearray(index.read_bytes())
     content[place] = value
     index.write_bytes(content)
-    (problem,) = check(config(tmp_path / "a.bin"), evaluates=False)
+    (problem,) = check_token_dataset(config(tmp_path / "a.bin"), evaluates=False)
     assert problem.message.startswith(f"`{index}` ")
     assert why in problem.message
 
 
 def test_a_pair_is_whole_and_no_text(tmp_path: Path) -> None:
     index = write(tmp_path / "a").with_suffix(".idx")
-    (problem,) = check(TextConfig(files=(index,), sequence=2), evaluates=False)
+    (problem,) = check_token_dataset(TextConfig(files=(index,), sequence=2), evaluates=False)
     assert "data.tokens" in str(problem.hint)
     index.with_suffix(".bin").unlink()
-    (problem,) = check(config(index), evaluates=False)
+    (problem,) = check_token_dataset(config(index), evaluates=False)
     assert (problem.code, "a.bin" in problem.message) == ("data-missing", True)

@@ -22,7 +22,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_data.documents import read_documents, read_split
 from sley_data.files import find_document_files
-from sley_data.mixture import Interleave, to_integer_shares
+from sley_data.mixture import Interleaving, to_integer_shares
 from sley_data.sources import build_source_component
 from sley_testing.dataset_contract import DatasetContract
 from sley_testing.plans import small_plan
@@ -129,7 +129,7 @@ def test_any_thousand_samples_have_the_shares(weights: list[float], start: int) 
     assert all(
         share * Fraction(str(weights[0])) == shares[0] * Fraction(str(w)) for share, w in zip(shares, weights, strict=True)
     )
-    order = Interleave(shares)
+    order = Interleaving(shares)
     for source, share in enumerate(shares):
         count = order.count(source, start + 1000) - order.count(source, start)
         assert abs(count - 1000 * share / order.total) <= 10
@@ -138,7 +138,7 @@ def test_any_thousand_samples_have_the_shares(weights: list[float], start: int) 
 @settings(max_examples=40)
 @given(shares=st.lists(st.integers(1, 50), min_size=1, max_size=12))
 def test_counts_are_those_of_the_choices(shares: list[int]) -> None:
-    order = Interleave(shares)
+    order = Interleaving(shares)
     places: list[list[int]] = [[] for _ in shares]
     for number in range(order.total):
         source, place = order[number]

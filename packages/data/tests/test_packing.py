@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from sley_core.data.dataset import IGNORE_INDEX
 from sley_data import datasets
 from sley_data.datasets import StreamSamples, count_windows, locate_window
-from sley_data.plugin import Documents
-from sley_data.streams import Stream
+from sley_data.plugin import DocumentMode
+from sley_data.streams import TokenStream
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=8)
 SEQUENCES = st.integers(1, 9)
 
 
-def build_samples(documents: list[list[int]], way: Documents, sequence: int) -> StreamSamples:
+def build_samples(documents: list[list[int]], way: DocumentMode, sequence: int) -> StreamSamples:
     tokens = np.array(list(chain.from_iterable(documents)), np.uint8)
     offsets = np.array([0, *accumulate(map(len, documents))])
-    return StreamSamples(Stream([tokens], offsets), way, sequence)
+    return StreamSamples(TokenStream([tokens], offsets), way, sequence)
 
 
 def naive_window(documents: list[list[int]], index: int, sequence: int) -> dict[str, list[int]]:
@@ -60,7 +60,7 @@ def test_packed_and_cut_windows(documents: list[list[int]], sequence: int) -> No
     expected = [naive_window(documents, index, sequence) for index in range(len(packed))]
     assert packed.max_documents_per_window == max((len(window["starts"]) for window in expected), default=0)
     for index, window in enumerate(expected):
-        sample = packed.sample(index)
+        sample = packed.read_sample(index)
         padding = [sequence] * (packed.max_documents_per_window + 1 - len(window["starts"]))
         window["cu_seqlens"] = window.pop("starts") + padding
         assert {name: values.tolist() for name, values in sample.items()} == window
@@ -68,7 +68,7 @@ def test_packed_and_cut_windows(documents: list[list[int]], sequence: int) -> No
     cut, text = build_samples(documents, "cut", sequence), [list(chain.from_iterable(documents))]
     for index in range(len(cut)):
         window = naive_window(text, index, sequence)
-        assert {name: values.tolist() for name, values in cut.sample(index).items()} == {
+        assert {name: values.tolist() for name, values in cut.read_sample(index).items()} == {
             name: window[name] for name in ("tokens", "labels")
         }
 
@@ -85,12 +85,12 @@ def test_padded_documents(documents: list[list[int]], sequence: int) -> None:
             expected.append((inputs + [0] * num_padding, labels + [IGNORE_INDEX] * num_padding))
     padded = build_samples(documents, "pad", sequence)
     assert len(padded) == len(expected)
-    samples = [padded.sample(index) for index in range(len(padded))]
+    samples = [padded.read_sample(index) for index in range(len(padded))]
     assert [(sample["tokens"].tolist(), sample["labels"].tolist()) for sample in samples] == expected
 
 
 def test_the_most_documents_are_counted_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "WINDOW_BLOCK", 2)
+    monkeypatch.setattr(datasets, "_WINDOWS_PER_BLOCK", 2)
     assert build_samples([[0] * size for size in (10, 1, 1, 1, 1, 16)], "pack", 4).max_documents_per_window == 3
 
 
@@ -98,7 +98,7 @@ def test_the_most_documents_are_counted_block_by_block(monkeypatch: pytest.Monke
 @given(st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=9), min_size=1, max_size=5), st.data())
 def test_parts_read_as_one_stream(parts: list[list[int]], data: st.DataObject) -> None:
     tokens = list(chain.from_iterable(parts))
-    stream = Stream([np.array(part, np.uint16) for part in parts], np.array([0, len(tokens)]))
+    stream = TokenStream([np.array(part, np.uint16) for part in parts], np.array([0, len(tokens)]))
     start = data.draw(st.integers(0, len(tokens)))
     stop = data.draw(st.integers(start, len(tokens)))
     values = stream.read(start, stop)

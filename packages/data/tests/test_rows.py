@@ -12,8 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from sley_core.errors import PlanError
-from sley_data.conversations import Conversation, read_conversations
-from sley_data.documents import read_documents
+from sley_data.documents import Conversation, read_conversations, read_documents
 from sley_data.files import build_plan_error, find_document_files
 from sley_data.formats import read_rows
 from sley_data.plugin import ChatConfig, TextConfig
@@ -97,7 +96,7 @@ def test_every_format_has_the_same_conversations(tmp_path: Path, name: str) -> N
 def test_forms_of_a_conversation(tmp_path: Path, row: dict[str, Any], roles: str, first_trained: int) -> None:
     (found,) = read(written(tmp_path / "a.jsonl", [row]))
     assert "".join(message["role"][0] for message in found.messages) == roles
-    assert found.first_trained == first_trained
+    assert found.first_trained_index == first_trained
 
 
 @pytest.mark.parametrize(

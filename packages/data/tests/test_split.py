@@ -10,7 +10,7 @@ import pytest
 
 from sley_core.data.dataset import DataContext, Split
 from sley_core.errors import PlanError
-from sley_data.datasets import TokenDataset, check
+from sley_data.datasets import TokenDataset, check_token_dataset
 from sley_data.documents import read_documents
 from sley_data.files import find_document_files
 from sley_data.plugin import TextConfig, TokensConfig
@@ -75,7 +75,7 @@ def test_what_held_out_files_have_is_not_trained_on_and_said(tmp_path: Path, way
     within = TextConfig(files=(tmp_path / "*/*.txt",), held_out_files=held_out_files, **options)
     assert sorted(texts(within, "train")) == sorted(trained)
     every = TextConfig(files=held_out_files, held_out_files=held_out_files, **options)
-    (problem,) = check(every, evaluates=True)
+    (problem,) = check_token_dataset(every, evaluates=True)
     assert (problem.code, "held-out documents" in problem.message) == ("data-short", True)
 
 
@@ -101,7 +101,7 @@ def test_token_files_of_which_one_has_the_others_tokens(
         vocab_size=5000,
         sequence=4,
     )
-    found = [problem.code for problem in check(config, evaluates=True)]
+    found = [problem.code for problem in check_token_dataset(config, evaluates=True)]
     assert found == (["held-out-trained"] if is_trained_on else [])
     data = TokenDataset(config, DataContext(split="held_out"))
     if is_trained_on:
@@ -119,4 +119,4 @@ def test_tokens_that_say_nothing_are_no_copy(tmp_path: Path) -> None:
         vocab_size=5000,
         sequence=4,
     )
-    assert list(check(config, evaluates=True)) == []
+    assert list(check_token_dataset(config, evaluates=True)) == []

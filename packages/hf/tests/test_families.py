@@ -11,8 +11,8 @@ from hf_families import FAMILIES, computes_in_fp32, small_config, transformers_m
 
 from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError
-from sley_hf.compare import compare_with_transformers, compute_logits, share_parameters, shrink_config
 from sley_hf.decoder import build_from_config, build_layers
+from sley_hf.export import compare_with_transformers, compute_logits, share_parameters, shrink_config
 from sley_hf.plugin import DecoderConfig
 from sley_hf.structure import find_structure
 from sley_trainer.throughput import model_flops

@@ -19,7 +19,7 @@ from sley_testing.runs import RunRecord, assert_parity_of_parts, assert_resumed_
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 
 STEPS, LENGTH = 3, 24
-LORA = {"use": "hf.lora", "rank": 4, "alpha": 8.0}
+LORA_TABLE = {"use": "hf.lora", "rank": 4, "alpha": 8.0}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def write_base(folder: Path, family: str = "llama") -> Path:
 
 
 def plan(base: Path, **changes: Any) -> Tables:
-    tables = small_plan(model={"use": "hf.decoder", "weights": str(base)}, adapters=LORA, optimizer__clip_norm=None)
+    tables = small_plan(model={"use": "hf.decoder", "weights": str(base)}, adapters=LORA_TABLE, optimizer__clip_norm=None)
     return changed(tables, **changes)
 
 
@@ -52,9 +52,9 @@ def batches() -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("table", "options"),
     [
-        (LORA | {"dora": True, "train": ["blocks.*norm.weight"]}, {"use_dora": True}),
-        (LORA | {"targets": ["q_proj", "blocks.1.*.down_proj"], "rslora": True}, {"use_rslora": True}),
-        (LORA, {}),
+        (LORA_TABLE | {"dora": True, "train": ["blocks.*norm.weight"]}, {"use_dora": True}),
+        (LORA_TABLE | {"targets": ["q_proj", "blocks.1.*.down_proj"], "rslora": True}, {"use_rslora": True}),
+        (LORA_TABLE, {}),
     ],
     ids=["dora and norms", "patterns", "all-linear"],
 )
@@ -91,10 +91,10 @@ def test_three_steps_equal_those_of_peft(table: Tables, options: dict[str, Any],
 
 def test_adapters_in_layouts_equal_those_of_one_process(base: Path, texts: Path, ranks: Any) -> None:
     """In the second step, both matrices of an adapter have gradients."""
-    one_layer = plan(base, adapters=LORA | {"targets": ["blocks.1.*.q_proj"]})
-    tied_adapters = plan(base, adapters=LORA | {"targets": ["lm_head", "q_proj"]})
-    trained_head = plan(base, adapters=LORA | {"train": ["head.*"]})
-    llama = small_plan(adapters=LORA | {"targets": ["query", "down"], "train": ["head.norm.*"]})
+    one_layer = plan(base, adapters=LORA_TABLE | {"targets": ["blocks.1.*.q_proj"]})
+    tied_adapters = plan(base, adapters=LORA_TABLE | {"targets": ["lm_head", "q_proj"]})
+    trained_head = plan(base, adapters=LORA_TABLE | {"train": ["head.*"]})
+    llama = small_plan(adapters=LORA_TABLE | {"targets": ["query", "down"], "train": ["head.norm.*"]})
     cases = [
         (one_layer, "zb_h1", 2),
         (tied_adapters, "wp", 6),
@@ -115,7 +115,7 @@ def test_adapters_in_layouts_equal_those_of_one_process(base: Path, texts: Path,
 @pytest.mark.campaign
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
 def test_stages_without_trainable_parameters_around_another(base: Path, texts: Path, ranks: Any, schedule: str) -> None:
-    tables = plan(base, adapters=LORA | {"targets": ["blocks.1.*.q_proj"]})
+    tables = plan(base, adapters=LORA_TABLE | {"targets": ["blocks.1.*.q_proj"]})
     results = ranks(4, 400)(record, changed(tables, parallel={"pp": 4, "dp": 1}, pipeline={"use": schedule}), 2, folder=texts)
     assert [len(result.gradients[0]) for result in results] == [0, 0, 2, 0]
     assert_parity_of_parts(record_reference(tables, 2, folder=texts), results, "fp64")
@@ -171,14 +171,14 @@ def test_another_base_is_refused(base: Path, texts: Path, tmp_path: Path) -> Non
 )
 def test_targets_that_cannot_be_adapted_are_refused(targets: list[str], message: str, base: Path, texts: Path) -> None:
     with pytest.raises(PlanError, match=message):
-        record(plan(base, adapters=LORA | {"targets": targets}), 1, folder=texts)
+        record(plan(base, adapters=LORA_TABLE | {"targets": targets}), 1, folder=texts)
 
 
 def test_linears_beside_experts_have_adapters_and_experts_are_refused_or_trained(texts: Path, tmp_path: Path) -> None:
     write_base(tmp_path, "mixtral")
 
     def run(**adapters: Any) -> set[str]:
-        tables = plan(tmp_path, adapters=LORA | adapters, model__experts="eager")
+        tables = plan(tmp_path, adapters=LORA_TABLE | adapters, model__experts="eager")
         return {name.split(".")[-1] for name in record(tables, 1, folder=texts).gradients[0]}
 
     assert run() == {"weight"}

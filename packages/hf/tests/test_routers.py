@@ -12,8 +12,8 @@ from sley_core.api.data import DataInfo, Field
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
-from sley_hf.compare import compare_with_transformers
 from sley_hf.decoder import build_from_config, build_layers, build_routers, read_hf_config
+from sley_hf.export import compare_with_transformers
 from sley_hf.plugin import DecoderConfig
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import assert_parity_of_parts, record, record_reference

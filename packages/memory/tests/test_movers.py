@@ -15,7 +15,7 @@ from sley_core.api.comm import HostMemory
 from sley_core.comm.device import CopyStream, Device
 from sley_core.memory import Moved, group_by_storage
 from sley_memory.arena import HostArena
-from sley_memory.movers import HostCopy, Streams
+from sley_memory.movers import HostCopyMover, Streams
 from sley_trainer.update import states_of
 
 MIB = 1 << 20
@@ -23,12 +23,12 @@ CPU = Device(torch.device("cpu"))
 
 
 def make_host_copy(tensors, bucket_bytes=1000, make=CopyStream):
-    """Returns a `HostCopy` of these tensors, its counters and its arena."""
+    """Returns a `HostCopyMover` of these tensors, its counters and its arena."""
     moved = Moved()
     named = [(str(at), tensor) for at, tensor in enumerate(tensors)]
     streams = Streams(make)
     arena = HostArena(CPU.host_memory, streams.wait)
-    return HostCopy(lambda: group_by_storage(named), streams, arena, bucket_bytes, moved), moved, arena
+    return HostCopyMover(lambda: group_by_storage(named), streams, arena, bucket_bytes, moved), moved, arena
 
 
 def around(unit):
@@ -83,7 +83,7 @@ def test_changing_sizes_do_not_accumulate_host_memory(sizes):
     state = {"weight": torch.ones(2000), "cache": torch.ones(500)}
     moved, streams = Moved(), Streams(CopyStream)
     arena = HostArena(CPU.host_memory, streams.wait)
-    unit = HostCopy(lambda: group_by_storage(state.items()), streams, arena, 1000, moved)
+    unit = HostCopyMover(lambda: group_by_storage(state.items()), streams, arena, 1000, moved)
     around(unit)
     first = arena.num_bytes
     for size in sizes:

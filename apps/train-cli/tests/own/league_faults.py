@@ -144,12 +144,12 @@ def draws_other_numbers(original: Any, self: Any, layer: str, micro: Any) -> int
     return seed ^ is_again
 
 
-@wrong("sley_memory.movers:HostCopy._send", "offload")
+@wrong("sley_memory.movers:HostCopyMover._send", "offload")
 def restores_old_values(original: Any, self: Any, placed: Any) -> None:
     """Restores the values of the first offload."""
-    is_first, before = not self._given_back, [host.clone() for _, host, _ in placed]
+    is_first, before = not self._num_freed_bytes, [host.clone() for _, host in placed]
     original(self, placed)
-    for (_, host, _), older in zip([] if is_first else placed, before, strict=False):
+    for (_, host), older in zip([] if is_first else placed, before, strict=False):
         host.copy_(older)
 
 

@@ -183,7 +183,6 @@ class AnyLayoutCheckpointer(Checkpointer):
     def load(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
         """Loads the checkpoint at `path`, or the newest intact one in a folder of checkpoints. All ranks call it. With "auto",
         loads this run's newest checkpoint, or returns None if the run has none. allow_fresh_start: see `list_candidates`.
-
         Raises the errors of `list_candidates` and `choose_checkpoint`, and RunError: `no-checkpoint` if there is none at
         `path`, and `checkpoint-mismatch` if "auto" finds a checkpoint of another run.
         """
@@ -210,11 +209,8 @@ class AnyLayoutCheckpointer(Checkpointer):
 
     def _run_folder(self) -> str:
         if self.folder is None:
-            raise UsageError(
-                "no-folder",
-                "this run has no folder for checkpoints",
-                hint="pass a path, or pass a folder to `assemble(plan, world, folder=...)`",
-            )
+            hint = "pass a path, or pass a folder to `assemble(plan, world, folder=...)`"
+            raise UsageError("no-folder", "this run has no folder for checkpoints", hint=hint)
         return self.folder
 
 
@@ -247,11 +243,10 @@ def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Check
 
 def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start: bool) -> tuple[list[str], list[str]]:
     """Returns the paths of the checkpoints to load, in the order in which to try them, and notes for the user. All ranks call
-    it, and rank 0 lists the checkpoints by its own arguments.
-
-    path: a checkpoint or a folder of checkpoints; None for this run's newest checkpoint. allow_fresh_start: whether a run
-    without a checkpoint may repeat its steps. Raises the same error on all ranks: UsageError `never-anew` if the run would
-    repeat its own work, and RunError `checkpoint-load` if a folder cannot be read.
+    it, and rank 0 lists the checkpoints by its own arguments. path: a checkpoint or a folder of checkpoints; None for this
+    run's newest checkpoint. allow_fresh_start: whether a run without a checkpoint may repeat its steps. Raises the same error
+    on all ranks: UsageError `never-anew` if the run would repeat its own work, and RunError `checkpoint-load` if a folder
+    cannot be read.
     """
     paths: list[str] = []
     notes: list[str] = []

@@ -194,9 +194,8 @@ class HostCopies:
 
 
 class BackgroundWriter:
-    """Starts to copy the tensors of `writer` to the host, and runs `writer` on the copies in a thread.
-
-    failure: the error message once `wait` has returned; "" if the save succeeded.
+    """Starts to copy the tensors of `writer` to the host, and runs `writer` on the copies in a thread. failure: the error
+    message once `wait` has returned; "" if the save succeeded.
     """
 
     def __init__(self, writer: RankWriter, host: HostCopies) -> None:
@@ -272,24 +271,18 @@ class SavePreparation:
         self._lineages: dict[str, tuple[Lineage, bool]] = {}
 
     def prepare(self, folder: Folder, step: int, keep: int | None, *, is_run_folder: bool) -> RankWriter:
-        """Agrees on a save with all ranks, and returns the writer of this rank's part.
-
-        folder: the run's folder of checkpoints if `is_run_folder`, else the folder of the checkpoint itself. keep: the number
-        of checkpoints to keep in the run's folder; None for all.
-
-        All ranks call it. It blocks in one exchange over `control`, and in a second one if the tensors of a rank have changed.
-        Raises the same RunError on all ranks.
+        """Agrees on a save with all ranks, and returns the writer of this rank's part. folder: the run's folder of checkpoints
+        if `is_run_folder`, else the folder of the checkpoint itself. keep: the number of checkpoints to keep in the run's
+        folder; None for all. All ranks call it. It blocks in one exchange over `control`, and in a second one if the tensors of
+        a rank have changed. Raises the same RunError on all ranks.
         """
         world, control, attempt = self.state.parts.world, self._control, self.state.attempt.current
         description = self.state.describe(step)
         pieces, rank_values, problem = self._collect_state()
         infos = [PieceInfo(piece.name, DTYPES[piece.tensor.dtype], piece.shape, piece.rectangle) for piece in pieces]
-        # Only rank 0 has an attempt, so only rank 0 chooses the target.
-        target = (
-            ["", "", ""]
-            if attempt is None or problem
-            else self._choose_target(folder, step, attempt, is_run_folder=is_run_folder)
-        )
+        target = ["", "", ""]
+        if attempt is not None and not problem:  # only rank 0 has an attempt
+            target = self._choose_target(folder, step, attempt, is_run_folder=is_run_folder)
         state_digest = _compute_digest(description.state)
         # All ranks join the exchange, even after an error, so that no rank waits in vain.
         reports = control.gather_objects(
@@ -434,10 +427,9 @@ class WriteAssignment(NamedTuple):
 
 
 def assign_pieces(rank_pieces: Sequence[Sequence[PieceInfo]]) -> WriteAssignment:
-    """Assigns each piece, from large to small, to the rank with the fewest bytes among the ranks that have the piece.
-
-    A file can have a tensor name only once, so a second piece of a tensor goes to the rank's second file, and so on.
-    Raises RunError `checkpoint-ranks` if the dtypes or shapes of a tensor differ between ranks.
+    """Assigns each piece, from large to small, to the rank with the fewest bytes among the ranks that have the piece. A file
+    can have a tensor name only once, so a second piece of a tensor goes to the rank's second file, and so on. Raises RunError
+    `checkpoint-ranks` if the dtypes or shapes of a tensor differ between ranks.
     """
     holders: dict[PieceInfo, list[tuple[int, int]]] = {}
     for rank, pieces in enumerate(rank_pieces):

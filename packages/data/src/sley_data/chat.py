@@ -14,25 +14,20 @@ import numpy as np
 from sley_core.api.data import IGNORE_INDEX, DataContext, Split
 from sley_core.errors import PlanError
 from sley_core.records import Problem
-from sley_data.cache import find_cache_folder, load_tokens
 from sley_data.chat_template import ChatTemplate
-from sley_data.conversations import Conversation, read_conversations
-from sley_data.datasets import ALWAYS_READ, RowsDataset, check_vocabulary, report_errors
-from sley_data.documents import read_split
+from sley_data.datasets import MAX_CHECK_BYTES, LazyDataset, check_vocabulary, report_errors
+from sley_data.documents import Conversation, read_conversations, read_split
 from sley_data.files import DataFile, find_document_files, find_split_files
-from sley_data.formats import Integers
+from sley_data.formats import IntegerArray
 from sley_data.plugin import ChatConfig
-from sley_data.streams import Stream
+from sley_data.streams import TokenStream, find_cache_folder, load_tokens
 
 
 @dataclass
 class ChatStats:
-    """Counts the conversations of a split.
-
-    documents: the number of conversations. samples: the number of packed token sequences, of which a conversation has several
-    if the template changes earlier turns. tokens, trained: the number of tokens of these samples, and of those that are labels.
-    longest: the number of tokens of the longest sample, before it is dropped or cut. dropped: the number of dropped or cut
-    samples by reason. first_dropped: by reason, the name of the first conversation with such a sample.
+    """The numbers of a split: conversations (documents); samples, of which a conversation has several if the template changes
+    earlier turns; their tokens, and those that are labels (trained); the tokens of the longest sample, before it is dropped or
+    cut; dropped or cut samples by reason. first_dropped: the name of the first conversation with such a sample, by reason.
     """
 
     documents: int = 0
@@ -59,17 +54,16 @@ class ChatStats:
 _LABEL_BIT = 1 << 31
 """The bit that is set in a stored token if the token is a label."""
 
-TOO_LONG = "longer than `sequence`"
-CUT = "longer than `sequence`, and cut there"
-NOT_TRAINED = "no token has a label"
+TOO_LONG_REASON = "longer than `sequence`"
+CUT_REASON = "longer than `sequence`, and cut there"
+NO_LABEL_REASON = "no token has a label"
 
 
 def encode_conversations(
     template: ChatTemplate, config: ChatConfig, conversations: Iterable[Conversation]
 ) -> "tuple[array[int], array[int], dict[str, Any]]":
-    """Returns the tokens of all samples, with `_LABEL_BIT` for labels, their lengths, and the fields of the `ChatStats`.
-
-    Raises PlanError "data-too-long" for a sample that needs more than `sequence` positions, if `too_long` is "refuse".
+    """Returns the tokens of all samples, with `_LABEL_BIT` for labels, their lengths, and the fields of the `ChatStats`. Raises
+    PlanError "data-too-long" for a sample that needs more than `sequence` positions, if `too_long` is "refuse".
     """
     ids, lengths, stats, max_length = array("I"), array("q"), ChatStats(), config.sequence + 1
     for conversation, samples, reason in template.encode(conversations, config):
@@ -84,16 +78,16 @@ def encode_conversations(
                 hint = 'raise `sequence`, or set `too_long` to "drop" or "cut"'
                 raise PlanError("data-too-long", message, path=("data", "too_long"), hint=hint)
             if length > max_length:
-                stats.drop(CUT if config.too_long == "cut" else TOO_LONG, conversation.name)
+                stats.drop(CUT_REASON if config.too_long == "cut" else TOO_LONG_REASON, conversation.name)
                 if config.too_long == "drop":
                     continue
             tokens = list(sample.ids)
-            for start, stop in sample.trained:
+            for start, stop in sample.label_ranges:
                 tokens[start:stop] = [token + _LABEL_BIT for token in tokens[start:stop]]
             del tokens[max_length:]
             num_trained = sum(token >= _LABEL_BIT for token in tokens[1:])  # the first token is not a label
             if not num_trained:
-                stats.drop(NOT_TRAINED, conversation.name)
+                stats.drop(NO_LABEL_REASON, conversation.name)
                 continue
             ids.extend(tokens)
             lengths.append(len(tokens))
@@ -103,11 +97,9 @@ def encode_conversations(
     return ids, lengths, vars(stats)
 
 
-def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Packs items into bins of `size`, longest first, and returns the item numbers of each bin, sorted.
-
-    lengths: the length of each item, from 1 to `size`. Best-fit decreasing needs at most 11/9 of the optimal number of bins,
-    plus a constant (Johnson et al., 1974).
+def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Returns the sorted item numbers of bins of `capacity`, packed by best-fit decreasing, which needs at most 11/9 of the
+    optimal number of bins, plus a constant (Johnson et al., 1974). lengths: the length of each item, from 1 to `capacity`.
     """
     bins: list[list[int]] = []
     bins_by_space: dict[int, list[int]] = {}  # the bins with each free space
@@ -120,7 +112,7 @@ def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
             if not bins_by_space[space]:
                 del bins_by_space[space], spaces[index]
         else:
-            space, chosen_bin = size, len(bins)
+            space, chosen_bin = capacity, len(bins)
             bins.append([])
         bins[chosen_bin].append(number)
         space -= lengths[number]
@@ -131,15 +123,12 @@ def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     return sorted(map(sorted, bins))
 
 
-class ChatDataset(RowsDataset):
-    """Whole conversations, packed by best fit into rows of `sequence` positions, with their boundaries.
-
-    A conversation of n tokens has n - 1 positions, since its last token is only a label. stats: the `ChatStats` of the split,
-    available once the data is loaded.
-
-    Loading renders and tokenizes all conversations, or maps the cached tokens. It raises PlanError "data-short" or "held-out"
-    if the split has no conversation, "data-too-long" for a conversation that `too_long` refuses, and "chat-mask" if no token
-    has a label, or every token although `train_on` is not "all".
+class ChatDataset(LazyDataset):
+    """Whole conversations, packed by best fit into rows of `sequence` positions, with their boundaries. A conversation of n
+    tokens has n - 1 positions, since its last token is only a label. stats: the `ChatStats`, once the data is loaded. Loading
+    renders and tokenizes all conversations, or maps the cached tokens. It raises PlanError "data-short" or "held-out" if the
+    split has no conversation, "data-too-long" for a conversation that `too_long` refuses, and "chat-mask" if no token has a
+    label, or every token although `train_on` is not "all".
     """
 
     config: ChatConfig
@@ -164,11 +153,11 @@ class ChatDataset(RowsDataset):
         return max(map(len, self.rows)) + 1
 
     @cached_property
-    def stream(self) -> Stream:
+    def stream(self) -> TokenStream:
         """The tokens of all samples, with `_LABEL_BIT` for labels. The first access may raise the errors of the class."""
         config, split, digest = self.config, self.context.split, self.template.digest
         files, held_out = find_split_files(config, split)
-        options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, config.largest_share)
+        options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, config.max_held_out)
         stream, summary = load_tokens(
             find_cache_folder(config, files, held_out, ("chat", 7, digest, *options, split)) if digest else None,
             "uint32",
@@ -183,31 +172,31 @@ class ChatDataset(RowsDataset):
 
     def _read(self, files: Sequence[DataFile]) -> Iterator[Conversation]:
         """Yields the conversations of the split, and counts those that are excluded because they are also held out."""
-        self._first: Conversation | None = None
-        self._num_copied = 0
+        self._first_conversation: Conversation | None = None
+        self._num_excluded = 0
         for conversation, is_selected in read_split(self.config, self.context.split, files):
             assert isinstance(conversation, Conversation), conversation
             if is_selected:
-                self._first = self._first or conversation
+                self._first_conversation = self._first_conversation or conversation
                 yield conversation
-            elif self.context.split == "train" and not self.config.largest_share:
-                self._num_copied += 1
+            elif self.context.split == "train" and not self.config.max_held_out:
+                self._num_excluded += 1
 
     def _summarize(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns the sum of the statistics, and the notes. Raises the PlanErrors "data-short", "held-out" and "chat-mask"."""
         total = ChatStats()
         for values in stats:
             total.add(ChatStats(**values))
-        if self._first is None:
+        if self._first_conversation is None:
             raise _empty_split_error(self.context.split)
         is_all_trained = total.trained == total.tokens - total.samples
         if not total.samples or (self.config.train_on != "all" and is_all_trained):
-            raise self._build_mask_error(self._first, total)
-        notes = self.template.list_remarks()
-        if self._num_copied:
-            notes.append(f"{self._num_copied} conversations in `files` are also in `held_out_files`: training excludes them")
+            raise self._build_mask_error(self._first_conversation, total)
+        notes = self.template.list_notes()
+        if self._num_excluded:
+            notes.append(f"{self._num_excluded} conversations in `files` are also in `held_out_files`: training excludes them")
         for reason, count in total.dropped.items():
-            action = "cut" if reason == CUT else "dropped"
+            action = "cut" if reason == CUT_REASON else "dropped"
             notes.append(f"{count} samples are {action}, `{total.first_dropped[reason]}` first: {reason}")
         return {"stats": vars(total), "notes": notes}
 
@@ -218,15 +207,13 @@ class ChatDataset(RowsDataset):
             text = self.template.render(conversation.messages, conversation.tools)
         except ValueError as error:
             text = str(error)
-        message = (
-            f"{problem}{f' ({reasons})' if reasons else ''}; the first conversation, `{conversation.name}`, is {text[:500]!r}"
-        )
+        problem += f" ({reasons})" if reasons else ""
+        message = f"{problem}; the first conversation, `{conversation.name}`, is {text[:500]!r}"
         hint = 'use the roles "user" and "assistant", or set `train_on = "all"` to train on every token'
         return PlanError("chat-mask", message, path=("data", "train_on"), hint=hint)
 
-    def sample(self, index: int) -> dict[str, Integers]:
+    def read_sample(self, index: int) -> dict[str, IntegerArray]:
         """Returns row `index`: tokens, labels and positions, int64 [sequence], and `cu_seqlens`, int32 [max_documents + 1].
-
         Token 0 with ignored labels pads the row. The padding is a separate document, so that no other token attends to it.
         """
         sequence = self.config.sequence
@@ -270,12 +257,9 @@ _MAX_CHECKED_CONVERSATIONS = 64
 
 @report_errors
 def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a `data.chat` table. Implements `DatasetRecord.check`.
-
-    Renders all conversations, or only the first `_MAX_CHECKED_CONVERSATIONS` of the first file if the files have more than
-    `ALWAYS_READ` bytes in total. A PlanError, such as "held-out" for an evaluation without held-out data, becomes a problem.
+    """Yields the problems of a `data.chat` table. Implements `DatasetRecord.check`. Renders all conversations, or only the
+    first `_MAX_CHECKED_CONVERSATIONS` of the first file if the files have more than `MAX_CHECK_BYTES` in total.
     """
-    splits: list[Split] = ["train", "held_out"] if evaluates else ["train"]
     files, problems = find_document_files(config, "train")
     if config.held_out_files:
         held_out_files, held_out_problems = find_document_files(config, "held_out")
@@ -285,19 +269,19 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
         return
     template = ChatDataset(config, DataContext()).template
     yield from check_vocabulary(vocab_size, template.vocab_size)
-    if sum(file.num_bytes for file in files) > ALWAYS_READ:
-        outcomes = list(template.encode(islice(read_conversations(files[0], config.field), _MAX_CHECKED_CONVERSATIONS), config))
-        if not any(sample.trained for _, samples, _ in outcomes for sample in samples):
-            reasons = ", ".join(dict.fromkeys(reason for _, _, reason in outcomes if reason))
-            message = f"the first {len(outcomes)} conversations have no token with a label{f': {reasons}' if reasons else ''}"
+    if sum(file.num_bytes for file in files) > MAX_CHECK_BYTES:
+        conversations = islice(read_conversations(files[0], config.field), _MAX_CHECKED_CONVERSATIONS)
+        results = list(template.encode(conversations, config))
+        if not any(sample.label_ranges for _, samples, _ in results for sample in samples):
+            reasons = ", ".join(dict.fromkeys(reason for _, _, reason in results if reason))
+            message = f"the first {len(results)} conversations have no token with a label{f': {reasons}' if reasons else ''}"
             yield Problem(("data", "train_on"), message, None, "chat-mask")
         if evaluates and not config.held_out and not config.held_out_files:
             raise _empty_split_error("held_out")
         return
-    for split in splits:
-        count = len(ChatDataset(config, DataContext(split=split)))
-        if split == "train":
-            config.check_num_samples(count)
+    config.check_num_samples(len(ChatDataset(config, DataContext())))
+    if evaluates:
+        len(ChatDataset(config, DataContext(split="held_out")))
 
 
 def _empty_split_error(split: Split) -> PlanError:

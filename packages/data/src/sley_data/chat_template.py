@@ -26,45 +26,41 @@ from typing import Any, TypeAlias
 
 from sley_core.api.data import TextIds
 from sley_core.api.files import RANDOM_SETTINGS
-from sley_core.errors import PlanError, PluginError
-from sley_data.conversations import Conversation, Message
+from sley_core.errors import PlanError, PluginError, install_hint
+from sley_data.documents import Conversation, Message
 from sley_data.plugin import ChatConfig
 from sley_data.tokenizer import Tokenizer, TokenizerIds
-
-_INSTALL = """install sley-data[chat]; in a clone of Sley's repository, run `pip install -e "packages/data[chat]"`"""
 
 _BATCH_SIZE = 64
 """The number of conversations whose texts are tokenized in one call."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CURRENT_DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-_DATE = date(2024, 7, 26)
+_FIXED_DATE = date(2024, 7, 26)
 """The date that replaces the current date in templates: the default date of Llama 3.1's template."""
 
-_PROMPT_DIFFERS = "the template does not begin the turn with its generation prompt"
-_NO_PROMPT = "the conversation begins with the assistant, and has no prompt for its first turn"
-_PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+_PROMPT_DIFFERS_REASON = "the template does not begin the turn with its generation prompt"
+_NO_PROMPT_REASON = "the conversation begins with the assistant, and has no prompt for its first turn"
+_PROBE_MESSAGES = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 """The conversation that is rendered to find the features of a template."""
 
 
 @dataclass
-class Encoded:
-    """A sample. ids: its token ids. trained: the ranges [start, stop) of the tokens that are labels, ascending and disjoint."""
+class EncodedSample:
+    """A sample: its token ids, and the ranges [start, stop) of the tokens that are labels, ascending and disjoint."""
 
     ids: list[int]
-    trained: list[tuple[int, int]]
+    label_ranges: list[tuple[int, int]]
 
 
-Outcome: TypeAlias = tuple[Conversation, list[Encoded], str]
+EncodingResult: TypeAlias = tuple[Conversation, list[EncodedSample], str]
 """A conversation, its samples, and the reason why turns are dropped, or "" if none are."""
 
 
 class ChatTemplate:
-    """Renders conversations with the chat template of a tokenizer, and finds the tokens of the assistant.
-
-    path: the tokenizer's folder. template: a template file that replaces the tokenizer's template, or None. Raises PluginError
-    if `transformers` or `jinja2` is not installed, and PlanError if there is no tokenizer or no template, or the template file
-    cannot be read.
+    """Renders conversations with the chat template of a tokenizer, and finds the tokens of the assistant. path: the tokenizer's
+    folder. template: a template file that replaces the tokenizer's template, or None. Raises PluginError if `transformers` or
+    `jinja2` is not installed, and PlanError if there is no tokenizer or no template, or the template file cannot be read.
     """
 
     def __init__(self, path: Path, template: Path | None = None) -> None:
@@ -100,7 +96,7 @@ class ChatTemplate:
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     @cached_property
-    def end_of_turn(self) -> int | None:
+    def end_of_turn_id(self) -> int | None:
         """The id of the special token with which the template ends an assistant turn, or None."""
         end: int | None = None
         for token in self._probe_ids[1]:
@@ -117,19 +113,23 @@ class ChatTemplate:
         """
         try:
             question, prompt, full = self._tokenize(
-                [self.render(_PROBE[:1], None), self.render(_PROBE[:1], None, prompt=True), self.render(_PROBE, None)]
+                [
+                    self.render(_PROBE_MESSAGES[:1], None),
+                    self.render(_PROBE_MESSAGES[:1], None, add_generation_prompt=True),
+                    self.render(_PROBE_MESSAGES, None),
+                ]
             )
         except ValueError:
             return [], [], True
         return prompt, full[len(prompt) :], prompt != question
 
-    def list_remarks(self) -> list[str]:
+    def list_notes(self) -> list[str]:
         """Returns sentences for the user about features that the template lacks."""
         _, answer, has_prompt = self._probe_ids
         remarks = []
-        if answer and self.end_of_turn is None:
+        if answer and self.end_of_turn_id is None:
             remarks.append("the chat template writes no special token at the end of a turn: a model will not learn to stop")
-        if answer and not has_prompt and not self.tokenizer.decode(answer).strip().startswith(_PROBE[1]["content"]):
+        if answer and not has_prompt and not self.tokenizer.decode(answer).strip().startswith(_PROBE_MESSAGES[1]["content"]):
             remarks.append(
                 "the chat template has no generation prompt: the text that it writes before an answer has labels too"
             )
@@ -140,19 +140,19 @@ class ChatTemplate:
         added = self.tokenizer.added_tokens_decoder
         return frozenset(self.tokenizer.all_special_ids) | {token for token, content in added.items() if content.special}
 
-    def encode(self, conversations: Iterable[Conversation], config: ChatConfig) -> Iterator[Outcome]:
+    def encode(self, conversations: Iterable[Conversation], config: ChatConfig) -> Iterator[EncodingResult]:
         """Yields the outcome of each conversation, in order. config: selects the turns that have labels."""
         pending = iter(conversations)
         while batch := list(islice(pending, _BATCH_SIZE)):
-            for has_blocks, group in groupby(batch, lambda conversation: self._has_blocks(conversation, config)):
+            for has_blocks, group in groupby(batch, lambda conversation: self._has_generation_blocks(conversation, config)):
                 encode = self._encode_by_blocks if has_blocks else self._encode_by_prefixes
                 yield from encode(list(group), config)
 
-    def _has_blocks(self, conversation: Conversation, config: ChatConfig) -> bool:
+    def _has_generation_blocks(self, conversation: Conversation, config: ChatConfig) -> bool:
         template: str = self.tokenizer.get_chat_template(tools=conversation.tools)
         return config.train_on != "all" and _GENERATION.search(template) is not None
 
-    def _encode_by_blocks(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
+    def _encode_by_blocks(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[EncodingResult]:
         """Encodes conversations by `{% generation %}` blocks, or by prefixes if turns and blocks differ in number."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -177,9 +177,9 @@ class ChatTemplate:
             turns = _select_trained_turns(conversation, config)
             blocks = [block for block, turn in zip(blocks, conversation.assistant_turns, strict=True) if turn in turns]
             ranges = [self._find_token_range(ids, offsets, block) for block in blocks]
-            trained = [token_range for token_range in ranges if token_range is not None]
-            reason = "" if len(trained) == len(ranges) else "a token crosses the border of a turn"
-            yield conversation, [Encoded(ids, trained)], reason
+            label_ranges = [token_range for token_range in ranges if token_range is not None]
+            reason = "" if len(label_ranges) == len(ranges) else "a token crosses the border of a turn"
+            yield conversation, [EncodedSample(ids, label_ranges)], reason
 
     def _find_token_range(
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
@@ -191,7 +191,7 @@ class ChatTemplate:
             return None
         return self._trim_turn(ids, (start, stop))
 
-    def _encode_by_prefixes(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
+    def _encode_by_prefixes(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[EncodingResult]:
         """Encodes conversations from the rendered prefixes of their turns, which are tokenized together."""
         texts: list[str] = []
         rendered: list[tuple[Conversation, int, str]] = []  # with the number of texts, and the reason for dropped turns
@@ -208,28 +208,27 @@ class ChatTemplate:
             if reason and not prefixes:
                 yield conversation, [], reason
             elif config.train_on == "all":
-                yield conversation, [Encoded(ids, [(0, len(ids))])], ""
+                yield conversation, [EncodedSample(ids, [(0, len(ids))])], ""
             else:
                 samples, num_dropped = self._make_samples(ids, list(zip(prefixes[::2], prefixes[1::2], strict=True)))
-                yield conversation, samples, _PROMPT_DIFFERS if num_dropped else reason
+                yield conversation, samples, _PROMPT_DIFFERS_REASON if num_dropped else reason
 
     def _render_prefixes(self, conversation: Conversation, config: ChatConfig) -> tuple[list[str], str]:
         """Returns the text of a conversation, and for each trained turn the texts up to its generation prompt and to its end.
-
         The second value is the reason why a turn has no such texts, or "". Raises ValueError if the template refuses messages.
         """
         messages, tools, reason = conversation.messages, conversation.tools, ""
         texts = [self.render(messages, tools)]
         for turn in [] if config.train_on == "all" else _select_trained_turns(conversation, config):
             if turn == 0:
-                reason = _NO_PROMPT
+                reason = _NO_PROMPT_REASON
                 continue
             is_last = turn + 1 == len(messages)
-            texts.append(self.render(messages[:turn], tools, prompt=True))
+            texts.append(self.render(messages[:turn], tools, add_generation_prompt=True))
             texts.append(texts[0] if is_last else self.render(messages[: turn + 1], tools))
         return texts, reason
 
-    def _make_samples(self, full: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> tuple[list[Encoded], int]:
+    def _make_samples(self, full: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> tuple[list[EncodedSample], int]:
         """Returns the samples of a conversation with the tokens `full`, and the number of dropped turns. turns: for each turn,
         the tokens up to its generation prompt, and the tokens up to its end.
         """
@@ -241,32 +240,30 @@ class ChatTemplate:
             elif full[: len(prefix)] == prefix:
                 ranges.append(self._trim_turn(full, turn))
             else:
-                separate_samples.append(Encoded(prefix, [self._trim_turn(prefix, turn)]))
-        return [*separate_samples, *([Encoded(full, ranges)] if ranges or not turns else [])], num_dropped
+                separate_samples.append(EncodedSample(prefix, [self._trim_turn(prefix, turn)]))
+        return [*separate_samples, *([EncodedSample(full, ranges)] if ranges or not turns else [])], num_dropped
 
     def _trim_turn(self, ids: Sequence[int], turn: tuple[int, int]) -> tuple[int, int]:
         """Returns the token range of a turn up to its end-of-turn token, without the text after it, such as a line break."""
         start, stop = turn
-        if self.end_of_turn is None:
+        if self.end_of_turn_id is None:
             return turn
-        if stop < len(ids) and ids[stop] == self.end_of_turn:  # a `{% generation %}` block may end before this token
+        if stop < len(ids) and ids[stop] == self.end_of_turn_id:  # a `{% generation %}` block may end before this token
             return start, stop + 1
         for index in range(stop - 1, start - 1, -1):
-            if ids[index] == self.end_of_turn:
+            if ids[index] == self.end_of_turn_id:
                 return start, index + 1
             if self.tokenizer.decode([ids[index]]).strip():
                 break
         return turn
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False) -> str:
-        """Returns the text of messages. prompt: whether to add the generation prompt. Raises ValueError if refused."""
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, add_generation_prompt: bool = False) -> str:
+        """Returns the text of messages. Raises ValueError if the template refuses them."""
+        options = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
-            )
+            return str(self.tokenizer.apply_chat_template(list(messages), **options))
         except Exception as error:  # a template may raise anything
             raise ValueError(_describe_refusal(error)) from None
-        return text
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
@@ -282,8 +279,8 @@ def _describe_refusal(error: Exception) -> str:
 
 
 def _fix_date(template: str) -> str:
-    """Replaces the current date in a template by `_DATE`, so that the tokens are the same every day."""
-    return _CURRENT_DATE.sub(lambda match: repr(_DATE.strftime(match[2])), template)
+    """Replaces the current date in a template by `_FIXED_DATE`, so that the tokens are the same every day."""
+    return _CURRENT_DATE.sub(lambda match: repr(_FIXED_DATE.strftime(match[2])), template)
 
 
 def _load_tokenizer(path: Path) -> Any:
@@ -292,7 +289,8 @@ def _load_tokenizer(path: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         message = "`data.chat` needs the packages `transformers` and `jinja2`"
-        raise PluginError("transformers-missing", message, path=("data", "tokenizer"), hint=_INSTALL) from None
+        hint = install_hint("data", "chat")
+        raise PluginError("transformers-missing", message, path=("data", "tokenizer"), hint=hint) from None
     if not path.is_dir():
         hint = "use a local folder that `save_pretrained` has written, since nothing is downloaded"
         raise PlanError("tokenizer-missing", f"the folder `{path}` does not exist", path=("data", "tokenizer"), hint=hint)
@@ -311,7 +309,6 @@ def _load_tokenizer(path: Path) -> Any:
 
 def load_text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
     """Returns the `TextIds` of `tokenizer`, or of the table's tokenizer if it is None. The end-of-turn token ends a text.
-
     Implements `DatasetRecord.text_ids`.
     """
     path = config.tokenizer if tokenizer is None else tokenizer

@@ -14,15 +14,14 @@ import numpy as np
 from sley_core.api.data import BOUNDARY_FIELDS, IGNORE_INDEX, TOKEN_FIELDS, DataContext, DataInfo, Sample, Split
 from sley_core.errors import PlanError, SleyError
 from sley_core.records import Problem
-from sley_data.cache import MAX_BYTES_IN_MEMORY, load_text_stream
 from sley_data.documents import find_copied_tokens, read_file
 from sley_data.files import DataFile, find_document_files, find_token_files
-from sley_data.formats import Integers
-from sley_data.plugin import NUM_BYTES, Documents, TextConfig, TokensConfig
-from sley_data.streams import Stream, load_token_stream
+from sley_data.formats import IntegerArray
+from sley_data.plugin import BYTE_VOCAB_SIZE, DocumentMode, TextConfig, TokensConfig
+from sley_data.streams import MAX_BYTES_IN_MEMORY, TokenStream, load_text_stream, load_token_stream
 from sley_data.tokenizer import Tokenizer
 
-WINDOW_BLOCK = 1 << 20
+_WINDOWS_PER_BLOCK = 1 << 20
 """The number of windows whose documents are counted at a time."""
 
 
@@ -49,7 +48,7 @@ def locate_window(index: int, num_tokens: int, sequence_length: int) -> tuple[in
 class StreamSamples:
     """Splits a stream into samples of `sequence_length` tokens. Each label of the stream occurs once per epoch."""
 
-    def __init__(self, stream: Stream, documents: Documents, sequence_length: int) -> None:
+    def __init__(self, stream: TokenStream, documents: DocumentMode, sequence_length: int) -> None:
         self.stream, self.documents, self.sequence_length = stream, documents, sequence_length
         self._lengths = np.diff(stream.offsets)
 
@@ -58,9 +57,8 @@ class StreamSamples:
             return int(self._chunk_ends[-1]) if len(self._chunk_ends) else 0
         return count_windows(len(self.stream), self.sequence_length)
 
-    def sample(self, index: int) -> dict[str, Integers]:
+    def read_sample(self, index: int) -> dict[str, IntegerArray]:
         """Returns sample `index`: tokens and labels, int64 [sequence_length], and for "pack" also positions and `cu_seqlens`.
-
         Labels that earlier windows already contain are ignored. With "pack" and "pad", labels that cross a document boundary
         are ignored too. `positions`, int64 [sequence_length], restarts at 0 at the start of each document and of the window.
         `cu_seqlens`, int32 [max_documents_per_window + 1], contains the starts of the documents in the window, padded with
@@ -75,7 +73,7 @@ class StreamSamples:
         sample = {"tokens": values[:-1], "labels": labels}
         return sample | self._mark_boundaries(start, labels) if self.documents == "pack" else sample
 
-    def _mark_boundaries(self, start: int, labels: Integers) -> dict[str, Integers]:
+    def _mark_boundaries(self, start: int, labels: IntegerArray) -> dict[str, IntegerArray]:
         """Sets the labels that cross a document boundary to IGNORE_INDEX, and returns the positions and `cu_seqlens`."""
         offsets = self.stream.offsets
         first, last = np.searchsorted(offsets, [start, start + self.sequence_length], side="right")
@@ -87,7 +85,7 @@ class StreamSamples:
         cu_seqlens[: len(starts)] = starts
         return {"positions": positions, "cu_seqlens": cu_seqlens}
 
-    def _padded_sample(self, index: int) -> dict[str, Integers]:
+    def _padded_sample(self, index: int) -> dict[str, IntegerArray]:
         """Returns a piece of one document, padded with token 0, which is in every vocabulary, and with ignored labels."""
         document = int(np.searchsorted(self._chunk_ends, index, side="right"))
         first_sample = int(self._chunk_ends[document - 1]) if document else 0
@@ -98,7 +96,7 @@ class StreamSamples:
         return {"tokens": tokens, "labels": labels}
 
     @cached_property
-    def _chunk_ends(self) -> Integers:
+    def _chunk_ends(self) -> IntegerArray:
         """For `documents = "pad"`, the total number of samples up to the end of each document, int64 [num_documents]."""
         return np.cumsum(-(-(self._lengths - 1) // self.sequence_length))
 
@@ -106,8 +104,8 @@ class StreamSamples:
     def max_documents_per_window(self) -> int:
         """The largest number of documents in a window, including partial documents."""
         offsets, largest, count = self.stream.offsets, 0, count_windows(len(self.stream), self.sequence_length)
-        for first in range(0, count, WINDOW_BLOCK):
-            starts = np.arange(first, min(first + WINDOW_BLOCK, count)) * self.sequence_length
+        for first in range(0, count, _WINDOWS_PER_BLOCK):
+            starts = np.arange(first, min(first + _WINDOWS_PER_BLOCK, count)) * self.sequence_length
             starts = starts.clip(max=len(self.stream) - 1 - self.sequence_length)
             num_earlier = np.searchsorted(offsets, starts, side="right")
             num_starts = np.searchsorted(offsets, starts + self.sequence_length) - num_earlier
@@ -115,7 +113,7 @@ class StreamSamples:
         return largest
 
 
-class RowsDataset(ABC):
+class LazyDataset(ABC):
     """The samples of a split as tensors. The first access to the length, a sample, the counts or the digest loads the data.
     data_notes: sentences for the user, complete once the data is loaded. A subclass also defines `counts` and `data_digest`.
     """
@@ -136,7 +134,7 @@ class RowsDataset(ABC):
         """The samples. The first access loads them, adds to `data_notes`, and may raise PlanError, such as "data-short"."""
 
     @abstractmethod
-    def sample(self, index: int) -> dict[str, Integers]:
+    def read_sample(self, index: int) -> dict[str, IntegerArray]:
         """Returns the arrays of sample `index`, keyed by the name of the field."""
 
     @cached_property
@@ -155,10 +153,10 @@ class RowsDataset(ABC):
 
         if not 0 <= index < len(self.rows):
             raise IndexError(index)
-        return {name: torch.from_numpy(values) for name, values in self.sample(index).items()}
+        return {name: torch.from_numpy(values) for name, values in self.read_sample(index).items()}
 
 
-class TokenDataset(RowsDataset):
+class TokenDataset(LazyDataset):
     """The samples of a text corpus or of token files. Loading raises a PlanError that lists all missing and empty files, or
     PlanError "data-short" (training) or "held-out" for a split with too few tokens for a sample.
     """
@@ -170,14 +168,12 @@ class TokenDataset(RowsDataset):
         """The vocabulary size of the table or of its tokenizer; 256 for bytes."""
         if isinstance(self.config, TokensConfig):
             return self.config.vocab_size
-        return NUM_BYTES if self._tokenizer is None else self._tokenizer.vocab_size
+        return BYTE_VOCAB_SIZE if self._tokenizer is None else self._tokenizer.vocab_size
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
         if isinstance(self.config, TokensConfig) or self.config.tokenizer is None:
             return None
-        from sley_data.tokenizer import Tokenizer  # bytes need no tokenizer
-
         return Tokenizer(self.config.tokenizer, self.config.end_of_document)
 
     @cached_property
@@ -192,8 +188,8 @@ class TokenDataset(RowsDataset):
             raise self._short_error(len(stream))
         return samples
 
-    def sample(self, index: int) -> dict[str, Integers]:
-        return self.rows.sample(index)
+    def read_sample(self, index: int) -> dict[str, IntegerArray]:
+        return self.rows.read_sample(index)
 
     def _short_error(self, num_tokens: int) -> PlanError:
         config, needed = self.config, self.config.sequence + 1  # the last token is only a label
@@ -214,7 +210,7 @@ class TokenDataset(RowsDataset):
         return PlanError("data-short", message, path=("data", "sequence"), hint="use more data or a smaller `sequence`")
 
     @property
-    def token_parts(self) -> Sequence[Integers]:
+    def token_parts(self) -> Sequence[IntegerArray]:
         """The tokens of all documents in order, in one or more arrays [n] of uint8, uint16 or uint32. Loads the data."""
         return self.rows.stream.parts
 
@@ -241,7 +237,7 @@ class TokenDataset(RowsDataset):
         }
 
 
-ALWAYS_READ = 1 << 20
+MAX_CHECK_BYTES = 1 << 20
 """The maximum size in bytes of text that a check reads and tokenizes only to count samples."""
 
 P = ParamSpec("P")
@@ -263,7 +259,9 @@ def report_errors(check: Callable[P, Iterator[Problem]]) -> Callable[P, Iterator
 
 
 @report_errors
-def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
+def check_token_dataset(
+    config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int | None = None
+) -> Iterator[Problem]:
     """Yields the problems of a `data.text` or `data.tokens` table. Implements `DatasetRecord.check`."""
     if isinstance(config, TokensConfig):
         train, held_out = find_token_files(config, "train"), find_token_files(config, "held_out")
@@ -304,4 +302,4 @@ def _can_count_samples(config: TextConfig | TokensConfig, split: Split, files: S
         return True  # nothing is read, since the split is empty
     is_cheap = isinstance(config, TokensConfig) or not (config.field or config.separator or config.tokenizer)
     is_cheap = is_cheap and not any(file.format.is_compressed for file in files)
-    return sum(file.num_bytes for file in files) <= (MAX_BYTES_IN_MEMORY if is_cheap else ALWAYS_READ)
+    return sum(file.num_bytes for file in files) <= (MAX_BYTES_IN_MEMORY if is_cheap else MAX_CHECK_BYTES)

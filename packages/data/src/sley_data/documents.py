@@ -2,20 +2,81 @@
 
 Only the content of a document decides whether it is held out. All copies of a document are therefore in the same split, which
 depends neither on the ranks, nor on the order of the files, the seed, or the path of the corpus.
+
+The row of a conversation has one of these keys or pairs of keys. The chat template also receives the other keys of a message,
+such as `tool_calls` and `name`, and the `tools` of the row.
+
+    messages                  [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]
+    conversations             the same, or ShareGPT's [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]
+    prompt and completion     two texts, or two lists of messages; the prompt has labels only with `train_on = "all"`
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from itertools import chain
 from mmap import ACCESS_READ, mmap
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from sley_core.api.data import Split
 from sley_core.records import Problem
-from sley_data.conversations import Conversation, content_key, read_conversations
 from sley_data.files import DataFile, build_plan_error, find_document_files
 from sley_data.formats import build_row_error, open_decompressed, read_rows
 from sley_data.plugin import ChatConfig, DocumentsConfig, TextConfig
+
+Message = dict[str, Any]
+"""A message: a dict with the keys `role` and `content`, and further keys for the template."""
+
+_CONVERSATION_COLUMNS = ("messages", "conversations", "prompt", "completion", "system", "tools")
+"""The columns of a table that may contain a conversation."""
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt"), "assistant"),
+    **dict.fromkeys(("tool", "observation"), "tool"),
+}
+"""The role of each speaker in ShareGPT's `from`."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a conversation. name: the file name and the row number. tools: the tools that the assistant may call, or
+    None. first_trained_index: the index of the first message that may have labels.
+    """
+
+    name: str
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+    first_trained_index: int = 0
+
+    @property
+    def trained_turns(self) -> list[int]:
+        """The indices of the assistant's messages that may have labels. Leaves out messages with `weight` 0."""
+        indices = self.assistant_turns
+        return [i for i in indices if i >= self.first_trained_index and self.messages[i].get("weight") != 0]
+
+    @property
+    def assistant_turns(self) -> list[int]:
+        """The indices of the assistant's messages."""
+        return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    @cached_property
+    def _content(self) -> bytes:
+        return json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode()
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._content)
+
+    @property
+    def digest(self) -> bytes:
+        """The SHA-256 of the messages and tools."""
+        return sha256(self._content).digest()
 
 
 class TextDocument(NamedTuple):
@@ -29,9 +90,9 @@ class TextDocument(NamedTuple):
         return len(self.content)
 
     @property
-    def key(self) -> bytes:
-        """The digest that identifies the content."""
-        return content_key(self.content)
+    def digest(self) -> bytes:
+        """The SHA-256 of the content."""
+        return sha256(self.content).digest()
 
 
 Document: TypeAlias = TextDocument | Conversation
@@ -46,9 +107,9 @@ _MAX_SEARCH_BYTES = 1 << 30
 _READ_BYTES = 1 << 20
 
 
-def is_in_share(key: bytes, share: float) -> bool:
-    """Returns whether the key of a document, as a number in [0, 1), is below `share`."""
-    return share > 0 and int.from_bytes(key[:8], "big") < share * 2**64
+def is_held_out(digest: bytes, share: float) -> bool:
+    """Returns whether the digest of a document, as a number in [0, 1), is below the held-out `share`."""
+    return share > 0 and int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def find_copied_tokens(training_files: Sequence[DataFile], held_out_files: Sequence[DataFile]) -> list[Problem]:
@@ -93,24 +154,22 @@ _MAX_COMPARE_BYTES = 1 << 30
 
 
 def read_split(config: DocumentsConfig, split: Split, files: Sequence[DataFile]) -> Iterator[tuple[Document, bool]]:
-    """Yields each document in `files`, the files of a split, and whether the document belongs to the split.
-
-    Yields nothing for a held-out split if the table holds nothing out. Raises a PlanError that lists all problems of the
-    held-out files, or PlanError "data-json" for the first row that is not a document.
+    """Yields each document in `files`, the files of a split, and whether the document belongs to the split. Yields nothing for
+    a held-out split if the table holds nothing out. Raises a PlanError that lists all problems of the held-out files, or
+    PlanError "data-json" for the first row that is not a document.
     """
     if split == "held_out" and not (config.held_out or config.held_out_files):
         return
     is_selected = build_split_filter(config, split)
     for document in chain.from_iterable(read_file(config, file) for file in files):
-        yield document, is_selected(document.key)
+        yield document, is_selected(document.digest)
 
 
 def read_documents(
     files: Sequence[DataFile], config: TextConfig, split: Split, notes: list[str] | None = None
 ) -> Iterator[TextDocument]:
-    """Yields each document of a split, in the order of `files`, the files of the split.
-
-    Excludes documents that are also in `held_out_files`, and appends a sentence with their number to `notes`, if it is a list.
+    """Yields each document of a split, in the order of `files`, the files of the split. Excludes documents that are also in
+    `held_out_files`, and appends a sentence with their number to `notes`, if it is a list.
     """
     count = num_excluded = 0
     for document, is_selected in read_split(config, split, files):
@@ -120,22 +179,21 @@ def read_documents(
             yield document
         else:
             num_excluded += 1
-    if num_excluded and not config.largest_share and notes is not None:
+    if num_excluded and not config.max_held_out and notes is not None:
         notes.append(f"{num_excluded} of {count} documents in `files` are also in `held_out_files`: training excludes them")
 
 
-def _read_split_keys(config: DocumentsConfig, split: Split) -> list[bytes]:
+def _read_split_digests(config: DocumentsConfig, split: Split) -> list[bytes]:
     files, problems = find_document_files(config, split)
     if problems:
         raise build_plan_error(problems)
-    return [document.key for document, is_selected in read_split(config, split, files) if is_selected]
+    return [document.digest for document, is_selected in read_split(config, split, files) if is_selected]
 
 
 def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> str:
-    """Returns a sentence about the held-out documents of the table `evaluation` on which the table `training` trains.
-
-    Returns "" if there are none. Compares the contents of the documents, and may read all data of the run. If it cannot compare
-    them, for example because the training files have more than 1 GiB, the sentence says so.
+    """Returns a sentence about the held-out documents of the table `evaluation` on which the table `training` trains. Returns
+    "" if there are none. Compares the contents of the documents, and may read all data of the run. If it cannot compare them,
+    for example because the training files have more than 1 GiB, the sentence says so.
     """
     noun = "documents" if isinstance(training, TextConfig) else "conversations"
     if isinstance(training, TextConfig) and any(
@@ -150,24 +208,23 @@ def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> 
         reason = f"its data have more than {_MAX_COMPARE_BYTES >> 30} GiB, and are not read for this"
     if reason:
         return f"it is not known whether the run was trained on the held-out {noun}: {reason}"
-    held_out, trained = _read_split_keys(evaluation, "held_out"), set(_read_split_keys(training, "train"))
-    count = sum(key in trained for key in held_out)
+    held_out, trained = _read_split_digests(evaluation, "held_out"), set(_read_split_digests(training, "train"))
+    count = sum(digest in trained for digest in held_out)
     if not count:
         return ""
     return f"the run was trained on {count} of the {len(held_out)} held-out {noun}, so this is not a held-out loss"
 
 
 def build_split_filter(config: DocumentsConfig, split: Split) -> Callable[[bytes], bool]:
-    """Returns a function that takes the key of a document, and returns whether the document belongs to the split.
-
-    The training split also excludes the held-out documents of a mixture's other sources.
+    """Returns a function that tests whether the document with a digest belongs to the split. The training split also excludes
+    the held-out documents of a mixture's other sources.
     """
     if split == "held_out":
-        return lambda key: bool(config.held_out_files) or is_in_share(key, config.held_out)
-    share = config.largest_share
-    tables = (table for table in config.all_sources if table.held_out_files)
-    held_out = set(chain.from_iterable(_read_split_keys(table, "held_out") for table in tables))
-    return lambda key: not is_in_share(key, share) and key not in held_out
+        return lambda digest: bool(config.held_out_files) or is_held_out(digest, config.held_out)
+    share = config.max_held_out
+    tables = (table for table in config.all_tables if table.held_out_files)
+    held_out = set(chain.from_iterable(_read_split_digests(table, "held_out") for table in tables))
+    return lambda digest: not is_held_out(digest, share) and digest not in held_out
 
 
 def read_file(config: DocumentsConfig, file: DataFile) -> Iterator[Document]:
@@ -202,14 +259,101 @@ def _read_texts(file: DataFile, field: str) -> Iterator[TextDocument]:
     for number, row in read_rows(file, (field,) if file.format.is_table else None):
         text = row.get(field, "" if file.format.is_table else None)  # tables omit null values
         if not isinstance(text, str):
-            keys = ", ".join(f"`{key}`" for key in row)
-            reason = f"has no text in the field `{field}`" if field in row else f"has no `{field}`"
-            raise build_row_error(
-                file, number, reason, f"set `field` to one of these keys: {keys}" if keys and field not in row else None
-            )
+            if field in row:
+                raise build_row_error(file, number, f"has no text in the field `{field}`")
+            hint = f"set `field` to one of these keys: {', '.join(f'`{key}`' for key in row)}" if row else None
+            raise build_row_error(file, number, f"has no `{field}`", hint)
         try:
             content = text.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair
             raise build_row_error(file, number, f"cannot be read: {error}") from None
         if content:
             yield TextDocument(f"{file.name}#{number}", content)
+
+
+def read_conversations(file: DataFile, field: str | None) -> Iterator[Conversation]:
+    """Yields the conversations of a file. field: the key of the messages, or None for the keys that the module describes.
+    Raises PlanError "data-json" for a row that is not a conversation, and the errors of `read_rows`.
+    """
+    columns = _CONVERSATION_COLUMNS if field is None else (field, "system", "tools")
+    for number, row in read_rows(file, columns if file.format.is_table else None):
+        try:
+            yield _parse_row(row, field, f"{file.name}#{number}")
+        except (ValueError, RecursionError) as error:
+            raise build_row_error(file, number, str(error)) from None
+
+
+def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversation:
+    tools = row.get("tools")
+    if isinstance(tools, str):  # columns of tables have no type for arbitrary schemas
+        tools = json.loads(tools.strip() or "null")
+    tools = tools or None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError("has `tools` that are not a list")
+    key = field if field is not None else next((key for key in ("messages", "conversations") if key in row), None)
+    if key is not None and key in row:
+        messages = _parse_messages(row[key], key)
+        if isinstance(row.get("system"), str) and row["system"] and (not messages or messages[0]["role"] != "system"):
+            messages.insert(0, {"role": "system", "content": row["system"]})
+        return Conversation(name, messages, tools)
+    if field is None and "prompt" in row and "completion" in row:
+        prompt = _parse_messages(row["prompt"], "prompt", role="user")
+        completion = _parse_messages(row["completion"], "completion", role="assistant")
+        return Conversation(name, [*prompt, *completion], tools, len(prompt))
+    missing = f"`{field}`" if field is not None else "`messages`, `conversations`, or `prompt` and `completion`"
+    raise ValueError(f"has no {missing}; its keys are {', '.join(f'`{key}`' for key in row) or 'none'}")
+
+
+def _parse_messages(value: Any, key: str, role: str | None = None) -> list[Message]:
+    """Returns the messages in `value`. role: the role of a plain text, or None to refuse it. Raises ValueError for any other
+    value that is not a list of messages.
+    """
+    if role is not None and isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, str):  # some tables contain messages as JSON
+        with suppress(ValueError):
+            value = json.loads(value)
+    if not isinstance(value, list):
+        raise ValueError(f"has `{key}` that is not a list of messages")
+    return [_parse_message(item, number) for number, item in enumerate(value, start=1)]
+
+
+def _parse_message(value: Any, number: int) -> Message:
+    if not isinstance(value, dict):
+        raise ValueError(f"has a message {number} that is not an object with `role` and `content`")
+    message = {key: inner for key, inner in value.items() if inner is not None}
+    if "role" not in message and isinstance(message.get("from"), str):
+        name = message.pop("from")
+        if name not in SHAREGPT_ROLES:
+            raise ValueError(f"has a message {number} with `from` {name!r}; use one of {', '.join(map(repr, SHAREGPT_ROLES))}")
+        message["role"] = SHAREGPT_ROLES[name]
+        message["content"] = message.pop("value", None)
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"has no `role` in message {number}")
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = "".join(_read_text_part(part, number) for part in content)
+    elif content is None and message.get("tool_calls"):
+        message["content"] = ""
+    elif not isinstance(content, str):
+        raise ValueError(f"has no text in the field `content` of message {number}")
+    for call in message.get("tool_calls") or ():
+        _parse_tool_arguments(call)
+    json.dumps(message, ensure_ascii=False, default=str).encode()  # raises ValueError for half of a surrogate pair
+    return message
+
+
+def _parse_tool_arguments(call: Any) -> None:
+    """Replaces the arguments of a tool call, if they are JSON text as in OpenAI's format, by the object that templates need."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        with suppress(ValueError):
+            if isinstance(arguments := json.loads(function["arguments"]), dict):
+                function["arguments"] = arguments
+
+
+def _read_text_part(part: Any, number: int) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    part_type = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise ValueError(f"has a part of type {part_type!r} in message {number}; only text is supported")

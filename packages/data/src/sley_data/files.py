@@ -22,12 +22,10 @@ from typing import TypeAlias
 
 from sley_core.api.data import Split
 from sley_core.api.files import replace_atomically
-from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError
+from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, install_hint
 from sley_core.records import Problem
 from sley_data import formats
 from sley_data.plugin import TOKEN_BYTES, DocumentsConfig, TextConfig, TokensConfig
-
-_INSTALL_HUB = """install sley-data[hub]; in a clone of Sley's repository, run `pip install -e "packages/data[hub]"`"""
 
 _HUB_NAME = re.compile(r"hf:/+datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<path>.+)")
 
@@ -40,17 +38,15 @@ _WILDCARDS = frozenset("*?[")
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file.
-
-    name: the path within the corpus, such as `sub/one.txt` for `corpus/**/*.txt`. num_bytes: the size on disk in bytes. index:
-    the Megatron index of a token file, or None.
+    """A data file. name: the path within the corpus, such as `sub/one.txt` for `corpus/**/*.txt`. num_bytes: the size on disk
+    in bytes. index: the Megatron index of a token file, or None.
     """
 
     name: str
     path: Path
     num_bytes: int
-    format: formats.Format = formats.PLAIN
-    index: formats.Index | None = dataclasses.field(default=None, compare=False)
+    format: formats.Format = formats.PLAIN_FORMAT
+    index: formats.MegatronIndex | None = dataclasses.field(default=None, compare=False)
 
     def dtype(self, config: TokensConfig) -> formats.TokenDtype:
         """Returns the dtype of this file's tokens. config: the table that lists the file."""
@@ -82,12 +78,10 @@ def build_plan_error(problems: Iterable[Problem]) -> PlanError:
 
 
 def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
-    """Returns the files that `patterns` name, each once, and the problems with them.
-
-    patterns: paths and patterns, of the type `PlanPattern`. key: the plan key of the patterns. The files are in the order of
-    `patterns`, and sorted within each pattern. Several links to one file count once, with the first name. Empty files that
-    match a pattern are skipped. Problems are: a path that is missing, empty or not a regular file, a pattern without a match,
-    and a file that may not be read.
+    """Returns the files that `patterns` name, each once, and the problems with them. patterns: paths and patterns, of the type
+    `PlanPattern`. key: the plan key of the patterns. The files are in the order of `patterns`, and sorted within each pattern.
+    Several links to one file count once, with the first name. Empty files that match a pattern are skipped. Problems are: a
+    path that is missing, empty or not a regular file, a pattern without a match, and a file that may not be read.
     """
     files: dict[str, DataFile] = {}
     problems = []
@@ -134,7 +128,7 @@ def _match_files(pattern: str) -> Iterator[DataFile]:
             raise _BadPathError(diagnostic.code, diagnostic.message, diagnostic.hint) from None
     path = Path(_unescape(pattern))
     if not _has_wildcard(pattern) or path.exists():
-        yield from _list_saved_dataset(path) if (path / _SAVED_STATE).is_file() else [_stat_file(path)]
+        yield from _list_saved_dataset(path) if (path / _STATE_NAME).is_file() else [_stat_file(path)]
         return
     parts = Path(pattern).parts
     num_plain = next(number for number, part in enumerate(parts) if _has_wildcard(part))
@@ -152,10 +146,9 @@ def _match_files(pattern: str) -> Iterator[DataFile]:
 
 
 def _match_paths(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    """Yields the files in `folder` whose relative paths match `patterns`, the parts of a pattern.
-
-    Follows links, but visits each real folder only once. As in a shell, `*` and `**` skip names that begin with a dot. Raises
-    OSError for a folder that cannot be listed.
+    """Yields the files in `folder` whose relative paths match `patterns`, the parts of a pattern. Follows links, but visits
+    each real folder only once. As in a shell, `*` and `**` skip names that begin with a dot. Raises OSError for a folder that
+    cannot be listed.
     """
     visited: set[str] = set()
     for path, folders, names in os.walk(folder, onerror=_raise_error, followlinks=True):
@@ -181,16 +174,16 @@ def matches_pattern(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     return fnmatchcase(parts[0], patterns[0]) and matches_pattern(parts[1:], patterns[1:])
 
 
-_SAVED_STATE = "state.json"
+_STATE_NAME = "state.json"
 
 
 def _list_saved_dataset(folder: Path) -> list[DataFile]:
     """Returns the data files in a folder written by `save_to_disk` of `datasets`. Raises `_BadPathError`."""
     try:
-        state = json.loads((folder / _SAVED_STATE).read_text("utf-8"))
+        state = json.loads((folder / _STATE_NAME).read_text("utf-8"))
         names = [data_file["filename"] for data_file in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        message = f"`{folder / _SAVED_STATE}` does not name the files of the dataset: {error!r}"
+        message = f"`{folder / _STATE_NAME}` does not name the files of the dataset: {error!r}"
         raise _BadPathError("data-missing", message) from None
     return [replace(_stat_file(folder / name), name=f"{folder.name}/{name}") for name in names]
 
@@ -212,9 +205,8 @@ def _stat_file(path: Path) -> DataFile:
 
 
 def download_files(name: str) -> str:
-    """Downloads the files with a hub name, unless they are cached, and returns a pattern that matches the local files.
-
-    Raises PlanError "data-hub" for a wrong name or a failed download, and PluginError "hub-missing" if `huggingface_hub` is not
+    """Downloads the files with a hub name, unless they are cached, and returns a pattern that matches the local files. Raises
+    PlanError "data-hub" for a wrong name or a failed download, and PluginError "hub-missing" if `huggingface_hub` is not
     installed.
     """
     match = _HUB_NAME.fullmatch(name)
@@ -241,7 +233,7 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
         from huggingface_hub import HfApi, hf_hub_download
     except ImportError:
         message = "`hf://` needs the package `huggingface_hub`, which is not installed"
-        raise PluginError("hub-missing", message, hint=_INSTALL_HUB) from None
+        raise PluginError("hub-missing", message, hint=install_hint("data", "hub")) from None
     try:
         info = HfApi().dataset_info(repo, revision=revision)
         names = [sibling.rfilename for sibling in info.siblings or ()]
@@ -279,9 +271,8 @@ def _walk_library(root: str) -> tuple[DataFile, ...]:
 
 
 def find_document_files(config: DocumentsConfig, split: Split) -> FilesAndProblems:
-    """Returns the files of a split of a `data.text` or `data.chat` table, and the problems with them.
-
-    Without `held_out_files`, both splits are in the same files, so the result does not depend on `split`.
+    """Returns the files of a split of a `data.text` or `data.chat` table, and the problems with them. Without `held_out_files`,
+    both splits are in the same files, so the result does not depend on `split`.
     """
     key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
     if isinstance(config, TextConfig) and config.source is not None and key == "files":
@@ -301,7 +292,7 @@ def find_split_files(config: DocumentsConfig, split: Split) -> tuple[list[DataFi
     """Returns a split's files, and those whose documents it excludes. Raises a PlanError that lists all their problems."""
     results = [find_document_files(config, split)]
     if split == "train":
-        results += [find_document_files(table, "held_out") for table in config.all_sources if table.held_out_files]
+        results += [find_document_files(table, "held_out") for table in config.all_tables if table.held_out_files]
     if problems := [problem for _, table_problems in results for problem in table_problems]:
         raise build_plan_error(problems)
     return results[0][0], [file for files, _ in results[1:] for file in files]
@@ -348,9 +339,8 @@ def find_token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
 
 
 def _add_index(file: DataFile) -> DataFile:
-    """Returns a token file with its index, if it has one. file: the token file, or its index.
-
-    Raises `_BadPathError` if the index cannot be read or is wrong, or if its token file is missing.
+    """Returns a token file with its index, if it has one. file: the token file, or its index. Raises `_BadPathError` if the
+    index cannot be read or is wrong, or if its token file is missing.
     """
     index, tokens = file.path.with_suffix(".idx"), file
     try:

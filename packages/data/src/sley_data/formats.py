@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sley_core.errors import PlanError, PluginError
+from sley_core.errors import PlanError, PluginError, install_hint
 from sley_data.plugin import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -48,19 +48,18 @@ TokenDtype: TypeAlias = Literal["uint16", "uint32"]
 _HEAD_BYTES = 512
 """The number of bytes at the start of a file that are compared with signatures. The signature of tar is at byte 257."""
 
-Opener = Callable[[Path], BufferedIOBase]
 T = TypeVar("T")
-Integers = NDArray[np.integer[Any]]
+IntegerArray = NDArray[np.integer[Any]]
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 """The first bytes of a Megatron index."""
-_ZSTD = rb"(?:\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"  # a frame, or a skippable frame before it
+_ZSTD_SIGNATURE = rb"(?:\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"  # a frame, or a skippable frame before it
 
-_COMPRESSED: dict[bytes, Opener] = {
+_OPENERS: dict[bytes, Callable[[Path], BufferedIOBase]] = {
     rb"\x1f\x8b\x08": gzip.GzipFile,
     rb"BZh[1-9]1AY&SY": bz2.BZ2File,
     rb"\xfd7zXZ\x00": lzma.LZMAFile,
-    **({_ZSTD: zstd.ZstdFile} if zstd is not None else {}),
+    **({_ZSTD_SIGNATURE: zstd.ZstdFile} if zstd is not None else {}),
 }
 """The readers of compressed files, keyed by signature (a regular expression)."""
 
@@ -69,25 +68,24 @@ _DECOMPRESSION_ERRORS = (zlib.error, lzma.LZMAError, *([zstd.ZstdError] if zstd 
 COMPRESSED_SUFFIXES = frozenset({".gz", ".bz2", ".xz", ".zst"})
 """The suffixes of compressed files. The suffix before such a suffix names the content, as in `.jsonl.gz`."""
 
-PARQUET = rb"PAR1\x15"
-ARROW_FILE = rb"ARROW1\x00\x00"
-_ARROW_STREAM = rb"\xff{4}..\x00\x00\x10\x00\x00\x00"  # the schema follows, in a message of less than 64 KiB
-_TABLES = re.compile(b"|".join((PARQUET, ARROW_FILE, _ARROW_STREAM)), re.DOTALL)
+_PARQUET_SIGNATURE = rb"PAR1\x15"
+_ARROW_FILE_SIGNATURE = rb"ARROW1\x00\x00"
+_ARROW_STREAM_SIGNATURE = rb"\xff{4}..\x00\x00\x10\x00\x00\x00"  # the schema follows, in a message of less than 64 KiB
+_TABLE_SIGNATURES = re.compile(b"|".join((_PARQUET_SIGNATURE, _ARROW_FILE_SIGNATURE, _ARROW_STREAM_SIGNATURE)), re.DOTALL)
 
-_UNPACK = "unpack it, and name the unpacked files"
-_COLUMN = 'name its column of texts: `field = "text"`'
-_INSTALL_ZSTD = """install sley-data[zstd]; in a clone of Sley's repository, run `pip install -e "packages/data[zstd]"`"""
+_UNPACK_HINT = "unpack it, and name the unpacked files"
+_COLUMN_HINT = 'name its column of texts: `field = "text"`'
 _UNSUPPORTED = {
-    rb"PK\x03\x04": ("a zip archive", _UNPACK),
-    _ZSTD: ("compressed by zstd", _INSTALL_ZSTD),
+    rb"PK\x03\x04": ("a zip archive", _UNPACK_HINT),
+    _ZSTD_SIGNATURE: ("compressed by zstd", install_hint("data", "zstd")),
     rb"\x04\x22\x4d\x18": ("compressed by lz4", "unpack it with `lz4 -d`, or use gzip, bzip2, xz or zstd"),
     rb"\x1f\x9d": ("compressed by compress", "unpack it with `uncompress`, or use gzip, bzip2, xz or zstd"),
-    rb"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
-    rb"Rar!\x1a\x07": ("a rar archive", _UNPACK),
-    rb".{257}ustar": ("a tar archive", _UNPACK),
-    PARQUET: ("a Parquet table", _COLUMN),
-    ARROW_FILE: ("an Arrow table", _COLUMN),
-    _ARROW_STREAM: ("an Arrow table", _COLUMN),
+    rb"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK_HINT),
+    rb"Rar!\x1a\x07": ("a rar archive", _UNPACK_HINT),
+    rb".{257}ustar": ("a tar archive", _UNPACK_HINT),
+    _PARQUET_SIGNATURE: ("a Parquet table", _COLUMN_HINT),
+    _ARROW_FILE_SIGNATURE: ("an Arrow table", _COLUMN_HINT),
+    _ARROW_STREAM_SIGNATURE: ("an Arrow table", _COLUMN_HINT),
     rb"\x89HDF\r\n\x1a\n": ("an HDF5 file", "write its content as text or as raw token ids"),
     rb"SQLite format 3\x00": ("an SQLite database", "write its texts to files"),
     rb"%PDF-\d\.\d": ("a PDF", "convert it to text"),
@@ -101,16 +99,12 @@ _UNSUPPORTED = {
 }
 """The description and hint of each unsupported format, keyed by signature (a regular expression)."""
 
-_ANY_SIGNATURE = re.compile(b"|".join((*_COMPRESSED, *_UNSUPPORTED)), re.DOTALL)
-
 
 @dataclass(frozen=True)
 class Format:
-    """The format of a file.
-
-    is_compressed: whether `open_decompressed` decompresses the file. is_table: whether it is a Parquet or Arrow table.
-    unsupported: a description of the format and a hint, or None for text and raw token ids. Tables have it too, since only
-    callers that read rows support them.
+    """The format of a file. is_compressed: whether `open_decompressed` decompresses the file. is_table: whether it is a Parquet
+    or Arrow table. unsupported: a description of the format and a hint, or None for text and raw token ids. Tables have it too,
+    since only callers that read rows support them.
     """
 
     is_compressed: bool = False
@@ -118,35 +112,32 @@ class Format:
     unsupported: tuple[str, str] | None = None
 
 
-PLAIN = Format()
+PLAIN_FORMAT = Format()
 """The format of a file without a known signature: text or raw token ids."""
 
 
 def detect_format(path: Path) -> Format:
-    """Returns the format of a file, or `PLAIN` if it cannot be read, since the code that reads it later reports the error."""
+    """Returns the format of a file, or `PLAIN_FORMAT` if it cannot be read: the code that reads it reports the error."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
-        if not _ANY_SIGNATURE.match(head):
-            return PLAIN
-        if _match_signature(head, _COMPRESSED) is None:
-            return Format(is_table=_TABLES.match(head) is not None, unsupported=_match_signature(head, _UNSUPPORTED))
+        if _match_signature(head, _OPENERS) is None:
+            return Format(is_table=_TABLE_SIGNATURES.match(head) is not None, unsupported=_match_signature(head, _UNSUPPORTED))
         with open_decompressed(path) as content:
             return Format(is_compressed=True, unsupported=_match_signature(content.read(_HEAD_BYTES), _UNSUPPORTED))
     except OSError:
-        return PLAIN
+        return PLAIN_FORMAT
     except PlanError:
         return Format(is_compressed=True)
 
 
 @contextmanager
 def open_decompressed(path: Path) -> Iterator[BufferedIOBase]:
-    """Opens a file for reading in binary mode. Decompresses gzip, bzip2, xz and zstd.
-
-    Raises OSError if the file cannot be read, and PlanError "data-format" if compressed content is damaged or incomplete.
+    """Opens a file for reading in binary mode. Decompresses gzip, bzip2, xz and zstd. Raises OSError if the file cannot be
+    read, and PlanError "data-format" if compressed content is damaged or incomplete.
     """
     with path.open("rb") as file:
-        opener = _match_signature(file.read(_HEAD_BYTES), _COMPRESSED)
+        opener = _match_signature(file.read(_HEAD_BYTES), _OPENERS)
         if opener is None:
             file.seek(0)
             yield file
@@ -178,7 +169,6 @@ _LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 
 def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str, str] | None:
     """Returns a reason and a hint if the ids of a file seem to have another dtype than `dtype`, or are not below `vocab_size`.
-
     Returns None if the ids are plausible, if there are too few, or if the file cannot be read. Reads at most 128 KiB. The
     reason is a predicate whose subject is the file.
     """
@@ -206,7 +196,6 @@ def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str
 
 def read_blocks(path: Path) -> bytes:
     """Returns the concatenated blocks of a file: 16 of 8 KiB, spread evenly from start to end, or all bytes of a small file.
-
     Each block begins at a multiple of 8 bytes.
     """
     with path.open("rb") as file:
@@ -221,11 +210,11 @@ def read_blocks(path: Path) -> bytes:
         return b"".join(blocks)
 
 
-def _view_ids(sample: bytes, dtype: str) -> Integers:
+def _view_ids(sample: bytes, dtype: str) -> IntegerArray:
     return np.frombuffer(sample, dtype, len(sample) // TOKEN_BYTES[dtype])
 
 
-def _is_padded(ids: Integers) -> bool:
+def _is_padded(ids: IntegerArray) -> bool:
     """Returns whether every second id is 0 or small, as if it were the upper half of a wider id."""
     lower, upper = ids[::2], ids[1::2]
     return bool((upper.max() == 0 and len(np.unique(lower)) > 4) or (upper.max() < 16 and lower.max() >= 1 << 12))
@@ -237,18 +226,17 @@ _UNSUPPORTED_DTYPES_BY_CODE = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6:
 
 
 @dataclass(frozen=True)
-class Index:
+class MegatronIndex:
     """A Megatron index. offsets: the start of each document, then the number of all tokens, int64 [num_documents + 1]."""
 
     dtype: TokenDtype
-    offsets: Integers
+    offsets: IntegerArray
 
 
-def read_index(path: Path, num_bytes: int) -> Index:
-    """Returns the Megatron index at `path`. num_bytes: the size of its token file.
-
-    Raises OSError if the index cannot be read, and ValueError if it is wrong or does not fit the token file. The message of the
-    ValueError is a predicate whose subject is the index.
+def read_index(path: Path, num_bytes: int) -> MegatronIndex:
+    """Returns the Megatron index at `path`. num_bytes: the size of its token file. Raises OSError if the index cannot be read,
+    and ValueError if it is wrong or does not fit the token file. The message of the ValueError is a predicate whose subject is
+    the index.
     """
     content = path.read_bytes()
     head = content[: _HEADER.size]
@@ -276,30 +264,30 @@ def read_index(path: Path, num_bytes: int) -> Index:
         raise ValueError("has sequences with gaps or overlaps")
     if not num_ends or ends[0] != 0 or ends[-1] != count or (np.diff(ends) < 0).any():
         raise ValueError(f"has documents that do not contain its {count} sequences in order")
-    return Index(_DTYPES_BY_CODE[code], bounds[ends])
+    return MegatronIndex(_DTYPES_BY_CODE[code], bounds[ends])
 
 
-_INSTALL_ARROW = """install sley-data[arrow]; in a clone of Sley's repository, run `pip install -e "packages/data[arrow]"`"""
-
-_BLANK = b" \t\r\n"
+_WHITESPACE = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 _BATCH_ROWS = 256
 """The number of table rows that are in memory at a time."""
 
 
 def read_rows(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields each row of a file, after its number, from 1. In JSON lines, the row number is the line number.
-
-    columns: the columns to read from a table, or None for all. Null values of tables are left out, also in nested dicts, since
-    every row of a table has the keys of all rows. Raises PlanError "data-json" for a row that is not a JSON object,
-    "data-format" for a damaged file, and PluginError "pyarrow-missing" for a table if `pyarrow` is not installed.
+    """Yields each row of a file, after its number, from 1. In JSON lines, the row number is the line number. columns: the
+    columns to read from a table, or None for all. Null values of tables are left out, also in nested dicts, since every row of
+    a table has the keys of all rows. Raises PlanError "data-json" for a row that is not a JSON object, "data-format" for a
+    damaged file, and PluginError "pyarrow-missing" for a table if `pyarrow` is not installed.
     """
     if file.format.is_table:
         yield from _read_table(file, columns)
         return
     with open_decompressed(file.path) as content:
-        start = content.read(512).removeprefix(_BOM).lstrip(_BLANK)
-    yield from _read_array(file) if start[:1] == b"[" else _read_lines(file)
+        is_array = content.read(512).removeprefix(_BOM).lstrip(_WHITESPACE)[:1] == b"["
+    for number, value in _read_array(file) if is_array else _read_lines(file):
+        if not isinstance(value, dict):
+            raise build_row_error(file, number, "is not a JSON object")
+        yield number, value
 
 
 def build_row_error(file: DataFile, number: int, reason: str, hint: str | None = None) -> PlanError:
@@ -307,19 +295,17 @@ def build_row_error(file: DataFile, number: int, reason: str, hint: str | None =
     return PlanError("data-json", f"row {number} of `{file.path}` {reason}", path=("data", "files"), hint=hint)
 
 
-def _read_lines(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_lines(file: DataFile) -> Iterator[tuple[int, Any]]:
     with open_decompressed(file.path) as lines:
         for number, line in enumerate(lines, start=1):
             content = line.removeprefix(_BOM) if number == 1 else line
             if content.strip():
-                yield number, _require_object(file, number, _parse_json(file, number, content))
+                yield number, _parse_json(file, number, content)
 
 
-def _read_array(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_array(file: DataFile) -> Iterator[tuple[int, Any]]:
     with open_decompressed(file.path) as content:
-        values: list[Any] = _parse_json(file, 1, content.read().removeprefix(_BOM))
-    for number, value in enumerate(values, start=1):
-        yield number, _require_object(file, number, value)
+        yield from enumerate(_parse_json(file, 1, content.read().removeprefix(_BOM)), start=1)
 
 
 def _parse_json(file: DataFile, number: int, text: bytes) -> Any:
@@ -329,18 +315,12 @@ def _parse_json(file: DataFile, number: int, text: bytes) -> Any:
         raise build_row_error(file, number, f"cannot be read: {str(error) or type(error).__name__}") from None
 
 
-def _require_object(file: DataFile, number: int, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise build_row_error(file, number, "is not a JSON object")
-    return value
-
-
 def _read_table(file: DataFile, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         import pyarrow  # type: ignore[import-untyped]
     except ImportError:
         message = f"`{file.path}` is a Parquet or Arrow table, which needs `pyarrow`"
-        raise PluginError("pyarrow-missing", message, path=("data", "files"), hint=_INSTALL_ARROW) from None
+        raise PluginError("pyarrow-missing", message, path=("data", "files"), hint=install_hint("data", "arrow")) from None
     number = 0
     try:
         for batch in _read_batches(file, columns):
@@ -367,14 +347,14 @@ def _read_batches(file: DataFile, columns: Sequence[str] | None) -> Iterator[Any
 
     with file.path.open("rb") as content:
         head = content.read(8)
-    if re.match(PARQUET, head):
+    if re.match(_PARQUET_SIGNATURE, head):
         from pyarrow import parquet
 
         table = parquet.ParquetFile(file.path)
         names = table.schema_arrow.names
         selected = [name for name in names if columns is None or name in columns]
         yield from table.iter_batches(_BATCH_ROWS, columns=selected or names)
-    elif re.match(ARROW_FILE, head):
+    elif re.match(_ARROW_FILE_SIGNATURE, head):
         reader = pa.ipc.open_file(pa.OSFile(str(file.path)))
         yield from map(reader.get_batch, range(reader.num_record_batches))
     else:

@@ -33,9 +33,8 @@ _ALL_LENGTHS = range(1 << 62)
 """All lengths that a prefix of the sample numbers may have, for a binary search."""
 
 
-class Interleave:
+class Interleaving:
     """Interleaves sources. `interleave[n]` is the source of number n, and the index of n among the numbers of this source.
-
     shares: the share of each source, an integer of at least 1. Of the first sum(shares) numbers, each source has as many as its
     share.
     """
@@ -130,10 +129,9 @@ class Mixture:
             )
         if is_stream(dataset) or hasattr(dataset, "collate"):
             reason = "is a stream" if is_stream(dataset) else "has its own `collate`"
+            message = f"the source `{table.name}` {reason}"
             hint = "use a dataset with a length, whose samples can be stacked"
-            raise PlanError(
-                "mixture-sources", f"the source `{table.name}` {reason}", path=("data", "sources", number), hint=hint
-            )
+            raise PlanError("mixture-sources", message, path=("data", "sources", number), hint=hint)
         return _Source(table, number, cast(Dataset, dataset), seed, SeededReader(seed, _NUM_PROBES))
 
     @cached_property
@@ -148,9 +146,8 @@ class Mixture:
             for key in ("fields", "vocab_size", "sequence"):
                 expected, value = getattr(reference, key), getattr(info, key)
                 if value != expected or SOURCE in info.fields:
-                    values = (
-                        f"`{self.sources[0]}` has {_format_value(expected)}, `{source.table.name}` has {_format_value(value)}"
-                    )
+                    first, second = _format_value(expected), _format_value(value)
+                    values = f"`{self.sources[0]}` has {first}, `{source.table.name}` has {second}"
                     message = f"all sources of a mixture need the same {key}: {values}"
                     raise PlanError("mixture-sources", message, path=("data", "sources", source.number))
         return replace(reference, fields={**reference.fields, SOURCE: Field("int64")})
@@ -168,13 +165,13 @@ class Mixture:
         return lengths
 
     @cached_property
-    def _interleave(self) -> Interleave:
+    def _interleave(self) -> Interleaving:
         """The order of the sources. Loads the data if the sources set `epochs`."""
         tables = [source.table for source in self._sources]
         if self._config.has_epochs:
             counts = [(table.epochs or 0) * length for table, length in zip(tables, self.lengths, strict=True)]
-            return Interleave([max(1, round(count)) for count in counts])
-        return Interleave(to_integer_shares([table.weight or 0 for table in tables]))
+            return Interleaving([max(1, round(count)) for count in counts])
+        return Interleaving(to_integer_shares([table.weight or 0 for table in tables]))
 
     @cached_property
     def _length(self) -> int:
@@ -198,10 +195,8 @@ class Mixture:
         return Order(self.lengths[number], seed=source.seed, epoch=epoch, shuffle=is_shuffled)
 
     def __len__(self) -> int:
-        """Returns the number of samples per epoch.
-
-        An epoch ends once every source has been read completely, or `epochs` times. In training with `exhausted = "end"` or
-        "refuse", it ends once any source has been read completely.
+        """Returns the number of samples per epoch. An epoch ends once every source has been read completely, or `epochs` times.
+        In training with `exhausted = "end"` or "refuse", it ends once any source has been read completely.
         """
         return self._length
 
@@ -213,7 +208,6 @@ class Mixture:
 
     def locate(self, index: int) -> tuple[int, int, int]:
         """Returns the source of sample `index` of the current epoch, the source's own epoch, and the index in the source.
-
         Raises IndexError outside [0, len).
         """
         if not 0 <= index < len(self):
@@ -228,7 +222,6 @@ class Mixture:
 
     def __getitem__(self, index: int) -> Sample:
         """Returns sample `index` with the field `source`, an int64 scalar. Pads `cu_seqlens` to one length for all sources.
-
         Raises IndexError outside [0, len).
         """
         source_number, epoch, sample_index = self.locate(index)
@@ -237,9 +230,9 @@ class Mixture:
             set_epoch(source.dataset, epoch)
             source.epoch = epoch
         sample = self._read_sample(source, epoch * self.lengths[source_number] + sample_index, sample_index)
-        if self._num_starts is not None:
+        if self._cu_seqlens_length is not None:
             starts = sample["cu_seqlens"]
-            sample = {**sample, "cu_seqlens": torch.cat([starts, starts[-1:].expand(self._num_starts - len(starts))])}
+            sample = {**sample, "cu_seqlens": torch.cat([starts, starts[-1:].expand(self._cu_seqlens_length - len(starts))])}
         return {**sample, SOURCE: torch.tensor(source_number)}
 
     def _read_sample(self, source: _Source, number: int, index: int) -> Sample:
@@ -247,7 +240,7 @@ class Mixture:
             return source.reader.read(number, partial(read_sample, source.dataset, index))
 
     @cached_property
-    def _num_starts(self) -> int | None:
+    def _cu_seqlens_length(self) -> int | None:
         """The largest length of `cu_seqlens` in any source, or None if samples do not have that field."""
         if "cu_seqlens" not in self.info.fields:
             return None

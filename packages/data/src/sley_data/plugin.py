@@ -12,7 +12,7 @@ from sley_core.api.plan import Array, DataConfig, PartTable, PlanPath, PlanPatte
 from sley_core.hookspecs import hookimpl
 from sley_core.records import DatasetRecord
 
-Documents = Literal["pack", "cut", "pad"]
+DocumentMode = Literal["pack", "cut", "pad"]
 """How documents become samples of equal length.
 
 pack: concatenates documents, and marks their boundaries by `cu_seqlens`, by positions that restart at 0, and by ignored labels.
@@ -20,15 +20,11 @@ cut: concatenates documents into one long text without boundaries.
 pad: starts a new sample with each document, and pads the document's last sample with ignored labels.
 """
 
-NUM_BYTES = 256
+BYTE_VOCAB_SIZE = 256
 """The vocabulary size without a tokenizer: tokens are bytes."""
 
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 """The size of a token in bytes, by the dtype of the token file."""
-
-
-def _compute_default_held_out(values: dict[str, Any]) -> float:
-    return 0.0 if values.get("held_out_files") else 0.02
 
 
 class DocumentsConfig(DataConfig):
@@ -45,7 +41,9 @@ class DocumentsConfig(DataConfig):
     held_out_files: Array[PlanPattern] = ()
     """Files for evaluation, instead of a share of `files`. A document that occurs in both is excluded from training."""
 
-    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_compute_default_held_out)
+    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(
+        default_factory=lambda values: 0.0 if values.get("held_out_files") else 0.02
+    )
     """The share of documents that are never used for training, with or without `[evaluation]`. A document's content decides
     whether it is held out, so all copies of a document are in the same split. Default: 0.02, or 0 with `held_out_files`.
     """
@@ -65,14 +63,14 @@ class DocumentsConfig(DataConfig):
         return copy
 
     @property
-    def all_sources(self) -> tuple[Self, ...]:
+    def all_tables(self) -> tuple[Self, ...]:
         """This table and the tables of the mixture's other sources of the same type."""
         return (self, *self._sibling_tables)
 
     @property
-    def largest_share(self) -> float:
-        """The largest `held_out` of `all_sources`. No source trains on this share of documents."""
-        return max(table.held_out for table in self.all_sources)
+    def max_held_out(self) -> float:
+        """The largest `held_out` of `all_tables`. None of these trains on this share of documents."""
+        return max(table.held_out for table in self.all_tables)
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
@@ -93,7 +91,7 @@ class TextConfig(DocumentsConfig):
     are downloaded once from the Hugging Face hub (needs `sley-data[hub]`).
     """
 
-    documents: Documents = "pack"
+    documents: DocumentMode = "pack"
     """How documents become samples: "pack" keeps boundaries, "cut" ignores boundaries, and "pad" pads each document."""
 
     separator: Annotated[str, Limits(min_length=1)] | None = None
@@ -173,7 +171,7 @@ class TokensConfig(DataConfig):
     sequence: PositiveInt
     """The number of tokens per sample."""
 
-    documents: Documents = "cut"
+    documents: DocumentMode = "cut"
     """How documents become samples: "cut" ignores boundaries, "pack" keeps them, and "pad" pads each document. "pack" and "pad"
     need `end_of_document` or an index.
     """
@@ -277,7 +275,7 @@ def sley_records() -> list[DatasetRecord]:
             name="text",
             config=TextConfig,
             build="sley_data.datasets:TokenDataset",
-            check="sley_data.datasets:check",
+            check="sley_data.datasets:check_token_dataset",
             text_ids="sley_data.tokenizer:load_text_ids",
             describe_overlap="sley_data.documents:describe_overlap",
         ),
@@ -290,7 +288,10 @@ def sley_records() -> list[DatasetRecord]:
             describe_overlap="sley_data.documents:describe_overlap",
         ),
         DatasetRecord(
-            name="tokens", config=TokensConfig, build="sley_data.datasets:TokenDataset", check="sley_data.datasets:check"
+            name="tokens",
+            config=TokensConfig,
+            build="sley_data.datasets:TokenDataset",
+            check="sley_data.datasets:check_token_dataset",
         ),
         DatasetRecord(
             name="mixture",

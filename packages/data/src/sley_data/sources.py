@@ -141,13 +141,10 @@ def describe_overlap(training: MixtureConfig, evaluation: MixtureConfig) -> str:
         record = source.component.record
         if not isinstance(record, DatasetRecord) or record.describe_overlap is None:
             continue
-        describe = record.load(record.describe_overlap)
+        describe, config = record.load(record.describe_overlap), build_source_component(evaluation, number).config
         for training_number, training_source in enumerate(training.sources):
-            if training_source.component.name == source.component.name:
-                configs = (
-                    build_source_component(training, training_number).config,
-                    build_source_component(evaluation, number).config,
-                )
-                if sentence := describe(*configs):
-                    sentences.append(f"`{source.name}` in `{training_source.name}`: {sentence}")
+            if training_source.component.name != source.component.name:
+                continue
+            if sentence := describe(build_source_component(training, training_number).config, config):
+                sentences.append(f"`{source.name}` in `{training_source.name}`: {sentence}")
     return "; ".join(sentences)

@@ -1,7 +1,5 @@
 """Converts text to token ids with a Hugging Face tokenizer, using the optional package `tokenizers`, or to UTF-8 bytes."""
 
-from __future__ import annotations
-
 import codecs
 import json
 from array import array
@@ -11,155 +9,132 @@ from hashlib import blake2b
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from sley_core.api.data import TextIds
 from sley_core.api.files import deterministic_tokenizer_json
 from sley_core.api.plan import Table
-from sley_core.errors import PlanError, PluginError
-from sley_data.plugin import NUM_BYTES, TextConfig
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Implementation
+from sley_core.errors import PlanError, PluginError, install_hint
+from sley_data.plugin import BYTE_VOCAB_SIZE, TextConfig
 
 _BATCH_SIZE = 256
 """The number of documents per call of `tokenizers`, which runs one thread per core."""
 
-_FILE_NAME = "tokenizer.json"
-
-_INSTALL = (
-    """install sley-data[tokenizers]; in a clone of Sley's repository, run `pip install -e "packages/data[tokenizers]"`"""
-)
+_TOKENIZER_NAME = "tokenizer.json"
 
 
 class Tokenizer:
     """Converts text to token ids, and adds special tokens to each document, such as `<s>`, as the tokenizer's settings say.
-
     path: a `tokenizer.json`, or a folder with one. end_of_document: a token to append to each document too, or None.
     Truncation, padding and random segmentation (dropout) are disabled. Raises PluginError if `tokenizers` is not installed, and
     PlanError if the file is not a tokenizer or lacks the token `end_of_document`.
     """
 
     def __init__(self, path: Path, end_of_document: str | None) -> None:
-        self._implementation = _load_tokenizer(path)
-        if not self._implementation.get_vocab(with_added_tokens=True):
+        self._tokenizer = _load_tokenizer(path)
+        if not self._tokenizer.get_vocab(with_added_tokens=True):
             raise PlanError("tokenizer-invalid", f"`{path}` has no vocabulary", path=("data", "tokenizer"))
-        self._begin, self._end = self._find_special_ids()
+        self._prefix_ids, self._suffix_ids = self._find_special_ids()
         if end_of_document is not None:
-            token = self._implementation.token_to_id(end_of_document)
+            token = self._tokenizer.token_to_id(end_of_document)
             if token is None:
-                raise PlanError(
-                    "tokenizer-invalid",
-                    f"`{end_of_document}` is not a token of `{path}`",
-                    path=("data", "end_of_document"),
-                    hint="use a token from `added_tokens` or `vocab` of that file",
-                )
-            self._end += [] if self._end[-1:] == [token] else [token]
+                message = f"`{end_of_document}` is not a token of `{path}`"
+                hint = "use a token from `added_tokens` or `vocab` of that file"
+                raise PlanError("tokenizer-invalid", message, path=("data", "end_of_document"), hint=hint)
+            self._suffix_ids += [] if self._suffix_ids[-1:] == [token] else [token]
 
     @cached_property
     def digest(self) -> str:
         """A digest of everything that determines the token ids of a text."""
-        text = f"{version('tokenizers')}{self._implementation.to_str()}{self._begin}{self._end}"
+        text = f"{version('tokenizers')}{self._tokenizer.to_str()}{self._prefix_ids}{self._suffix_ids}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def vocab_size(self) -> int:
         """The highest token id, including added tokens, plus 1."""
-        return max(self._implementation.get_vocab(with_added_tokens=True).values()) + 1
+        return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
 
     def encode(self, documents: Iterable[tuple[str, bytes]]) -> tuple[array[int], array[int]]:
-        """Returns the concatenated ids of all documents, and the number of ids of each document.
-
-        documents: (name, content) pairs. The ids are unsigned integers of 16 bits, or of 32 bits for a vocabulary of more than
-        65,536 ids; the lengths have 64 bits. Raises PlanError "data-encoding" for a document that is not UTF-8.
+        """Returns the concatenated ids of all documents, and the number of ids of each document. documents: (name, content)
+        pairs. The ids are unsigned integers of 16 bits, or of 32 bits for a vocabulary of more than 65,536 ids; the lengths
+        have 64 bits. Raises PlanError "data-encoding" for a document that is not UTF-8.
         """
-        code = "H" if self.vocab_size <= 1 << 16 else "I"
-        begin, end = array(code, self._begin), array(code, self._end)
-        ids, lengths = array(code), array("q")
+        typecode = "H" if self.vocab_size <= 1 << 16 else "I"
+        prefix, suffix = array(typecode, self._prefix_ids), array(typecode, self._suffix_ids)
+        ids, lengths = array(typecode), array("q")
         documents = iter(documents)
         while texts := [_decode_text(name, content) for name, content in islice(documents, _BATCH_SIZE)]:
-            for encoding in self._implementation.encode_batch_fast(texts, add_special_tokens=False):
+            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 start = len(ids)
-                ids += begin
-                ids += array(code, encoding.ids)  # adding an array is twice as fast as adding a list
-                ids += end
+                ids += prefix
+                ids += array(typecode, encoding.ids)  # adding an array is twice as fast as adding a list
+                ids += suffix
                 lengths.append(len(ids) - start)
         return ids, lengths
 
     def encode_prompt(self, text: str) -> tuple[list[int], int]:
         """Returns the ids of `text` at the start of a document, and the number of special tokens before it."""
-        ids = self._implementation.encode(text, add_special_tokens=False).ids
-        return [*self._begin, *ids], len(self._begin)
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return [*self._prefix_ids, *ids], len(self._prefix_ids)
 
     @property
-    def end_of_document(self) -> int | None:
+    def end_of_document_id(self) -> int | None:
         """The last id that `encode` appends to each document, or None."""
-        return self._end[-1] if self._end else None
+        return self._suffix_ids[-1] if self._suffix_ids else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, including that of special tokens. An incomplete character becomes U+FFFD."""
-        text: str = self._implementation.decode(list(ids), skip_special_tokens=False)
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     def _find_special_ids(self) -> tuple[list[int], list[int]]:
         """Returns the ids that the post-processor of the tokenizer adds before and after each text."""
-        if self._implementation.num_special_tokens_to_add(is_pair=False) == 0:
+        if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
             return [], []
         for token in range(self.vocab_size):  # the first tokens may be special, or incomplete characters
-            encoding = self._implementation.encode(self.decode([token]))
+            encoding = self._tokenizer.encode(self.decode([token]))
             indices = [index for index, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
             if indices:
                 return encoding.ids[: indices[0]], encoding.ids[indices[-1] + 1 :]
         return [], []
 
 
-def _load_tokenizer(path: Path) -> Implementation:
+def _load_tokenizer(path: Path) -> Any:
     """Raises PluginError "tokenizers-missing" without the package, and PlanError "tokenizer-missing" or "tokenizer-invalid"."""
     try:
-        from tokenizers import Tokenizer as Implementation
+        from tokenizers import Tokenizer as HFTokenizer
     except ImportError:
-        raise PluginError(
-            "tokenizers-missing",
-            "`tokenizer` needs the package `tokenizers`, which is not installed",
-            path=("data", "tokenizer"),
-            hint=_INSTALL,
-        ) from None
-    path = _find_tokenizer_file(path)
-    try:
-        return Implementation.from_str(deterministic_tokenizer_json(path.read_text("utf-8")))
-    except Exception as error:  # `tokenizers` raises plain Exception
-        message = f"`{path}` is not a Hugging Face tokenizer: {error}"
-        raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
-
-
-def _find_tokenizer_file(path: Path) -> Path:
+        message = "`tokenizer` needs the package `tokenizers`, which is not installed"
+        hint = install_hint("data", "tokenizers")
+        raise PluginError("tokenizers-missing", message, path=("data", "tokenizer"), hint=hint) from None
     if path.is_dir():
-        message, path = f"the folder `{path}` has no `{_FILE_NAME}`", path / _FILE_NAME
+        message, path = f"the folder `{path}` has no `{_TOKENIZER_NAME}`", path / _TOKENIZER_NAME
         hint = "use a folder that `save_pretrained` of a fast tokenizer has written"
     else:
         message = f"the file `{path}` does not exist"
         hint = "use a local path, since nothing is downloaded; a relative path starts at the plan's folder"
     if not path.is_file():
         raise PlanError("tokenizer-missing", message, path=("data", "tokenizer"), hint=hint)
-    return path
+    try:
+        return HFTokenizer.from_str(deterministic_tokenizer_json(path.read_text("utf-8")))
+    except Exception as error:  # `tokenizers` raises plain Exception
+        message = f"`{path}` is not a Hugging Face tokenizer: {error}"
+        raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
 
 
 def _decode_text(name: str, content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise PlanError(
-            "data-encoding",
-            f"document `{name}` is not UTF-8: {error.reason} at byte {error.start}",
-            path=("data", "files"),
-            hint="convert the file to UTF-8, or remove `tokenizer` to train on bytes in any encoding",
-        ) from None
+        message = f"document `{name}` is not UTF-8: {error.reason} at byte {error.start}"
+        hint = "convert the file to UTF-8, or remove `tokenizer` to train on bytes in any encoding"
+        raise PlanError("data-encoding", message, path=("data", "files"), hint=hint) from None
 
 
 class Utf8Ids(TextIds):
     """Converts text to UTF-8 bytes."""
 
-    size = NUM_BYTES
+    size = BYTE_VOCAB_SIZE
     end = None
     num_before = 0
     is_bytes = True
@@ -176,13 +151,13 @@ class Utf8Ids(TextIds):
 
 
 class TokenizerIds(TextIds):
-    """Converts text to the ids of a tokenizer. end: the id that ends a document; None for `tokenizer.end_of_document`."""
+    """Converts text to the ids of a tokenizer. end: the id that ends a document; None for `tokenizer.end_of_document_id`."""
 
     is_bytes = False
 
     def __init__(self, tokenizer: Tokenizer, end: int | None = None) -> None:
         self._tokenizer = tokenizer
-        self.size, self.end = tokenizer.vocab_size, tokenizer.end_of_document if end is None else end
+        self.size, self.end = tokenizer.vocab_size, tokenizer.end_of_document_id if end is None else end
         self.num_before = 0
 
     def encode(self, text: str) -> list[int]:
@@ -207,20 +182,19 @@ class TokenizerIds(TextIds):
 
 
 def load_text_ids(config: Table, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` of `tokenizer`, or of a `data.text` table if `tokenizer` is None.
-
-    With `tokenizer`, `config` may be any table. A document then ends with the table's `end_of_document`, or else with the
-    `eos_token` in the `tokenizer_config.json` next to `tokenizer`. Implements `DatasetRecord.text_ids`.
+    """Returns the `TextIds` of `tokenizer`, or of a `data.text` table if `tokenizer` is None. With `tokenizer`, `config` may be
+    any table. A document then ends with the table's `end_of_document`, or else with the `eos_token` in the
+    `tokenizer_config.json` next to `tokenizer`. Implements `DatasetRecord.text_ids`.
     """
     end = getattr(config, "end_of_document", None)
     if tokenizer is None:
         assert isinstance(config, TextConfig), config
         return Utf8Ids() if config.tokenizer is None else TokenizerIds(Tokenizer(config.tokenizer, end))
-    end = _read_end_token(tokenizer) if end is None else end
+    end = _read_eos_token(tokenizer) if end is None else end
     return TokenizerIds(Tokenizer(tokenizer, end if isinstance(end, str) else None), end if isinstance(end, int) else None)
 
 
-def _read_end_token(tokenizer: Path) -> str | None:
+def _read_eos_token(tokenizer: Path) -> str | None:
     """Returns the `eos_token` in the `tokenizer_config.json` next to a tokenizer, or None."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:

@@ -31,8 +31,8 @@ class Numbered:
 def stream(**_: Any) -> Any:
     """A stream, which has no numbers."""
 
-    class Stream:
+    class TokenStream:
         def __iter__(self) -> Any:
             return iter([{"id": torch.tensor(0)}])
 
-    return Stream()
+    return TokenStream()

@@ -18,10 +18,10 @@ from transformers import AttentionInterface
 from sley_core.api.model import Attention, attention_mask, flat_bounds, once_per_field
 from sley_core.errors import RunError
 
-NAME = "sley"
+INTERFACE_NAME = "sley"
 """The name of Sley's attention in transformers' `AttentionInterface`."""
 
-CORE = "sley_core"
+ATTENTION_NAME = "sley_core"
 """The name of the `SleyAttention` within an attention module of transformers."""
 
 FLASH_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -29,11 +29,9 @@ FLASH_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_
 
 
 class SleyAttention(Attention):
-    """Core's attention with more kernels, and with soft-capped scores as in Gemma 2.
-
-    kernel: the name of the kernel in transformers. cu_seqlens: the document bounds of the current call of the block, or None.
-    The block sets them, since not every family passes keyword arguments on to its attention. was_called: whether `attend` has
-    called this module.
+    """Core's attention with more kernels, and with soft-capped scores as in Gemma 2. kernel: the name of the kernel in
+    transformers. cu_seqlens: the document bounds of the current call of the block, or None. The block sets them, since not
+    every family passes keyword arguments on to its attention. was_called: whether `attend` has called this module.
     """
 
     def __init__(self, kernel: str) -> None:
@@ -190,16 +188,15 @@ def attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Returns the context [b, s, h, d], and None in place of the attention weights. transformers calls this function.
-
-    query: [b, h, s, d]. key, value: [b, h_kv, s, d]. scaling, sliding_window, softcap: as `scale`, `window` and `softcap` in
+    """Returns the context [b, s, h, d], and None in place of the attention weights. transformers calls this function. query:
+    [b, h, s, d]. key, value: [b, h_kv, s, d]. scaling, sliding_window, softcap: as `scale`, `window` and `softcap` in
     `SleyAttention.forward`. Raises RunError "hf-attention" for a mask or for attention sinks (`s_aux`).
     """
     if attention_mask is not None or s_aux is not None:
         argument = "attention sinks" if attention_mask is None else "a mask of its own"
         message = f"`{type(module).__name__}` uses {argument}, which `hf.decoder` does not support"
         raise RunError("hf-attention", message, hint="this family is not supported")
-    attention = cast(SleyAttention, module.get_submodule(CORE))
+    attention = cast(SleyAttention, module.get_submodule(ATTENTION_NAME))
     attention.was_called = True
     context = attention(
         *(heads.transpose(1, 2) for heads in (query, key, value)),
@@ -212,7 +209,7 @@ def attend(
     return context, None
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(INTERFACE_NAME, attend)
 
 
 def uses_interface(model_class: type) -> bool:
@@ -224,4 +221,4 @@ def add_attention(model: nn.Module, kernel: str) -> None:
     """Adds a `SleyAttention` to each attention module of a model."""
     for module in list(model.modules()):
         if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx"):
-            module.add_module(CORE, SleyAttention(kernel))
+            module.add_module(ATTENTION_NAME, SleyAttention(kernel))

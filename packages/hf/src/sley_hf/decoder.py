@@ -20,9 +20,9 @@ from sley_core.api.data import DataInfo
 from sley_core.api.model import Model, attention_mask
 from sley_core.api.parts import Parts
 from sley_core.errors import PlanError, RunError
-from sley_hf.attention import NAME, SleyAttention, add_attention, uses_interface
+from sley_hf.attention import INTERFACE_NAME, SleyAttention, add_attention, uses_interface
 from sley_hf.plugin import DecoderConfig, has_router_loss
-from sley_hf.routers import BalancedLogits, LoadBalance, Routed, Routers, find_routers
+from sley_hf.routers import BalancedLogits, LoadBalancingLoss, RoutedStates, Routers, find_routers
 from sley_hf.structure import (
     LayerArguments,
     ModuleNames,
@@ -51,8 +51,12 @@ def build_layers(config: DecoderConfig, data: DataInfo) -> Model:
     if data.vocab_size is not None and vocab_size < data.vocab_size:
         message = f"the model has {vocab_size} token ids, fewer than the {data.vocab_size} of the data"
         raise PlanError("model-vocabulary", message, path=("model",), hint="use the tokenizer of the model")
-    initialize = partial(_draw_values, causal) if config.weights is None else FileInitializer(config.weights, causal, structure)
-    return cut_into_layers(causal, structure, initialize, routers)
+
+    def draw_values(module: nn.Module, name: str) -> None:
+        causal._init_weights(module)
+
+    initialize = draw_values if config.weights is None else FileInitializer(config.weights, causal, structure)
+    return split_into_layers(causal, structure, initialize, routers)
 
 
 def build_routers(config: DecoderConfig, causal: Any, structure: ModuleNames) -> Routers | None:
@@ -66,7 +70,7 @@ def build_routers(config: DecoderConfig, causal: Any, structure: ModuleNames) ->
         raise PlanError("hf-structure", str(error), path=("model", "router_loss"), hint=hint) from None
 
 
-def cut_into_layers(
+def split_into_layers(
     causal: Any,
     structure: ModuleNames,
     initialize: Callable[[nn.Module, str], None] | None = None,
@@ -74,14 +78,10 @@ def cut_into_layers(
 ) -> Model:
     """Returns a transformers model on meta as a `Model` of layers. routers: those whose loss is added in training."""
     arguments = LayerArguments(causal, structure)
-    builders: Any = [
-        ("embed", partial(Embed, causal, structure)),
-        *(
-            (f"blocks.{index}", partial(Block, causal, structure, arguments, index, routers))
-            for index in range(causal.config.num_hidden_layers)
-        ),
-        ("head", partial(Head, causal, structure, routers)),
-    ]
+    indices = range(causal.config.num_hidden_layers)
+    blocks = [(f"blocks.{index}", partial(Block, causal, structure, arguments, index, routers)) for index in indices]
+    head = partial(Head, causal, structure, routers)
+    builders: Any = [("embed", partial(Embed, causal, structure)), *blocks, ("head", head)]
     return Model(builders, initialize, ties=list_ties(causal, structure))
 
 
@@ -95,7 +95,6 @@ def read_hf_config(config: DecoderConfig) -> Any:
 
 def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any, ModuleNames]:
     """Returns the transformers model, with its parameters on meta and its buffers on the host, and the names of its parts.
-
     kernel, experts: the attention kernel and the kernel of experts, by their names in transformers. Raises PlanError
     "hf-structure" for a model that is not a plain decoder, and "hf-kernel" if the model's family computes attention with its
     own code, which does not support `kernel`.
@@ -110,7 +109,7 @@ def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any
     if not has_interface and kernel not in ("sdpa", "eager"):
         message = f"`{hf_config.model_type}` computes attention with its own code, which has no `{kernel}`"
         raise PlanError("hf-kernel", message, path=("model", "attention"), hint='use "auto" or "eager"')
-    implementation = NAME if has_interface else kernel if model_class._supports_sdpa else "eager"
+    implementation = INTERFACE_NAME if has_interface else kernel if model_class._supports_sdpa else "eager"
     try:
         with torch.device("meta"):
             experts_option = {"experts_implementation": experts} if model_class._can_set_experts_implementation() else {}
@@ -144,10 +143,6 @@ def _compute_buffers(causal: Any) -> None:
             module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
         if on_meta:
             causal._init_weights(module)
-
-
-def _draw_values(causal: Any, module: nn.Module, name: str) -> None:
-    causal._init_weights(module)
 
 
 def list_ties(causal: Any, structure: ModuleNames) -> list[tuple[str, str]]:
@@ -188,7 +183,7 @@ class Block(nn.Module):
         self.layer = copy.deepcopy(structure.list_blocks(causal)[index])
         self._arguments = arguments
         self._index = index
-        self._needs_mask = causal.config._attn_implementation != NAME  # the family's own attention takes a mask
+        self._needs_mask = causal.config._attn_implementation != INTERFACE_NAME  # the family's own attention takes a mask
         self._attentions = tuple(module for module in self.layer.modules() if isinstance(module, SleyAttention))
         self._routers = routers
         self._router_logits: list[Tensor] = []
@@ -201,17 +196,16 @@ class Block(nn.Module):
 
     def _record_router(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if self.training and self._routers is not None:
-            self._router_logits.append(self._routers.select_logits(output))
+            self._router_logits.append(output[self._routers.recorder.index] if isinstance(output, tuple) else output)
 
     def forward(
-        self, inputs: Tensor | Routed, positions: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> Tensor | Routed:
-        """Returns the hidden states [b, s, hidden], or in training with routers a `Routed`.
-
-        inputs: the output of the previous layer. positions: [b, s], or None to count from 0. cu_seqlens: the document bounds
-        [b, n + 1], as in `Attention`. Raises RunError "hf-attention" if the layer does not call Sley's attention.
+        self, inputs: Tensor | RoutedStates, positions: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor | RoutedStates:
+        """Returns the hidden states [b, s, hidden], or `RoutedStates` in training with routers. inputs: the output of the
+        previous layer. positions: [b, s], or None to count from 0. cu_seqlens: the document bounds [b, n + 1], as in
+        `Attention`. Raises RunError "hf-attention" if the layer does not call Sley's attention.
         """
-        hidden = inputs.hidden if isinstance(inputs, Routed) else inputs
+        hidden = inputs.hidden if isinstance(inputs, RoutedStates) else inputs
         self._router_logits.clear()  # an earlier forward that failed may have left logits
         mask = None
         if self._needs_mask and cu_seqlens is not None:
@@ -227,7 +221,7 @@ class Block(nn.Module):
             message = f"`{type(self.layer).__name__}` does not call the attention that is registered with transformers"
             raise RunError("hf-attention", message, hint="this family is not supported")
         output_states: Tensor = output[0] if isinstance(output, tuple) else output
-        if self._routers is None or not (self._router_logits or isinstance(inputs, Routed)):
+        if self._routers is None or not (self._router_logits or isinstance(inputs, RoutedStates)):
             return output_states
         logits, self._router_logits = self._router_logits, []
         return self._routers.add_terms(output_states, inputs, logits)
@@ -266,21 +260,21 @@ class Head(nn.Module):
         self.norm = copy.deepcopy(stack.get_submodule(structure.norm))
         self.causal = copy.deepcopy(causal, {id(stack): source})
         self._source = (source,)  # in a tuple, so that it is not registered again: `causal` owns the module
-        self._balance = None if routers is None else LoadBalance(routers)
+        self._balance = None if routers is None else LoadBalancingLoss(routers)
 
     def attach_to_run(self, parts: Parts) -> None:
         """Adds the metrics of the load-balancing loss to the rows, if that loss is computed."""
         if self._balance is not None:
             self._balance.attach(parts)
 
-    def forward(self, inputs: Tensor | Routed) -> Tensor | BalancedLogits:
+    def forward(self, inputs: Tensor | RoutedStates) -> Tensor | BalancedLogits:
         """Returns the logits [b, s, v], or in training with routers `BalancedLogits`. inputs: the output of the last block."""
         source = self._source[0]
-        source.hidden = self.norm(inputs.hidden if isinstance(inputs, Routed) else inputs)
+        source.hidden = self.norm(inputs.hidden if isinstance(inputs, RoutedStates) else inputs)
         try:
             logits: Tensor = self.causal(input_ids=None, use_cache=False).logits
         finally:
             source.hidden = None
-        if self._balance is None or not isinstance(inputs, Routed):
+        if self._balance is None or not isinstance(inputs, RoutedStates):
             return logits
         return BalancedLogits(logits, inputs, self._balance)

@@ -1,10 +1,13 @@
-"""Describes a run of `hf.decoder` as a transformers model, and checks an export against the run.
+"""Compares `hf.decoder` with transformers: its layers before a run, and a run's weights and logits with those of its export.
 
-The check computes the logits of the same prompt with the run's own layers and with the exported model.
+`train-cli check --model` compares a copy with fewer layers, fewer token ids and random weights, so a model of any size is cheap
+to compare. An export is compared by its tensors, and by the logits of one prompt.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +21,118 @@ from sley_core.api.files import HuggingFaceModel, TensorReader, describe_model
 from sley_core.api.model import Model
 from sley_core.api.plan import Plan
 from sley_core.api.state import shorten_names
-from sley_core.errors import RunError
-from sley_hf.decoder import build_from_config, list_ties, read_hf_config
+from sley_core.errors import PlanError, RunError
+from sley_hf.decoder import build_from_config, build_routers, list_ties, read_hf_config, split_into_layers
 from sley_hf.plugin import DecoderConfig
-from sley_hf.structure import to_layer_name
-from sley_hf.weights import HubWeights
+from sley_hf.structure import ModuleNames, to_layer_name
+from sley_hf.weights import ExportedWeights
 
-PROMPT_LENGTH = 16
-"""The maximum number of tokens of the prompt of the check."""
+MAX_VOCAB_SIZE = 128
+"""The maximum vocabulary size of the copy whose layers are compared."""
 
-TOLERANCE = 1e-5
-"""The maximum difference of hidden states or logits in fp32, relative to the largest value."""
+PACKED_CU_SEQLENS = [[0, 16, 16], [0, 5, 16]]
+"""The document bounds of two rows of 16 tokens. The second row contains two documents."""
+
+LAYER_TOLERANCE = 1e-4
+"""The maximum difference of logits relative to the largest logit, and the maximum relative difference of losses."""
+
+MAX_PROMPT_LENGTH = 16
+"""The maximum number of tokens of the prompt by which an export is compared."""
+
+EXPORT_TOLERANCE = 1e-5
+"""The maximum difference of an export's hidden states or logits in fp32, relative to the largest value."""
+
+
+@torch.no_grad()
+def compare_with_transformers(config: DecoderConfig) -> str:
+    """Returns a note with the largest relative difference between the results of Sley and of transformers. Raises PlanError
+    "hf-differs" if it exceeds `LAYER_TOLERANCE`, and "hf-structure" or "hf-kernel" if the model is not supported.
+    """
+    hf_config = read_hf_config(config)
+    small = shrink_config(hf_config, *build_from_config(hf_config, kernel="sdpa", experts="eager"))
+    causal, structure = build_from_config(small, kernel="eager" if config.attention == "eager" else "sdpa", experts="eager")
+    # In transformers, only the eager kernel applies soft caps.
+    is_eager = config.attention == "eager" or getattr(small, "attn_logit_softcapping", None) or not causal._supports_sdpa
+    kernel = "eager" if is_eager else "sdpa"
+    reference = type(causal)._from_config(copy.deepcopy(small), attn_implementation=kernel).eval()
+    routers = build_routers(config, causal, structure)
+    model = share_parameters(split_into_layers(causal, structure, routers=routers), reference, structure)
+    tokens = torch.arange(32).view(2, 16) * 7 % small.vocab_size
+    differences = {}
+    for bounds in ([[0, 16]] * 2, PACKED_CU_SEQLENS):
+        expected = torch.stack(
+            [_compute_document_logits(reference, row, row_bounds) for row, row_bounds in zip(tokens, bounds, strict=True)]
+        )
+        positions = torch.stack([torch.cat([torch.arange(e - s) for s, e in pairwise(row)]) for row in bounds])
+        is_packed = bounds is PACKED_CU_SEQLENS
+        actual = compute_logits(model, tokens, positions if is_packed else None, torch.tensor(bounds) if is_packed else None)
+        kind = "the logits of packed documents" if is_packed else "the logits"
+        differences[kind] = float((actual - expected).abs().max() / expected.abs().max())
+    if routers is not None:
+        expected = reference(input_ids=tokens, output_router_logits=True, use_cache=False).aux_loss
+        differences["the load-balancing loss"] = abs(_compute_load_balancing_loss(model, tokens) / float(expected) - 1)
+    for kind, difference in differences.items():
+        if not difference <= LAYER_TOLERANCE:
+            message = f"{kind} of `{small.model_type}` and transformers' differ by {difference:.1g}"
+            raise PlanError("hf-differs", message, path=("model",), hint="this family is not supported")
+    largest = max(differences.values())
+    return f"the logits of a copy with {small.num_hidden_layers} layers equal transformers' within {largest:.1g}"
+
+
+def shrink_config(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
+    """Returns a config with at most `MAX_VOCAB_SIZE` token ids, and the fewest layers, but two if possible, that include each
+    kind of layer: each type, and each set of names and shapes of parameters. causal: the model of `hf_config`.
+    """
+    small = copy.deepcopy(hf_config)
+    blocks = structure.list_blocks(causal)
+    types = getattr(small, "layer_types", None) or [None] * len(blocks)
+    kinds = [
+        (kind, tuple((name, p.shape) for name, p in block.named_parameters()))
+        for kind, block in zip(types, blocks, strict=True)
+    ]
+    num_layers = min(max(2, *(kinds.index(kind) + 1 for kind in set(kinds))), len(blocks))
+    for name, value in list(vars(small).items()):
+        if isinstance(value, list) and len(value) == small.num_hidden_layers:
+            setattr(small, name, value[:num_layers])
+    small.num_hidden_layers = num_layers
+    small.vocab_size = min(MAX_VOCAB_SIZE, small.vocab_size)
+    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    return small
+
+
+def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
+    """Builds the layers of `model` in evaluation mode with the parameters of the model `reference`. Returns `model`."""
+    values = {to_layer_name(name, structure): p for name, p in reference.named_parameters(remove_duplicate=False)}
+    for layer in model.build().layers:
+        layer.module.eval()
+        for path, _ in list(layer.module.named_parameters(remove_duplicate=False)):
+            owner, _, attribute = path.rpartition(".")
+            setattr(layer.module.get_submodule(owner), attribute, values.pop(f"{layer.name}.{path}"))
+    assert not values, f"no layer has {sorted(values)}"
+    return model
+
+
+def compute_logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Returns the logits [b, s, v] of `tokens` [b, s]. positions: [b, s]. cu_seqlens: [b, n + 1], as in `Attention`."""
+    embed, *blocks, head = (layer.module for layer in model.layers)
+    hidden = embed(tokens, positions)
+    for block in blocks:
+        hidden = block(hidden, positions, cu_seqlens)
+    output: Tensor = head(hidden)
+    return output
+
+
+def _compute_load_balancing_loss(model: Model, tokens: Tensor) -> float:
+    for layer in model.layers:
+        layer.module.training = True  # but not for its submodules, which may apply dropout
+    output: Any = compute_logits(model, tokens)
+    return float(output.balance.routers.compute_loss(*output.routed[1:]))
+
+
+def _compute_document_logits(reference: Any, row: Tensor, bounds: list[int]) -> Tensor:
+    """Returns the logits [s, v] of a row, computed separately for each document. bounds: the row's `cu_seqlens`."""
+    documents = [row[None, start:end] for start, end in pairwise(bounds) if end > start]
+    return torch.cat([reference(input_ids=ids, use_cache=False).logits[0] for ids in documents])
 
 
 def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
@@ -52,7 +156,7 @@ def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceMod
     if problems:
         raise RunError("weights-mismatch", f"these are not the weights of the plan's model: {shorten_names(problems)}")
     content = hf_config.to_diff_dict() | {"architectures": [type(causal).__name__]}
-    return replace(describe_model(content, names, plan, source), files=HubWeights(source, causal, names))
+    return replace(describe_model(content, names, plan, source), files=ExportedWeights(source, causal, names))
 
 
 def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, folder: Path) -> None:
@@ -67,7 +171,7 @@ def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, fold
         if hf_name not in exported or not torch.equal(_to_loaded_dtype(source.tensor(name)), exported[hf_name]):
             raise _build_difference_error(folder, f"the tensor {hf_name!r} differs from {name!r} of the run")
     vocab_size = causal.config.vocab_size
-    length = min(PROMPT_LENGTH, getattr(causal.config, "max_position_embeddings", None) or PROMPT_LENGTH)
+    length = min(MAX_PROMPT_LENGTH, getattr(causal.config, "max_position_embeddings", None) or MAX_PROMPT_LENGTH)
     tokens = torch.arange(length)[None] % vocab_size
     with torch.no_grad():
         output = causal(input_ids=tokens, output_hidden_states=True, use_cache=False)
@@ -78,9 +182,8 @@ def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, fold
             if not _is_close(hidden, expected):
                 break
             last = name
-        raise _build_difference_error(
-            folder, f"its logits differ from those of the run; the last layer with the same output is {last!r}"
-        )
+        message = f"its logits differ from those of the run; the last layer with the same output is {last!r}"
+        raise _build_difference_error(folder, message)
 
 
 def _build_difference_error(folder: Path, message: str) -> RunError:
@@ -88,7 +191,7 @@ def _build_difference_error(folder: Path, message: str) -> RunError:
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    return bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())
+    return bool((actual - expected).abs().max() <= EXPORT_TOLERANCE * expected.abs().max())
 
 
 def _to_loaded_dtype(value: Tensor) -> Tensor:

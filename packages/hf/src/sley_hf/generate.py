@@ -12,17 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from sley_core.errors import PluginError, UsageError
+from sley_core.errors import PluginError, UsageError, install_hint
 
 
 class Generator:
-    """A transformers model that continues prompts, on CUDA if it is available.
-
-    folder: contains `config.json`, and optionally a tokenizer and weights, as `train-cli export` writes them. state: the
-    weights, keyed by transformers' names, or None to read them from the folder. stop: ids that end a text, in addition to those
-    of the folder.
-
-    tokenizer: the tokenizer in the folder, or None. max_length: the maximum number of positions, or None if it is unknown.
+    """A transformers model that continues prompts, on CUDA if it is available. folder: contains `config.json`, and optionally a
+    tokenizer and weights, as `train-cli export` writes them. state: the weights, keyed by transformers' names, or None to read
+    them from the folder. stop: ids that end a text, in addition to those of the folder. tokenizer: the tokenizer in the folder,
+    or None. max_length: the maximum number of positions, or None if it is unknown.
     """
 
     def __init__(self, folder: Path, state: Mapping[str, Tensor] | None = None, stop: Sequence[int] = ()) -> None:
@@ -48,7 +45,7 @@ class Generator:
         elif (folder / "tokenizer_config.json").is_file():
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
         ids_or_none = [*(ends if isinstance(ends, list) else [ends]), getattr(self.tokenizer, "eos_token_id", None), *stop]
-        self.stop = sorted({token for token in ids_or_none if token is not None})
+        self.stop_ids = sorted({token for token in ids_or_none if token is not None})
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -66,12 +63,10 @@ class Generator:
     def generate(
         self, prompts: Sequence[Sequence[int]], *, tokens: int, temperature: float, top_k: int | None, seed: int
     ) -> Iterator[list[int | None]]:
-        """Yields the next id of each prompt, until all texts have ended or have `tokens` new ids.
-
-        For a text that has ended, yields None, also in place of the id that ends it. Closing the iterator stops the generation.
-
-        prompts: lists of token ids. temperature: 0 selects the most likely id. top_k: the number of most likely ids to sample
-        from, or None for all. seed: the seed of torch's global generators.
+        """Yields the next id of each prompt, until all texts have ended or have `tokens` new ids. For a text that has ended,
+        yields None, also in place of the id that ends it. Closing the iterator stops the generation. prompts: lists of token
+        ids. temperature: 0 selects the most likely id. top_k: the number of most likely ids to sample from, or None for all.
+        seed: the seed of torch's global generators.
         """
         length = max(map(len, prompts))
         ids = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts])
@@ -79,8 +74,8 @@ class Generator:
         options: dict[str, Any] = {"do_sample": temperature > 0, "repetition_penalty": 1.0, "max_new_tokens": tokens}
         if temperature > 0:
             options |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0}
-        if self.stop:
-            options |= {"eos_token_id": self.stop}
+        if self.stop_ids:
+            options |= {"eos_token_id": self.stop_ids}
         queue: SimpleQueue[Any] = SimpleQueue()
         cancelled = Event()
 
@@ -90,7 +85,7 @@ class Generator:
                 self.model.generate(
                     input_ids=ids.to(self.model.device),
                     attention_mask=mask.to(self.model.device),
-                    pad_token_id=self.stop[0] if self.stop else 0,
+                    pad_token_id=self.stop_ids[0] if self.stop_ids else 0,
                     streamer=_Streamer(queue, cancelled),
                     **options,
                 )
@@ -105,7 +100,7 @@ class Generator:
             while (item := queue.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
-                ended = [has_ended or token in self.stop for has_ended, token in zip(ended, item, strict=True)]
+                ended = [has_ended or token in self.stop_ids for has_ended, token in zip(ended, item, strict=True)]
                 yield [None if has_ended else token for has_ended, token in zip(ended, item, strict=True)]
         finally:
             cancelled.set()
@@ -133,7 +128,6 @@ class _Streamer(BaseStreamer):
 
 def evaluate_tasks(generator: Generator, names: Sequence[str], include: Path | None) -> dict[str, dict[str, float]]:
     """Returns the metrics of each task, such as `{"mine": {"acc,none": 0.5}}`, as lm-eval computes them with its class `HFLM`.
-
     names: names of tasks or groups, or patterns for these. include: a folder with tasks in lm-eval's format, which replace
     lm-eval's own tasks, or None. Raises PluginError "plugin-import" if lm-eval cannot be imported, UsageError "no-vocabulary"
     if the model has no tokenizer, and UsageError "harness-task" for a name without a task.
@@ -143,13 +137,11 @@ def evaluate_tasks(generator: Generator, names: Sequence[str], include: Path | N
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found, unused-ignore]
         from lm_eval.tasks import TaskManager  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        hint = """install sley-hf[eval]; in a clone of Sley's repository, run `pip install -e "packages/hf[eval]"`"""
+        hint = install_hint("hf", "eval")
         raise PluginError("plugin-import", f"`--harness` needs lm-eval: {error}", hint=hint) from error
     if generator.tokenizer is None:
-        hint = "train with a tokenizer of Hugging Face, `[data] tokenizer`"
-        raise UsageError(
-            "no-vocabulary", "lm-eval needs a tokenizer of transformers, which this model does not have", hint=hint
-        )
+        message = "lm-eval needs a tokenizer of transformers, which this model does not have"
+        raise UsageError("no-vocabulary", message, hint="train with a tokenizer of Hugging Face, `[data] tokenizer`")
     manager = TaskManager(include_path=include, include_defaults=include is None)
     for name in names:
         if not manager.match_tasks([name]):

@@ -6,41 +6,34 @@ base(x) + (alpha / r) B A x. A run is exported as a folder of peft with only the
 the adapters merged into them.
 """
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sley_core.api.data import TOKEN_FIELDS, DataContext, DataInfo
+from sley_core.api.files import TensorKind, TensorReader
+from sley_core.api.model import Model
 from sley_core.api.parts import open_dataset
-from sley_core.errors import PlanError, PluginError, RunError, SleyError, UsageError
-from sley_hf.plugin import CONFIG
+from sley_core.api.plan import Plan
+from sley_core.errors import PlanError, PluginError, RunError, SleyError, UsageError, install_hint
+from sley_hf.plugin import CONFIG_NAME, LoraConfig
 
-if TYPE_CHECKING:
-    from peft import LoraConfig as PeftConfig
-
-    from sley_core.api.files import TensorKind, TensorReader
-    from sley_core.api.model import Model
-    from sley_core.api.plan import Plan
-    from sley_hf.plugin import LoraConfig
-
-ADAPTER = "default"
+ADAPTER_NAME = "default"
 """The name of the adapter in peft's modules."""
 
-LORA = ".lora_"
-"""A part of the name that only the parameters of adapters have."""
+ADAPTER_NAME_PART = ".lora_"
+"""The part of a name that marks a parameter of an adapter."""
 
-BASE = ".base_layer."
-"""A part of the name that only the frozen parameters of adapted modules have."""
+BASE_NAME_PART = ".base_layer."
+"""The part of a name that marks a frozen parameter of an adapted module."""
 
 
 def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Module, str], None]:
@@ -50,15 +43,15 @@ def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[n
     try:
         import peft
     except ImportError as error:
-        hint = """install sley-hf[lora]; in a clone of Sley's repository, run `pip install -e "packages/hf[lora]"`"""
-        raise PluginError("plugin-import", f"`hf.lora` needs peft: {error}", path=("adapters",), hint=hint) from error
+        message, hint = f"`hf.lora` needs peft: {error}", install_hint("hf", "lora")
+        raise PluginError("plugin-import", message, path=("adapters",), hint=hint) from error
 
     def adapt(layer: nn.Module, name: str) -> None:
         trained = [parameter for path, parameter in layer.named_parameters(name) if matches_pattern(path, config.train)]
         trained += [parameter for parameter in layer.parameters() if parameter.requires_grad]  # set by a tied layer
         targets = find_target_modules(config, layer, name, is_head=name == layer_names[-1])
         if targets:
-            peft.inject_adapter_in_model(build_peft_config(config, targets, layer.modules()), layer, ADAPTER)
+            peft.inject_adapter_in_model(build_peft_config(config, targets, layer.modules()), layer, ADAPTER_NAME)
         for parameter in trained:
             parameter.requires_grad_(True)
 
@@ -90,8 +83,8 @@ def _build_target_error(message: str) -> PlanError:
     return PlanError("model-adapters", message, path=("adapters", "targets"), hint=hint)
 
 
-def build_peft_config(config: LoraConfig, targets: Sequence[str], modules: Iterable[nn.Module]) -> PeftConfig:
-    """Returns the config of peft for the modules at the paths `targets`. modules: modules that include these."""
+def build_peft_config(config: LoraConfig, targets: Sequence[str], modules: Iterable[nn.Module]) -> Any:
+    """Returns the `peft.LoraConfig` for the modules at the paths `targets`. modules: modules that include these."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
@@ -111,16 +104,15 @@ def matches_pattern(path: str, patterns: Sequence[str]) -> bool:
 
 
 class MergedWeights:
-    """The weights of a run with its adapters merged into them, under the names of the model without adapters.
-
-    source: the weights and adapters of the run. Raises UsageError "export-format" for an adapter of a tied weight, since the
-    adapter changes only one of the two uses of that weight.
+    """The weights of a run with its adapters merged into them, under the names of the model without adapters. source: the
+    weights and adapters of the run. Raises UsageError "export-format" for an adapter of a tied weight, since the adapter
+    changes only one of the two uses of that weight.
     """
 
     def __init__(self, plan: Plan, source: TensorReader) -> None:
         self._source = source
         self.adapted = _build_adapted_modules(plan)
-        self._names = {name.replace(BASE, "."): name for name in source.names if LORA not in name}
+        self._names = {name.replace(BASE_NAME_PART, "."): name for name in source.names if ADAPTER_NAME_PART not in name}
         for name in self.adapted:
             if name not in self._names:
                 raise _build_format_error(f"the adapter of {name!r} cannot be merged: its weight is tied to another one")
@@ -175,12 +167,11 @@ def _build_adapted_modules(plan: Plan) -> dict[str, Any]:
 
 
 def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], base: Path | None, out: Path) -> None:
-    """Writes `adapter_config.json` and `adapter_model.safetensors` of peft into the new folder `out`.
-
-    names: transformers' name of each weight, keyed by its name in the model without adapters. base: the folder or run from
-    which the run started, or None. If it is a folder of transformers, the export is checked: the model in `base` with the
-    adapters must have the run's weights. Raises UsageError "export-format" for adapters and trained weights that peft cannot
-    represent, and RunError "export-differs" if the check fails.
+    """Writes `adapter_config.json` and `adapter_model.safetensors` of peft into the new folder `out`. names: transformers' name
+    of each weight, keyed by its name in the model without adapters. base: the folder or run from which the run started, or
+    None. If it is a folder of transformers, the export is checked: the model in `base` with the adapters must have the run's
+    weights. Raises UsageError "export-format" for adapters and trained weights that peft cannot represent, and RunError
+    "export-differs" if the check fails.
     """
     from safetensors.torch import save_file
 
@@ -191,18 +182,17 @@ def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], b
     targets: dict[str, None] = {}
     modules_to_save: dict[str, None] = {}
     for name in source.names:
-        prefix, lora, suffix = name.partition(LORA)
-        weight = f"{prefix}.weight" if lora else name.replace(BASE, ".")
+        prefix, lora, suffix = name.partition(ADAPTER_NAME_PART)
+        weight = f"{prefix}.weight" if lora else name.replace(BASE_NAME_PART, ".")
         if not lora and not matches_pattern(weight, config.train):
             continue
         if lora:
             module = names[weight].removesuffix(".weight")
             targets[module] = None
-            path = f"{LORA}{suffix}".replace(f".{ADAPTER}", "")
-            tensors[f"base_model.model.{module}{path.replace('magnitude_vector.weight', 'magnitude_vector')}"] = source.tensor(
-                name
-            )
-        elif BASE in name or weight not in names:
+            path = f"{ADAPTER_NAME_PART}{suffix}".replace(f".{ADAPTER_NAME}", "")
+            path = path.replace("magnitude_vector.weight", "magnitude_vector")
+            tensors[f"base_model.model.{module}{path}"] = source.tensor(name)
+        elif BASE_NAME_PART in name or weight not in names:
             raise _build_format_error(f"{name!r} is trained and has an adapter, or is unknown to transformers")
         else:
             modules_to_save[names[weight].rpartition(".")[0]] = None
@@ -210,10 +200,10 @@ def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], b
         if hf_name.rpartition(".")[0] in modules_to_save:
             tensors[f"base_model.model.{hf_name}"] = source.tensor(name)
     base_layers = (module.get_base_layer() for module in merged.adapted.values())
-    peft = build_peft_config(config, _shorten_names(list(targets), names.values()), base_layers)
+    peft = build_peft_config(config, _shorten_targets(list(targets), names.values()), base_layers)
     peft.modules_to_save = list(modules_to_save) or None
     peft.task_type, peft.inference_mode = "CAUSAL_LM", True
-    has_base = base is not None and (base / CONFIG).is_file()
+    has_base = base is not None and (base / CONFIG_NAME).is_file()
     peft.base_model_name_or_path = str(base) if has_base else None
     scratch = out.with_name(f".{out.name}.unfinished")
     scratch.mkdir(parents=True)
@@ -244,7 +234,7 @@ def _check_adapter(base: Path, folder: Path, names: Mapping[str, str], merged: T
             raise RunError("export-differs", message, hint=f"check that `{base}` is the folder from which the run started")
 
 
-def _shorten_names(targets: Sequence[str], weights: Any) -> list[str]:
+def _shorten_targets(targets: Sequence[str], weights: Any) -> list[str]:
     """Returns the last part of a target's name if all modules whose names end with it are targets, or else the whole name."""
     modules = {name.rpartition(".")[0] for name in weights}
     excluded = {name.rpartition(".")[2] for name in modules - set(targets)}

@@ -12,7 +12,7 @@ from sley_core.api.plan import Array, Component, ModelConfig, Plan, PlanPath, Ta
 from sley_core.hookspecs import hookimpl
 from sley_core.records import AdaptersRecord, LossRecord, ModelRecord, Problem, Record
 
-CONFIG = "config.json"
+CONFIG_NAME = "config.json"
 
 Kernel = Literal[
     "auto", "cudnn", "flash", "efficient", "math", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"
@@ -68,7 +68,7 @@ class DecoderConfig(ModelConfig):
     def config_file(self) -> Path:
         path = self.weights or self.config
         assert path is not None, self
-        return config_folder(path) / CONFIG if path.is_dir() or self.weights else path
+        return config_folder(path) / CONFIG_NAME if path.is_dir() or self.weights else path
 
     def without_weights(self) -> "DecoderConfig":
         """Returns a table for the same model, but with random initial weights."""
@@ -155,7 +155,7 @@ def sley_records() -> list[Record]:
             config=DecoderConfig,
             build="sley_hf.decoder:build_layers",
             hugging_face="sley_hf.export:build_hugging_face_model",
-            compare="sley_hf.compare:compare_with_transformers",
+            compare="sley_hf.export:compare_with_transformers",
             uses_layer_names=True,
         ),
         AdaptersRecord(

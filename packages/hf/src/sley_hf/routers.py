@@ -7,7 +7,7 @@ is the number of tokens that have expert e among their k most likely experts, an
 of expert e. Each block adds its p to that of the earlier blocks and appends its c, and the head computes the loss. The loss is
 linear in p. If ranks hold slices of sequences, each rank therefore uses its own p, and only the counts c are summed over ranks.
 
-    block ──Routed──> block ──Routed──> head ──BalancedLogits──> cross-entropy + coefficient x number of labels x loss
+    block ──RoutedStates──> head ──BalancedLogits──> cross-entropy + coefficient x number of labels x loss
 """
 
 import sys
@@ -27,7 +27,7 @@ from sley_core.protocols import SplitLogits
 from sley_hf.structure import ModuleNames, UnsupportedModelError
 
 
-class Routed(NamedTuple):
+class RoutedStates(NamedTuple):
     """The output of a block. hidden: [b, s, hidden]. probabilities: p of all layers up to this block, [E], at least fp32.
     counts: c of each of these layers that has experts, int64 [layers x E].
     """
@@ -39,10 +39,9 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class Routers:
-    """The routers of a model, and its load-balancing loss.
-
-    top_k: the number of experts of a token. coefficient: the factor of the loss. recorder: transformers' description of the
-    routers: their class, and the index of the logits [tokens, E] in their output.
+    """The routers of a model, and its load-balancing loss. top_k: the number of experts of a token. coefficient: the factor of
+    the loss. recorder: transformers' description of the routers: their class, and the index of the logits [tokens, E] in their
+    output.
     """
 
     num_experts: int
@@ -51,19 +50,16 @@ class Routers:
     recorder: OutputRecorder
 
     def find_modules(self, layer: nn.Module) -> Iterator[nn.Module]:
+        """Yields the routers in `layer`."""
         part = f".{self.recorder.layer_name}." if self.recorder.layer_name else ""
         for path, module in layer.named_modules():
             if isinstance(module, self.recorder.target_class) and part in f".{path}.":
                 yield module
 
-    def select_logits(self, output: Any) -> Tensor:
-        logits: Tensor = output[self.recorder.index] if isinstance(output, tuple) else output
-        return logits
-
-    def add_terms(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> Routed:
+    def add_terms(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> RoutedStates:
         """Returns the output of a block. before: the output of the previous layer. logits: [tokens, E] of each router."""
         probabilities, counts = [], []
-        if isinstance(before, Routed):
+        if isinstance(before, RoutedStates):
             probabilities, counts = [before.probabilities], [before.counts]
         for router_logits in logits:
             weights = router_logits.softmax(-1)
@@ -71,7 +67,7 @@ class Routers:
             experts = weights.detach().topk(self.top_k, dim=-1).indices.flatten()
             zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=experts.device)
             counts.append(zeros.scatter_add(0, experts, torch.ones_like(experts)))
-        return Routed(hidden, torch.stack(probabilities).sum(0), torch.cat(counts))
+        return RoutedStates(hidden, torch.stack(probabilities).sum(0), torch.cat(counts))
 
     def compute_loss(self, probabilities: Tensor, counts: Tensor) -> Tensor:
         """Returns the load-balancing loss without its coefficient. If `probabilities` [E] cover only some of the tokens,
@@ -114,7 +110,7 @@ def _has_equal_loss(routers: Routers, function: Any) -> bool:
     return torch.allclose(routers.compute_loss(*sums), expected, rtol=1e-4)
 
 
-class LoadBalance:
+class LoadBalancingLoss:
     """Computes the load-balancing loss and its metrics. sp: the ranks with slices of a sequence, or None before `attach`."""
 
     def __init__(self, routers: Routers) -> None:
@@ -124,17 +120,16 @@ class LoadBalance:
         self._num_microbatches = 0
 
     def attach(self, parts: Parts) -> None:
-        """Adds three metrics to each row, which are means over the step's microbatches.
-
-        `experts/loss`: the load-balancing loss without its coefficient. `experts/max_load`, `experts/min_load`: the number of
-        tokens of the most used and of the least used expert in any layer, divided by the mean over the layer's experts.
+        """Adds three metrics to each row, which are means over the step's microbatches. `experts/loss`: the load-balancing loss
+        without its coefficient. `experts/max_load`, `experts/min_load`: the number of tokens of the most used and of the least
+        used expert in any layer, divided by the mean over the layer's experts.
         """
         self.sp = parts.groups["sp"]
         parts.events.began.append(self._reset)
         for index, name in enumerate(("loss", "max_load", "min_load")):
             parts.numbers.add(f"experts/{name}", partial(self._mean_share, index, parts.topology.dp))
 
-    def compute_loss(self, routed: Routed, num_labels: Tensor) -> Tensor:
+    def compute_loss(self, routed: RoutedStates, num_labels: Tensor) -> Tensor:
         """Returns this rank's term of coefficient x loss x number of labels. The terms of the ranks of `sp` add up to it.
         routed: the output of the last block. num_labels: the number of this rank's labels that are not ignored, a scalar.
         """
@@ -164,7 +159,7 @@ class LoadBalance:
 class BalancedLogits(SplitLogits):
     """Logits whose cross-entropy includes the load-balancing loss of the microbatch."""
 
-    def __init__(self, output: Tensor | SplitLogits, routed: Routed, balance: LoadBalance) -> None:
+    def __init__(self, output: Tensor | SplitLogits, routed: RoutedStates, balance: LoadBalancingLoss) -> None:
         """output: the logits [b, s, v]. routed: the output of the last block. balance: computes the load-balancing loss."""
         self.output = output
         self.routed = routed
@@ -179,7 +174,7 @@ class BalancedLogits(SplitLogits):
         return self.output.dtype
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the summed cross-entropy over `labels` [b, s], except `ignore_index`, plus `LoadBalance.compute_loss`."""
+        """Returns the summed cross-entropy over `labels` [b, s], except `ignore_index`, plus the load-balancing loss."""
         if isinstance(self.output, Tensor):
             total = cross_entropy_of_logits(self.output, labels, ignore_index, smoothing)
         else:

@@ -63,9 +63,8 @@ def find_structure(causal: Any) -> ModuleNames:
         raise UnsupportedModelError(f"`{family}` with attention in both directions is not a causal decoder")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        raise UnsupportedModelError(
-            f"`{family}` has layers of the types {', '.join(sorted(kinds))}, which keep state across positions"
-        )
+        names = ", ".join(sorted(kinds))
+        raise UnsupportedModelError(f"`{family}` has layers of the types {names}, which keep state across positions")
     base_name = causal.base_model_prefix
     base = getattr(causal, base_name, None)
     if not isinstance(base, nn.Module):
@@ -85,9 +84,8 @@ def find_structure(causal: Any) -> ModuleNames:
         norms = [name for name in after if any(True for _ in base.get_submodule(stack).get_submodule(name).parameters())]
         norms = norms or [name for name in names if "norm" in name and "embed" not in name]
     if len(norms) != 1:
-        raise UnsupportedModelError(
-            f"`{family}` must have one norm after its decoder layers, but has {', '.join(norms) or 'none'}"
-        )
+        listed = ", ".join(norms) or "none"
+        raise UnsupportedModelError(f"`{family}` must have one norm after its decoder layers, but has {listed}")
     return ModuleNames(base_name, stack, blocks, norms[0])
 
 
@@ -182,10 +180,9 @@ def copy_with_recorders(
 
 
 class LayerArguments:
-    """Computes the arguments of all decoder layers, except the hidden states, once per microbatch.
-
-    All blocks of a model share one object. It is not an `nn.Module`, so its small buffers, such as rotary frequencies, keep
-    their dtypes and belong to no layer.
+    """Computes the arguments of all decoder layers, except the hidden states, once per microbatch. All blocks of a model share
+    one object. It is not an `nn.Module`, so its small buffers, such as rotary frequencies, keep their dtypes and belong to no
+    layer.
     """
 
     def __init__(self, causal: Any, structure: ModuleNames) -> None:
@@ -204,7 +201,7 @@ class LayerArguments:
             if buffer is not None
         ]
         self._device: torch.device | None = None
-        self._last: tuple[Any, Any] = (None, None)
+        self._cached_calls: tuple[Any, Any] = (None, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerArguments":
         """Returns this object, since copies of a block share it."""
@@ -213,11 +210,10 @@ class LayerArguments:
     def __call__(
         self, index: int, hidden: Tensor, positions: Tensor | None, mask: Tensor | None, field: Tensor | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the positional and keyword arguments of decoder layer `index`, without the hidden states.
-
-        hidden: the hidden states [b, s, h]. positions: [b, s], or None to count from 0. mask: the additive mask [b, 1, s, s],
-        or None. field: the field of the microbatch with which the arguments are cached, or None if they depend only on the
-        shape, dtype and device of `hidden`.
+        """Returns the positional and keyword arguments of decoder layer `index`, without the hidden states. hidden: the hidden
+        states [b, s, h]. positions: [b, s], or None to count from 0. mask: the additive mask [b, 1, s, s], or None. field: the
+        field of the microbatch with which the arguments are cached, or None if they depend only on the shape, dtype and device
+        of `hidden`.
         """
         key = (id(self), tuple(hidden.shape), hidden.dtype, hidden.device)
 
@@ -229,10 +225,10 @@ class LayerArguments:
         elif hidden.is_meta or mask is not None:  # not cached, since no meta tensor may remain in the layers
             calls = compute()
         else:
-            if self._last[0] != key:
+            if self._cached_calls[0] != key:
                 with torch.no_grad():
-                    self._last = key, compute()
-            calls = self._last[1]
+                    self._cached_calls = key, compute()
+            calls = self._cached_calls[1]
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = calls[index]
         return arguments
 

@@ -105,11 +105,10 @@ class FileInitializer:
         return tensor
 
 
-class HubWeights:
-    """The weights in `source`, with the names and layouts of the files that transformers' `save_pretrained` writes.
-
-    causal: the transformers model, whose parameters may be on meta. names: transformers' name of each weight, keyed by its name
-    in the run. Only one layer is in memory at a time.
+class ExportedWeights:
+    """The weights in `source`, with the names and layouts of the files that transformers' `save_pretrained` writes. causal: the
+    transformers model, whose parameters may be on meta. names: transformers' name of each weight, keyed by its name in the run.
+    Only one layer is in memory at a time.
     """
 
     def __init__(self, source: TensorReader, causal: Any, names: Mapping[str, str]) -> None:

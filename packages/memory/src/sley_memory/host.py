@@ -59,10 +59,9 @@ def _get_geometry(tensor: Tensor) -> TensorGeometry:
 
 class OffloadedStorage:
     """A storage that is copied to the host once, in full, for all saved tensors in it. Only their handles own this object;
-    autograd drops these with the saved tensors, and the last one releases the host memory.
-
-    The copy starts only after the layer's forward. Tensors may share a storage without sharing a version counter
-    (`unsafe_chunk`, `.data`), so the layer may write to one after it has saved another. is_sent: whether the copy has started.
+    autograd drops these with the saved tensors, and the last one releases the host memory. The copy starts only after the
+    layer's forward. Tensors may share a storage without sharing a version counter (`unsafe_chunk`, `.data`), so the layer may
+    write to one after it has saved another. is_sent: whether the copy has started.
     """
 
     def __init__(self, tensor: Tensor, arena: HostArena, stream: CopyStream) -> None:
@@ -233,11 +232,9 @@ class KeptTensor:
 
 def build_written_error(layer: str, fault: str = "since its forward saved it") -> RunError:
     """Returns the RunError `saved-in-place` for a tensor of `layer`. fault: how the tensor was written."""
-    return RunError(
-        "saved-in-place",
-        f"a tensor that the backward of layer {layer!r} needs was written in place {fault}",
-        hint="use a new tensor in the layer (`h = h + x`), or use `core.keep` to see the operation in autograd's error",
-    )
+    message = f"a tensor that the backward of layer {layer!r} needs was written in place {fault}"
+    hint = "use a new tensor in the layer (`h = h + x`), or use `core.keep` to see the operation in autograd's error"
+    return RunError("saved-in-place", message, hint=hint)
 
 
 class AddressRanges:

@@ -20,10 +20,10 @@ from sley_core.api.memory import MemoryInventory, Moved, OptimizerParam, Storage
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up, split_by_size
 from sley_memory.arena import HostArena
 
-MAX_SMALL_BYTES = 1 << 20
+_MAX_MERGED_BYTES = 1 << 20
 """The size in bytes of the largest storage that is merged with others. Larger copies take much longer than their launch."""
 
-NUM_OWNERS = 3
+_UNSHARED_USE_COUNT = 3
 """The use count of a storage without other views: its tensor, the view in `StorageEntry`, and the Python object."""
 
 ListStorages = Callable[[], Sequence[StorageEntry]]
@@ -32,21 +32,19 @@ ListStorages = Callable[[], Sequence[StorageEntry]]
 StorageCopy = tuple[StorageEntry, Tensor]
 """A storage, and the host memory of equal size that holds its bytes while it is offloaded."""
 
-SHARED_BYTES = 1 << 20
+_MAX_PACKED_BYTES = 1 << 20
 """The largest size in bytes of tensors that torch's allocator packs into shared segments of driver memory."""
 
-ROUNDED_BYTES = 512
+_ROUNDING_BYTES = 512
 """Torch's allocator rounds sizes up to multiples of this number of bytes."""
 
 
 def reserve_segment(sizes: Iterable[int], device: torch.device) -> None:
     """Makes torch's allocator reserve one segment of device memory for tensors of `sizes` bytes, if its cache is too small.
-    Does nothing on a CPU, or if the driver has no segment of that size.
-
-    Without this, each large tensor gets its own segment, and the driver is slow. On an H200, it takes 19 ms to allocate 336
-    segments of 21 MiB and 14 ms to free them, but only 0.5 ms and 3 ms for one segment of 7 GiB.
+    Does nothing on a CPU, or if the driver has no segment of that size. Otherwise each large tensor gets its own segment: on an
+    H200, the driver takes 19 ms to allocate 336 segments of 21 MiB and 14 ms to free them, but 0.5 and 3 ms for one of 7 GiB.
     """
-    large_sizes = [round_up(size, ROUNDED_BYTES) for size in sizes if size > SHARED_BYTES]
+    large_sizes = [round_up(size, _ROUNDING_BYTES) for size in sizes if size > _MAX_PACKED_BYTES]
     if device.type != "cuda" or len(large_sizes) < 2:
         return
     num_cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -56,11 +54,9 @@ def reserve_segment(sizes: Iterable[int], device: torch.device) -> None:
 
 
 def merge_small(storages: Sequence[StorageEntry], max_bytes: int) -> list[StorageEntry]:
-    """Merges small storages of one tensor each into storages of up to `max_bytes`, and returns all resulting storages.
-
-    This makes copies faster: a copy of a few hundred bytes takes as long as one of 200 KB. The tensor objects stay the same;
-    only their storage changes. A tensor with other views keeps its storage, since the views would refer to the old memory. All
-    memory must be on the device.
+    """Merges small storages of one tensor each into storages of up to `max_bytes`, and returns all resulting storages. This
+    makes copies faster: a few hundred bytes take as long as 200 KB. The tensor objects stay the same. A tensor with other views
+    keeps its storage, since the views would refer to the old memory. All memory must be on the device.
     """
     small = [storage for storage in storages if _is_mergeable(storage)]
     small_ids = {id(storage) for storage in small}
@@ -72,13 +68,12 @@ def merge_small(storages: Sequence[StorageEntry], max_bytes: int) -> list[Storag
 
 def _is_mergeable(storage: StorageEntry) -> bool:
     """Returns whether a storage is resizable, has at most 1 MiB, and holds one plain tensor without other views."""
-    if len(storage.tensors) > 1 or not 0 < storage.memory.numel() <= MAX_SMALL_BYTES or not is_resizable(storage):
+    if len(storage.tensors) > 1 or not 0 < storage.memory.numel() <= _MAX_MERGED_BYTES or not is_resizable(storage):
         return False
     (tensor,) = storage.tensors.values()
     if not is_plain(tensor) or tensor.requires_grad or tensor.is_inference():
         return False
-    num_owners: int = torch._C._storage_Use_Count(storage_id(tensor))
-    return num_owners == NUM_OWNERS
+    return bool(torch._C._storage_Use_Count(storage_id(tensor)) == _UNSHARED_USE_COUNT)
 
 
 @torch.no_grad()
@@ -121,9 +116,7 @@ class Streams:
 
 
 class TimedCopies(NamedTuple):
-    """Copies in flight in one direction. end: the event after them. start_s: their start, by `time.perf_counter`. num_bytes:
-    their total size.
-    """
+    """Copies in flight in one direction: the event after them, their start by `time.perf_counter`, and their total size."""
 
     end: CopyEvent
     start_s: float
@@ -143,7 +136,6 @@ class TimedCopies(NamedTuple):
 
 class Mover:
     """Offloads and onloads one part of a run's memory, with its `counters`. This base class moves nothing.
-
     is_onloaded_automatically: whether the part returns to the device without a call of `onload` when it is needed.
     """
 
@@ -180,7 +172,7 @@ class Mover:
         self.wait()
 
 
-class FreedGradients(Mover):
+class GradientMover(Mover):
     """Frees the gradients of `inventory.store` on offload, and allocates zeros on onload."""
 
     def __init__(self, inventory: MemoryInventory, counters: Moved) -> None:
@@ -199,7 +191,7 @@ class FreedGradients(Mover):
             self._where = Where.HERE
 
 
-class TrimmedPools(Mover):
+class PoolMover(Mover):
     """Frees unused memory with `trim`, which returns its size in bytes. Its owner allocates it again when needed."""
 
     def __init__(self, trim: Callable[[], int], counters: Moved) -> None:
@@ -210,12 +202,10 @@ class TrimmedPools(Mover):
         self._counters.given_back = self._trim()
 
 
-class HostCopy(Mover):
+class HostCopyMover(Mover):
     """Copies storages to the host and back. Together, the storages are a part, or one bucket of optimizer states.
-
-    list_storages: returns the storages. arena: the allocator of host memory, which the first offload uses. bucket_bytes: the
-    bytes to free or allocate at a time. reserves_segment: whether an onload first reserves device memory for all storages at
-    once.
+    bucket_bytes: the bytes to free or allocate at a time. reserves_segment: whether an onload first reserves device memory for
+    all storages at once.
     """
 
     def __init__(
@@ -339,8 +329,8 @@ class HostCopy(Mover):
             self.require()
 
     def _allocate_copies(self) -> list[StorageCopy]:
-        """Returns each resizable storage with its host memory. Allocates host memory for new storages, and releases that of
-        storages that no longer exist or whose size has changed. Warns about the first storage that is not resizable.
+        """Returns each resizable storage with its host memory, which is allocated for new storages, and released for those that
+        no longer exist or have another size. Warns about the first storage that is not resizable.
         """
         storages = []
         for storage in self._list_storages():
@@ -362,6 +352,6 @@ class HostCopy(Mover):
         return split_by_size(copies, lambda copy: copy[1].numel(), self._bucket_bytes)
 
 
-def split_by_bytes(params: Iterable[OptimizerParam], num_bytes: int) -> list[list[OptimizerParam]]:
+def split_params(params: Iterable[OptimizerParam], num_bytes: int) -> list[list[OptimizerParam]]:
     """Splits `params` into buckets of at most `num_bytes` of parameters. A larger parameter gets its own bucket."""
     return split_by_size(params, lambda param: param.parameter.nbytes, num_bytes)

@@ -1,27 +1,31 @@
 """Offloads the parts of a run's memory that an `[[offload]]` table names, with one mover per part."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from math import inf
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from sley_core.api.comm import HostMemory
 from sley_core.api.memory import MemoryInventory, Moved, OffloadManager, OptimizerParam, Part, StorageEntry, Where, storage_id
 from sley_core.api.model import Layer
-from sley_core.api.parts import Param, Parts
+from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout, Param, Parts
 from sley_core.errors import StateError
+from sley_memory import movers
 from sley_memory.arena import HostArena
-from sley_memory.host_optimizer import HostOptimizer
-from sley_memory.movers import FreedGradients, HostCopy, ListStorages, Mover, Streams, TrimmedPools, merge_small, split_by_bytes
 from sley_memory.plugin import HostOptimizerConfig, OffloadConfig
 
 LAYER_PARTS: tuple[Part, ...] = ("weights", "buffers")
 """The parts that the forward of a layer needs."""
 
 
-class BetweenSteps(Mover):
-    """Steps the optimizer bucket by bucket, and keeps the states of other buckets on the host. Registers itself with the run.
+class BucketedStateMover(movers.Mover):
+    """Steps the optimizer bucket by bucket, and keeps the states of other buckets on the host.
 
         tail of the backward    update of 0      update of 1                  update of 2      next forward
         0 comes ............... 1 comes ........ 0 leaves, 2 comes .......... 1 leaves ....... 2 leaves
@@ -33,15 +37,26 @@ class BetweenSteps(Mover):
     is_onloaded_automatically = True
 
     def __init__(
-        self, inventory: MemoryInventory, parts: Parts, streams: Streams, arena: HostArena, bucket_bytes: int, counters: Moved
+        self,
+        inventory: MemoryInventory,
+        parts: Parts,
+        streams: movers.Streams,
+        arena: HostArena,
+        bucket_bytes: int,
+        counters: Moved,
     ) -> None:
         super().__init__(counters)
         self._inventory = inventory
         self._new_host_copy = partial(
-            HostCopy, streams=streams, arena=arena, bucket_bytes=bucket_bytes, counters=counters, reserves_segment=False
+            movers.HostCopyMover,
+            streams=streams,
+            arena=arena,
+            bucket_bytes=bucket_bytes,
+            counters=counters,
+            reserves_segment=False,
         )
         self._bucket_bytes = bucket_bytes
-        self._buckets: list[tuple[list[OptimizerParam], HostCopy]] = []
+        self._buckets: list[tuple[list[OptimizerParam], movers.HostCopyMover]] = []
         self._is_before_first_gradient = False
         parts.events.step_in_buckets = self._step
         parts.events.began.append(self._start_step)
@@ -50,7 +65,7 @@ class BetweenSteps(Mover):
 
     @property
     def where(self) -> Where:
-        """The location of the first bucket that is not away. If all buckets are away, as between two steps, it is AWAY."""
+        """The location of the first bucket that is not away, or AWAY if all are, as between two steps."""
         return next((states.where for _, states in self._buckets if states.where is not Where.AWAY), Where.AWAY)
 
     def wait(self) -> None:
@@ -72,12 +87,14 @@ class BetweenSteps(Mover):
             self._onload_bucket(0)
 
     def _step(self, params: Sequence[OptimizerParam]) -> Iterator[Sequence[OptimizerParam]]:
-        """Yields each bucket once later device work can use its states. Starts to onload the next bucket before that. When the
-        caller has updated the bucket, starts to offload its states.
+        """Yields each bucket once later device work can use its states, after starting to onload the next one. When the caller
+        has updated the bucket, starts to offload its states.
         """
         # Adds buckets for new weights: all weights in the first step, and later those that were unfrozen.
         known_ids = {id(param.parameter) for bucket, _ in self._buckets for param in bucket}
-        for bucket in split_by_bytes([param for param in params if id(param.parameter) not in known_ids], self._bucket_bytes):
+        for bucket in movers.split_params(
+            [param for param in params if id(param.parameter) not in known_ids], self._bucket_bytes
+        ):
             self._buckets.append((bucket, self._new_host_copy(self._make_state_lister(bucket))))
         self._onload_bucket(0)
         for index, (bucket, states) in enumerate(self._buckets):
@@ -97,9 +114,9 @@ class BetweenSteps(Mover):
             if states.where in (Where.HERE, Where.COMING):
                 states.offload()
 
-    def _make_state_lister(self, bucket: Sequence[OptimizerParam]) -> ListStorages:
-        """Returns a function that lists the states of a bucket's weights, with small storages merged. States that weights of
-        other buckets share are left out, since they must stay on the device while those weights are updated.
+    def _make_state_lister(self, bucket: Sequence[OptimizerParam]) -> movers.ListStorages:
+        """Returns a function that lists the states of a bucket's weights, with small storages merged. It leaves out states that
+        other buckets share, which must stay on the device while those are updated.
         """
         known_ids: set[int] = set()
         shared_ids: set[int] = set()
@@ -112,28 +129,144 @@ class BetweenSteps(Mover):
                 known_ids.clear()
                 known_ids.update(state_ids)
             own_states = [state for state in states if storage_id(state.memory) not in shared_ids]
-            storages = merge_small(own_states, self._bucket_bytes)
+            storages = movers.merge_small(own_states, self._bucket_bytes)
             known_ids.update(storage_id(storage.memory) for storage in storages)
             return storages
 
         return list_storages
 
 
-class HostOffloadManager(OffloadManager):
-    """Moves the parts that its table names to host memory and back.
+NUM_HOST_BUCKETS = 2
+"""The number of buckets for which the host has memory: one is updated while the next is copied."""
 
-    With `when = "between_steps"`, optimizer states are on the device only while their weights are updated.
-    `memory.host_optimizer` keeps them and the master weights on the host. All other parts move only when the program asks. If
-    the run's tensors have no memory, as in an estimate, the manager is not attached and moves nothing.
+
+class OptimizerBucket(NamedTuple):
+    """Parameters that are updated together, with host tensors for their gradients and for weights in the device's dtype."""
+
+    params: Sequence[OptimizerParam]
+    gradients: Sequence[Tensor]
+    weights: list[Tensor]
+
+
+class HostOptimizer(movers.Mover):
+    """Keeps master weights and optimizer states on the host, and steps the optimizer there, bucket by bucket. Weights and
+    gradients stay on the device. counters: those of the two parts. All weights must have the same dtype.
+
+        gradients to the host   0 | 1 | 2 | ...
+        optimizer on the host       0 | 1 | 2 | ...
+        weights to the device           0 | 1 | 2 | ...        the next forward waits for the last one
+
+    This is ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840) without its one-step delay. The norm, the clipping and the
+    decision to take the step come first, so the results equal those of a step on the device with the same kernels.
+    """
+
+    is_onloaded_automatically = True
+
+    def __init__(self, parts: Parts, streams: movers.Streams, bucket_bytes: int, counters: Mapping[Part, Moved]) -> None:
+        super().__init__(counters["masters"])
+        self._where = Where.AWAY
+        self._gradient_counters = counters["optimizer_states"]
+        self._store = parts.store
+        self._device = parts.world.device
+        self._streams = streams
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[OptimizerBucket] = []
+        self._host_memories: list[HostMemory] = []
+        self._weight_copies: dict[int, movers.TimedCopies] = {}
+        parts.events.step_in_buckets = self._step
+
+    def _step(self, params: Sequence[OptimizerParam]) -> Iterator[Sequence[OptimizerParam]]:
+        """Yields each bucket once its gradients are on the host, and then sends its weights. Finally waits for all copies."""
+        self._build_buckets(params)
+        streams = self._streams
+        streams.to_host.wait_for_device()  # gradients are copied only after they are clipped
+        streams.to_device.wait_for_device()  # weights are written only after the backward has read them
+        fetches = [self._fetch(index) for index in range(min(NUM_HOST_BUCKETS, len(self._buckets)))]
+        try:
+            for index, bucket in enumerate(self._buckets):
+                fetches[index].finish(self._gradient_counters, to_host=True)
+                for param, host_gradient in zip(bucket.params, bucket.gradients, strict=True):
+                    param.parameter.grad = host_gradient.to(param.parameter.dtype) if param.param in self._store else None
+                yield bucket.params
+                for param, host_gradient in zip(bucket.params, bucket.gradients, strict=True):
+                    if host_gradient.dtype != param.parameter.dtype:  # frees the converted copy before the next bucket's
+                        param.parameter.grad = None
+                self._send(index)
+                if index + NUM_HOST_BUCKETS < len(self._buckets):
+                    fetches.append(self._fetch(index + NUM_HOST_BUCKETS))
+        except BaseException:  # if the optimizer fails, earlier buckets stay updated
+            streams.wait()  # the next step may write gradients, or have other buckets
+            self._weight_copies.clear()
+            raise
+        streams.to_device.record().hold_device()
+        for sent in self._weight_copies.values():
+            sent.finish(self._counters, to_host=False)
+        self._weight_copies.clear()
+
+    def _fetch(self, index: int) -> movers.TimedCopies:
+        """Starts to copy the gradients of bucket `index` to the host."""
+        start_s, num_bytes = time.perf_counter(), 0
+        for param, host_gradient in zip(self._buckets[index].params, self._buckets[index].gradients, strict=True):
+            if param.param in self._store:
+                gradient = self._store.part(param.param)
+                self._streams.to_host.copy(host_gradient, gradient)
+                num_bytes += gradient.nbytes
+        self._gradient_counters.copied_out += num_bytes
+        return movers.TimedCopies(self._streams.to_host.record(), start_s, num_bytes)
+
+    def _send(self, index: int) -> None:
+        """Casts the weights of bucket `index` on the host to their dtype on the device, and starts to copy them there."""
+        bucket, _, weights = self._buckets[index]
+        masters = [param.parameter.detach() for param in bucket]
+        if index % NUM_HOST_BUCKETS in self._weight_copies:
+            self._weight_copies[index % NUM_HOST_BUCKETS].finish(self._counters, to_host=False)
+        if bucket[0].original.dtype == masters[0].dtype and not self._device.is_async:
+            weights = masters
+        else:
+            torch._foreach_copy_(weights, masters)
+        start_s = time.perf_counter()
+        for param, value in zip(bucket, weights, strict=True):
+            self._streams.to_device.copy(param.working, value)
+        num_bytes = sum(value.nbytes for value in weights)
+        self._counters.copied_in += num_bytes
+        self._weight_copies[index % NUM_HOST_BUCKETS] = movers.TimedCopies(self._streams.to_device.record(), start_s, num_bytes)
+
+    def _build_buckets(self, params: Sequence[OptimizerParam]) -> None:
+        """Builds the buckets and their host memory, in the first step and when the number of weights has changed."""
+        if sum(len(bucket.params) for bucket in self._buckets) == len(params):
+            return
+        buckets = movers.split_params(params, self._bucket_bytes)
+        self._host_memories.clear()
+        gradients = self._allocate_views(buckets, self._store.dtype)
+        weights = self._allocate_views(buckets, params[0].original.dtype)
+        self._gradient_counters.host_bytes = sum(memory.num_bytes for memory in self._host_memories)
+        self._buckets = [OptimizerBucket(*fields) for fields in zip(buckets, gradients, weights, strict=True)]
+
+    def _allocate_views(self, buckets: Sequence[Sequence[OptimizerParam]], dtype: torch.dtype) -> list[list[Tensor]]:
+        """Returns host tensors of `dtype` in the shapes of each bucket's weights. Every second bucket uses the same memory."""
+        alignment = ALIGNMENT_BYTES // dtype.itemsize
+        layouts = [FlatLayout([param.parameter.shape for param in bucket], alignment) for bucket in buckets]
+        num_bytes = max(layout.numel for layout in layouts) * dtype.itemsize
+        ring = [self._device.host_memory(num_bytes) for _ in range(NUM_HOST_BUCKETS)]
+        self._host_memories += ring
+        flats = cycle([memory.data.view(dtype) for memory in ring])
+        return [layout.views(flat[: layout.numel]) for layout, flat in zip(layouts, flats, strict=False)]
+
+
+class HostOffloadManager(OffloadManager):
+    """Moves the parts that its table names to host memory and back. With `when = "between_steps"`, optimizer states are on the
+    device only while their weights are updated. `memory.host_optimizer` keeps them and the master weights on the host. All
+    other parts move only when the program asks. An estimate, whose tensors have no memory, does not attach the manager, which
+    then moves nothing.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
         self.config = config
         self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
-        self._movers: dict[Part, Mover] = {part: Mover(moved) for part, moved in self._moved.items()}
+        self._movers: dict[Part, movers.Mover] = {part: movers.Mover(moved) for part, moved in self._moved.items()}
         self._layers: Sequence[Layer] = ()
         self._hooks: list[RemovableHandle] = []
-        self._streams: Streams | None = None
+        self._streams: movers.Streams | None = None
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -142,7 +275,7 @@ class HostOffloadManager(OffloadManager):
     def attach(self, parts: Parts, inventory: MemoryInventory) -> None:
         """Creates the copy streams, the host memory, and a mover for each part."""
         device = parts.world.device
-        self._streams = Streams(device.copy_stream)
+        self._streams = movers.Streams(device.copy_stream)
         if isinstance(self.config, HostOptimizerConfig):
             optimizer = HostOptimizer(parts, self._streams, self.config.bucket_bytes, self._moved)
             self._movers = dict.fromkeys(self.parts, optimizer)
@@ -152,32 +285,32 @@ class HostOffloadManager(OffloadManager):
         arena = HostArena(device.host_memory, self._streams.wait, max_locked_bytes=max_locked_bytes)
         self._layers = parts.layers
         for layer in parts.layers:
-            # This check is for a program's own backward, which may gather shards after they were offloaded. In steps and
-            # evaluations there are no hooks on any rank.
+            # For a program's own backward, which may gather shards after they were offloaded. Steps and evaluations have no
+            # hooks on any rank.
             check = partial(self._check_layers, "a use of a layer's weights")
             parts.waits.before_layer(layer.name, check, lambda: bool(self._hooks))
         for part in self.parts:
             self._movers[part] = self._new_mover(part, parts, inventory, arena)
 
-    def _new_mover(self, part: Part, parts: Parts, inventory: MemoryInventory, arena: HostArena) -> Mover:
+    def _new_mover(self, part: Part, parts: Parts, inventory: MemoryInventory, arena: HostArena) -> movers.Mover:
         assert self._streams is not None, "not attached"
         counters, bucket_bytes = self._moved[part], self.config.bucket_bytes
         if part == "gradients":
-            return FreedGradients(inventory, counters)
+            return movers.GradientMover(inventory, counters)
         if part == "pools":
-            return TrimmedPools(inventory.trim, counters)
+            return movers.PoolMover(inventory.trim, counters)
         if part == "optimizer_states" and self.config.steps_in_buckets:
-            return BetweenSteps(inventory, parts, self._streams, arena, bucket_bytes, counters)
+            return BucketedStateMover(inventory, parts, self._streams, arena, bucket_bytes, counters)
 
         def list_storages() -> Sequence[StorageEntry]:
             storages = inventory.storages(part)
-            return merge_small(storages, bucket_bytes) if part == "optimizer_states" else storages
+            return movers.merge_small(storages, bucket_bytes) if part == "optimizer_states" else storages
 
-        return HostCopy(list_storages, self._streams, arena, bucket_bytes, counters)
+        return movers.HostCopyMover(list_storages, self._streams, arena, bucket_bytes, counters)
 
     def offload(self, part: Part) -> Callable[[], None]:
-        """Starts to offload `part`, and returns a function that waits for the copies. While weights or buffers are away, calls
-        of layers raise StateError `memory-away`.
+        """Starts to offload `part`, and returns a function that waits for the copies. Calls of layers raise StateError
+        `memory-away` while weights or buffers are away.
         """
         if part in LAYER_PARTS:
             self._hook_layers()
@@ -219,7 +352,7 @@ class HostOffloadManager(OffloadManager):
             self._streams.wait()  # host memory is freed with this object
 
     def _hook_layers(self) -> None:
-        """Adds hooks to every module that check, before a forward or `state_dict`, that no weights or buffers are away."""
+        """Adds hooks to every module that call `_check_layers` before a forward or `state_dict`."""
         for layer in () if self._hooks else self._layers:
             for module in layer.module.modules():
                 self._hooks.append(module.register_forward_pre_hook(lambda *_: self._check_layers(), prepend=True))

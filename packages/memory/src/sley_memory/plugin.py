@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -17,9 +17,6 @@ LayerSelection = PositiveInt | Annotated[Array[str], Field(min_length=1)]
 
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools"]
 """A copy of `Part` of `sley_core.api.memory`, which this module cannot import since it needs torch."""
-
-ALL_PARTS: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools")
-"""All values of `Part`."""
 
 
 class OffloadConfig(Table):
@@ -84,7 +81,7 @@ class GradientsConfig(OffloadConfig):
 class EverythingConfig(OffloadConfig):
     """Moves all memory that a run holds between two steps, or the parts in `parts`."""
 
-    parts: Annotated[Array[Part], Field(min_length=1)] = ALL_PARTS
+    parts: Annotated[Array[Part], Field(min_length=1)] = get_args(Part)
     """The parts to move. Gradients are freed, pools are trimmed, and all other parts are copied."""
 
 

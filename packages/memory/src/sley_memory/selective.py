@@ -85,11 +85,9 @@ class AttentionResults:
         if result is None:
             return None
         if any(isinstance(value, Tensor) and version_of(value) != version for value, version in result):
-            raise RunError(
-                "saved-in-place",
-                "a layer writes in place to the output of its attention, which `memory.selective` saves for the recomputation",
-                hint="use a new tensor in the layer (`h = h * g`), or use `core.recompute`",
-            )
+            message = "a layer writes in place to the output of its attention, which `memory.selective` saves"
+            hint = "use a new tensor in the layer (`h = h * g`), or use `core.recompute`"
+            raise RunError("saved-in-place", message, hint=hint)
         return [_detach(value) if isinstance(value, Tensor) else value for value, _ in result]
 
     def check_all_reused(self) -> None:
@@ -98,10 +96,10 @@ class AttentionResults:
             raise self._build_count_error("less often") from None
 
     def _build_count_error(self, comparison: str) -> RunError:
+        count = len(self._results)
         return RunError(
             "attention-differs",
-            f"the recomputation of a layer calls its attention {comparison} than its first forward did "
-            f"({len(self._results)} times)",
+            f"the recomputation of a layer calls its attention {comparison} than its first forward did ({count} times)",
             hint="use the same number of attentions in each call of the layer, or use `core.recompute`",
         )
 

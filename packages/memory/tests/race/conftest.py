@@ -12,7 +12,7 @@ from parking import state_digest
 from sley_core.api.memory import Where
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_memory.movers import HostCopy
+from sley_memory.movers import HostCopyMover
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import Tables
 from sley_trainer.assemble import assemble
@@ -89,7 +89,7 @@ def read_on_host(run: Run) -> None:
     for manager in run.memory.managers:
         for part in manager.parts:
             mover = getattr(manager, "_movers", {}).get(part)
-            if isinstance(mover, HostCopy) and run.memory.where[part] is Where.AWAY:
+            if isinstance(mover, HostCopyMover) and run.memory.where[part] is Where.AWAY:
                 for host in mover._host_memory.values():
                     host.sum()
 

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from sley_core.api.plan import Plan, Table
+from sley_core.errors import install_hint
 from sley_core.hookspecs import hookimpl
 from sley_core.records import MetricsWriterRecord, Problem
 
@@ -52,7 +53,6 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
             yield Problem(("metrics", index), f"`{writer.name}` is listed twice", "remove one of them", "metrics-twice")
         elif find_spec(package) is None:
             message = f"`{writer.name}` needs the package `{package}`, which is not installed"
-            folder = f'"packages/metrics[{package}]"'
-            hint = f"install sley-metrics[{package}]; in a clone of Sley's repository, run `pip install -e {folder}`"
+            hint = install_hint("metrics", package)
             yield Problem(("metrics", index, "use"), message, hint, f"{package}-missing")
         packages.add(package)

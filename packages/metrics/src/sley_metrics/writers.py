@@ -43,10 +43,9 @@ class TensorboardWriter(MetricsWriter):
 
 
 class WandbWriter(MetricsWriter):
-    """The writer `metrics.wandb`. Adds each number of a row to the curve with the same name, at the row's step.
-
-    The first row starts a W&B run, whose config is the resolved plan. Weights & Biases cannot delete rows, so the first row
-    after `rewind` starts another W&B run in the same group.
+    """The writer `metrics.wandb`. Adds each number of a row to the curve with the same name, at the row's step. The first row
+    starts a W&B run, whose config is the resolved plan. Weights & Biases cannot delete rows, so the first row after `rewind`
+    starts another W&B run in the same group.
     """
 
     def __init__(self, config: WandbConfig, folder: Path) -> None:
@@ -55,9 +54,8 @@ class WandbWriter(MetricsWriter):
         self._run: Any = None
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Queues the row's numbers. A process of the package `wandb` sends or stores them.
-
-        Raises RunError "metrics-wandb" if the W&B run cannot start, for example without an API key.
+        """Queues the row's numbers. A process of the package `wandb` sends or stores them. Raises RunError "metrics-wandb" if
+        the W&B run cannot start, for example without an API key.
         """
         self._run = self._run or self._start_run()
         self._run.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))

@@ -14,16 +14,16 @@ from torch import nn
 from sley_core.api.files import FLOATS, IDS, HuggingFaceModel, TensorReader, describe_model, open_weights, run_of, start_folder
 from sley_core.api.plan import Plan
 from sley_core.api.state import shorten_names
-from sley_core.errors import KeyPath, PlanError, RunError, UsageError
-from sley_models.hf_config import CONFIG, read_config, to_hf_config
+from sley_core.errors import PlanError, RunError, UsageError
+from sley_models.hf_config import CONFIG_NAME, read_config, to_hf_config
 from sley_models.llama import Block, Embed, Head, build_on_meta
 from sley_models.plugin import LlamaConfig
 
-# The names of parameters that have a special role, in runs and in Hugging Face files.
-EMBEDDING = "embed.tokens.weight"
-HEAD = "head.output.weight"
-HF_HEAD = "lm_head.weight"
-_OUTER_NAMES = {EMBEDDING: "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight", HEAD: HF_HEAD}
+# The names of the embedding and the head, in runs and in Hugging Face files.
+EMBEDDING_NAME = "embed.tokens.weight"
+HEAD_NAME = "head.output.weight"
+HF_HEAD_NAME = "lm_head.weight"
+_OUTER_NAMES = {EMBEDDING_NAME: "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight", HEAD_NAME: HF_HEAD_NAME}
 _MODULE_NAMES = {
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
@@ -46,7 +46,7 @@ def list_param_shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[i
     layers |= {f"blocks.{index}": block for index in range(config.num_layers)}
     layers["head"] = build_on_meta(Head, config, vocab_size)
     shapes = {f"{layer}.{name}": tuple(p.shape) for layer, module in layers.items() for name, p in module.named_parameters()}
-    return {name: shape for name, shape in shapes.items() if not (config.tie_embeddings and name == HEAD)}
+    return {name: shape for name, shape in shapes.items() if not (config.tie_embeddings and name == HEAD_NAME)}
 
 
 def hf_name(name: str) -> str:
@@ -58,15 +58,12 @@ def hf_name(name: str) -> str:
     return f"model.layers.{block}.{_MODULE_NAMES[module]}.{attribute}"
 
 
-WEIGHTS_KEY_PATH: KeyPath = ("model", "weights")
-
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """The suffix of a buffer in old files, which transformers and this module ignore."""
 
 
 class FileInitializer:
     """Sets the parameters of modules to the values in the files of `config.weights`, converted to the parameters' dtypes.
-
     Raises PlanError "model-weights" if the files cannot be read or belong to another model.
     """
 
@@ -104,38 +101,36 @@ def _find_problems(files: TensorReader, shapes: Mapping[str, tuple[int, ...]], c
             problems.append(f"{name!r} must have the shape {list(shapes[name])}, but has {list(kind.shape)}")
         elif name in shapes and kind.dtype not in FLOATS:
             problems.append(f"{name!r} must be {' or '.join(FLOATS)}, but is {kind.dtype}")
-        elif name not in shapes and not (config.tie_embeddings and name == HF_HEAD) and not name.endswith(_IGNORED_SUFFIX):
+        elif name not in shapes and not (config.tie_embeddings and name == HF_HEAD_NAME) and not name.endswith(_IGNORED_SUFFIX):
             problems.append(f"{name!r} is unknown")
     return problems
 
 
 def _check_tied_head(files: TensorReader, config: LlamaConfig) -> None:
     """Raises PlanError "model-weights" if the files of a tied model have a head that differs from the embedding."""
-    if not config.tie_embeddings or HF_HEAD not in files.names:
+    if not config.tie_embeddings or HF_HEAD_NAME not in files.names:
         return
-    embedding = hf_name(EMBEDDING)
-    if not torch.equal(files.tensor(HF_HEAD), files.tensor(embedding)):
-        message = f"tie_word_embeddings is true, but {HF_HEAD!r} and {embedding!r} have different values"
-        raise _build_weights_error(
-            message, "remove the head from the files, or set `tie_word_embeddings` to false in `config.json`"
-        )
+    embedding = hf_name(EMBEDDING_NAME)
+    if not torch.equal(files.tensor(HF_HEAD_NAME), files.tensor(embedding)):
+        message = f"tie_word_embeddings is true, but {HF_HEAD_NAME!r} and {embedding!r} have different values"
+        hint = "remove the head from the files, or set `tie_word_embeddings` to false in `config.json`"
+        raise _build_weights_error(message, hint)
 
 
 def _build_weights_error(message: str, hint: str | None = None) -> PlanError:
-    return PlanError("model-weights", message, path=WEIGHTS_KEY_PATH, hint=hint)
+    return PlanError("model-weights", message, path=("model", "weights"), hint=hint)
 
 
 def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the transformers model of a plan with the weights in `source`. Implements `ModelRecord.hugging_face`.
-
-    Raises UsageError "export-format" if no transformers model has the options of the plan, and RunError "weights-mismatch" if
-    the weights do not match the plan.
+    """Returns the transformers model of a plan with the weights in `source`. Implements `ModelRecord.hugging_face`. Raises
+    UsageError "export-format" if no transformers model has the options of the plan, and RunError "weights-mismatch" if the
+    weights do not match the plan.
     """
     config = plan.model.config
     assert isinstance(config, LlamaConfig), config
-    if EMBEDDING not in source.names:
-        raise RunError("weights-mismatch", f"the weights are not those of a Llama: {EMBEDDING!r} is missing")
-    vocab_size, _ = source.kind(EMBEDDING).shape
+    if EMBEDDING_NAME not in source.names:
+        raise RunError("weights-mismatch", f"the weights are not those of a Llama: {EMBEDDING_NAME!r} is missing")
+    vocab_size, _ = source.kind(EMBEDDING_NAME).shape
     shapes = list_param_shapes(config, vocab_size)
     if problems := _find_problems(source, shapes, config):
         message = f"the weights do not match this Llama: {shorten_names(problems)}"
@@ -148,17 +143,16 @@ def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceMod
 
 
 def _find_token_keys(plan: Plan) -> dict[str, Any]:
-    """Returns the keys of `config.json` for special token ids and for the maximum sequence length.
-
-    The ids are those of the weights from which the run starts, or None. The length is the larger one of the data's sequence
-    length and of the maximum of these weights.
+    """Returns the keys of `config.json` for special token ids and for the maximum sequence length. The ids are those of the
+    weights from which the run starts, or None. The length is the larger one of the data's sequence length and of the maximum of
+    these weights.
     """
     keys: dict[str, Any] = dict.fromkeys(IDS)
     sequence = getattr(plan.data.config, "sequence", None)
     if sequence is not None:
         keys["max_position_embeddings"] = sequence
     folder = start_folder(plan)
-    if folder is not None and (folder / CONFIG).is_file():
+    if folder is not None and (folder / CONFIG_NAME).is_file():
         content = read_config(folder).content
         keys |= {name: content[name] for name in IDS if content.get(name) is not None}
         max_positions = content.get("max_position_embeddings")

@@ -6,17 +6,18 @@ Refuses options that `models.llama` does not support, since training would other
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sley_core.api.files import open_weights, run_of
 from sley_core.errors import RunError
 from sley_models.plugin import LlamaConfig
 
-CONFIG = "config.json"
+CONFIG_NAME = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-_SIZES = {
+_SIZE_KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
@@ -33,16 +34,15 @@ class HFConfig:
     """
 
     keys: Mapping[str, Any]
-    content: Mapping[str, Any] = field(repr=False)
+    content: Mapping[str, Any]
 
 
 def read_config(folder: Path) -> HFConfig:
-    """Reads the `config.json` in `folder`, or the plan if `folder` belongs to a run.
-
-    Raises ValueError if the file cannot be read, or if `models.llama` does not support the model.
+    """Reads the `config.json` in `folder`, or the plan if `folder` belongs to a run. Raises ValueError if the file cannot be
+    read, or if `models.llama` does not support the model.
     """
     path = find_config_path(folder)
-    if path.name != CONFIG:
+    if path.name != CONFIG_NAME:
         return _read_run(folder, path)
     try:
         content = json.loads(path.read_text("utf-8"))
@@ -61,19 +61,14 @@ def read_config(folder: Path) -> HFConfig:
 
 def find_config_path(folder: Path) -> Path:
     """Returns the path of the file with the sizes of the model in `folder`: `config.json`, or `plan.toml` of a run."""
-    from sley_core.api.files import run_of
-
     run = run_of(folder)
-    return folder / CONFIG if run is None else run / "plan.toml"
+    return folder / CONFIG_NAME if run is None else run / "plan.toml"
 
 
 def _read_run(folder: Path, plan: Path) -> HFConfig:
-    """Reads the sizes of a run's model from its plan. Raises ValueError unless the model is `models.llama`.
-
-    folder: the folder of the run or of one of its checkpoints.
+    """Reads the sizes of a run's model from its plan. Raises ValueError unless the model is `models.llama`. folder: the folder
+    of the run or of one of its checkpoints.
     """
-    from sley_core.api.files import open_weights
-
     try:
         table = tomllib.loads(plan.read_text("utf-8"))["model"]
         use = table.pop("use", None)
@@ -98,10 +93,10 @@ def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
     _check_supported(content, str(model_type))
     # The required keys have defaults that depend on the model type, and transformers may not write them to the file.
     required = {"llama": (), "qwen2": ("num_key_value_heads",), "qwen3": ("num_key_value_heads", "head_dim")}
-    missing_keys = [name for name in (*_SIZES.values(), *required[str(model_type)]) if content.get(name) is None]
+    missing_keys = [name for name in (*_SIZE_KEYS.values(), *required[str(model_type)]) if content.get(name) is None]
     if missing_keys:
         raise ValueError(f"missing keys: {', '.join(missing_keys)}")
-    keys: dict[str, Any] = {key: content[name] for key, name in _SIZES.items()}
+    keys: dict[str, Any] = {key: content[name] for key, name in _SIZE_KEYS.items()}
     keys["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
     keys["head_dim"] = content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
     keys["tie_embeddings"] = content.get("tie_word_embeddings", False)
@@ -137,7 +132,6 @@ def _check_supported(content: Mapping[str, Any], model_type: str) -> None:
 
 def _find_rope_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the table of rotary positions: `rope_parameters` in transformers 5, `rope_scaling` in earlier versions, or {}.
-
     Raises ValueError if it is not a table, or if it differs by layer.
     """
     table = content.get("rope_parameters") or content.get("rope_scaling") or {}
@@ -163,10 +157,8 @@ def _convert_rope_keys(content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] 
 
 
 def to_hf_config(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
-    """Returns the content of a `config.json` that both transformers 4 and 5 can read.
-
-    The caller adds the dtype, the maximum sequence length and the ids of special tokens. Raises ValueError if no transformers
-    model has the options of `config`.
+    """Returns the content of a `config.json` that both transformers 4 and 5 can read. The caller adds the dtype, the maximum
+    sequence length and the ids of special tokens. Raises ValueError if no transformers model has the options of `config`.
     """
     if config.qkv_bias and config.qk_norm:
         raise ValueError("transformers has no model with both `qkv_bias` and `qk_norm`")

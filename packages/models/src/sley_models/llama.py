@@ -26,12 +26,10 @@ from sley_models.plugin import LlamaConfig, RopeScaling
 
 
 def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
-    """Returns the model with the layers `embed`, `blocks.0` ... and `head`.
-
-    Each rank builds only its own layers, and with `weights` reads only the values of these layers. The first layer reads the
-    field `tokens` [b, s]. Blocks read `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data has them. Raises PlanError
-    "model-vocabulary" if the vocabulary size is unknown or smaller than that of the data, and "model-weights" if the files
-    cannot be read or belong to another model.
+    """Returns the model with the layers `embed`, `blocks.0` ... and `head`. Each rank builds only its own layers, and with
+    `weights` reads only the values of these layers. The first layer reads the field `tokens` [b, s]. Blocks read `positions`
+    [b, s] and `cu_seqlens` [b, n + 1] if the data has them. Raises PlanError "model-vocabulary" if the vocabulary size is
+    unknown or smaller than that of the data, and "model-weights" if the files cannot be read or belong to another model.
     """
     vocab_size = _resolve_vocab_size(config, data)
     builders: Any = [
@@ -53,9 +51,8 @@ def build_on_meta(layer_class: Callable[..., nn.Module], *args: Any) -> nn.Modul
 
 
 def _resolve_vocab_size(config: LlamaConfig, data: DataInfo) -> int:
-    """Returns the vocabulary size of the plan, or else that of the data.
-
-    Raises PlanError "model-vocabulary" if neither is known, or if the plan's is smaller than the data's.
+    """Returns the vocabulary size of the plan, or else that of the data. Raises PlanError "model-vocabulary" if neither is
+    known, or if the plan's is smaller than the data's.
     """
     path = ("model", "vocab_size")
     if config.vocab_size is None:
@@ -73,7 +70,6 @@ def _resolve_vocab_size(config: LlamaConfig, data: DataInfo) -> int:
 
 class _NormalInitializer:
     """Draws normally distributed weights. Projections into the residual stream have a smaller deviation (Radford et al. 2019).
-
     Each block adds two projections to the stream. With the deviation std / sqrt(2 x num_layers), the variance of the stream
     does not grow with the number of blocks.
     """
@@ -177,10 +173,8 @@ class FeedForward(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Applies rotary position embeddings (RoPE).
-
-    Rotates each pair, channel i of the first half and channel i of the second half, by the angle
-    position / theta^(2 i / head_dim). `scaling` changes the frequencies 1 / theta^(2 i / head_dim).
+    """Applies rotary position embeddings (RoPE). Rotates each pair, channel i of the first half and channel i of the second
+    half, by the angle position / theta^(2 i / head_dim). `scaling` changes the frequencies 1 / theta^(2 i / head_dim).
     """
 
     frequencies: Tensor
@@ -196,9 +190,8 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the rotated q and k, in their shapes and dtypes.
-
-        q, k: [b, s, heads, d]. positions: [b, s] integers, or None to count each row from 0.
+        """Returns the rotated q and k, in their shapes and dtypes. q, k: [b, s, heads, d]. positions: [b, s] integers, or None
+        to count each row from 0.
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
         if positions is None:
@@ -217,7 +210,6 @@ class Rotary(nn.Module):
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Returns the frequencies as scaled by Llama 3.1: low ones divided by `factor`, high ones unchanged, others interpolated.
-
     The number of rotations within the original context determines whether a frequency is low or high.
     """
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -227,9 +219,7 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the rotated x [b, s, heads, d], in its dtype.
-
-    Rotates all channels at once, which launches a third fewer kernels than rotating the halves separately. Kernel launches
-    limit the speed of small models.
+    """Returns the rotated x [b, s, heads, d], in its dtype. Rotates all channels at once, which launches a third fewer kernels
+    than rotating the halves separately. Kernel launches limit the speed of small models.
     """
     return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)

@@ -20,14 +20,13 @@ from sley_core.errors import PlanError
 from sley_core.records import ParameterRole
 from sley_optim.plugin import Algorithm, MuonConfig
 
-Groups = Sequence[dict[str, Any]]
+ParamGroups = Sequence[dict[str, Any]]
 
 
 def assign_roles(config: MuonConfig, params: Sequence[Param]) -> Mapping[str, ParameterRole]:
-    """Returns the role of each parameter of the model by name: "muon" or "adamw".
-
-    If the first group of the plan that matches the name sets `optimizer`, that decides the role. Raises PlanError "muon-shape"
-    if such a group selects Muon for a parameter that is neither a matrix nor a stack of matrices.
+    """Returns the role of each parameter of the model by name: "muon" or "adamw". If the first group of the plan that matches
+    the name sets `optimizer`, that decides the role. Raises PlanError "muon-shape" if such a group selects Muon for a parameter
+    that is neither a matrix nor a stack of matrices.
     """
     output_layer = _find_output_layer(params)
     muon = ParameterRole("muon", config.lr, config.weight_decay, "per_matrix")
@@ -78,21 +77,19 @@ def _find_output_layer(params: Sequence[Param]) -> Param | None:
 
 class Muon(torch.optim.Optimizer):
     """Updates groups whose `role` is "muon" with torch.optim.Muon, and groups whose `role` is "adamw" with torch.optim.AdamW.
-
     lr: the default learning rate of the groups. muon_options, adamw_options: the options of the two classes, except the
     learning rate and the weight decay, which are options of the groups.
     """
 
-    def __init__(self, groups: Groups, lr: float, muon_options: dict[str, Any], adamw_options: dict[str, Any]) -> None:
+    def __init__(self, groups: ParamGroups, lr: float, muon_options: dict[str, Any], adamw_options: dict[str, Any]) -> None:
         self.muon_options = muon_options
         self.adamw_options = adamw_options
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "role": "muon"})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # runs pass no closure
-        """Runs a step of both algorithms. closure: ignored.
-
-        Each step creates temporary optimizers of torch, which use the groups and states of this optimizer.
+        """Runs a step of both algorithms. closure: ignored. Each step creates temporary optimizers of torch, which use the
+        groups and states of this optimizer.
         """
         if groups := self._select_groups("adamw"):
             for group in groups:
@@ -131,7 +128,7 @@ class Muon(torch.optim.Optimizer):
             if key not in self.state.get(parameter, {key: None}):
                 self.state[parameter].clear()
 
-    def _select_groups(self, role: Algorithm) -> Groups:
+    def _select_groups(self, role: Algorithm) -> ParamGroups:
         return [{**group} for group in self.param_groups if group["role"] == role and group["params"]]
 
 
@@ -140,7 +137,7 @@ def _split_into_matrices(tensor: Tensor) -> Iterator[Tensor]:
     yield from [tensor.detach()] if tensor.ndim == 2 else tensor.detach().unbind()
 
 
-def build(config: MuonConfig, groups: Groups, device: torch.device) -> Muon:
+def build(config: MuonConfig, groups: ParamGroups, device: torch.device) -> Muon:
     """Builds the optimizer. Splits groups without a role, which do not come from a plan's model: Muon updates their matrices,
     and AdamW their other parameters.
     """

@@ -9,6 +9,9 @@ from sley_core.api.plan import Array, GroupConfig, OptimizerConfig, Plan, Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import AveragingRecord, OptimizerRecord, Problem, Record
 
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+Algorithm = Literal["muon", "adamw"]
+
 
 class AveragingConfig(Table):
     """The common keys of `optim.ema` and `optim.mean`."""
@@ -20,7 +23,7 @@ class AveragingConfig(Table):
 class EMAConfig(AveragingConfig):
     """The exponential moving average of the weights: `average = decay * average + (1 - decay) * weights`."""
 
-    decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    decay: DecayRate = 0.999
     """The factor of the old average. The average covers about the last `1 / (1 - decay)` weights that entered it."""
 
     warmup: bool = False
@@ -34,10 +37,6 @@ class MeanConfig(AveragingConfig):
     """The number of steps at the end of the run whose weights enter the mean. Until then, the average equals the weights."""
 
 
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Algorithm = Literal["muon", "adamw"]
-
-
 class MuonGroupConfig(GroupConfig):
     """Options for the parameters that match a pattern. The first matching group in the list applies."""
 
@@ -46,7 +45,7 @@ class MuonGroupConfig(GroupConfig):
 
     @field_validator("optimizer")
     @classmethod
-    def _frozen_has_no_optimizer(cls, optimizer: Algorithm | None, info: ValidationInfo) -> Algorithm | None:
+    def _check_not_frozen(cls, optimizer: Algorithm | None, info: ValidationInfo) -> Algorithm | None:
         if optimizer is not None and info.data.get("freeze"):
             raise ValueError("`optimizer` has no effect in a group with `freeze = true`")
         return optimizer
@@ -61,7 +60,7 @@ class MuonAdamWConfig(Table):
     weight_decay: NonNegativeFloat = 0.1
     """The weight decay of embeddings and of the output layer. Norms and biases have none unless a group sets it."""
 
-    betas: Annotated[Array[BelowOne], Field(min_length=2, max_length=2)] = (0.9, 0.95)
+    betas: Annotated[Array[DecayRate], Field(min_length=2, max_length=2)] = (0.9, 0.95)
     """The decay rates of the running means of the gradient and its square."""
 
     eps: PositiveFloat = 1e-8
@@ -74,7 +73,7 @@ class MuonConfig(OptimizerConfig):
     weight_decay: NonNegativeFloat = 0.1
     """The weight decay of Muon's matrices: each step subtracts lr x weight_decay x weight."""
 
-    momentum: BelowOne = 0.95
+    momentum: DecayRate = 0.95
     """The decay rate of the running mean of the gradient."""
 
     nesterov: bool = True
@@ -101,11 +100,11 @@ class MuonConfig(OptimizerConfig):
     """Options by parameter name. The first group that matches a name applies."""
 
 
-Rule = Callable[[int, int], float]
+AveragingRule = Callable[[int, int], float]
 """A function `(step, age)` that returns the share of the new weights in their average (see `records.AveragingRecord`)."""
 
 
-def build_ema(config: EMAConfig, num_steps: int) -> Rule:
+def build_ema(config: EMAConfig, num_steps: int) -> AveragingRule:
     """Returns the rule of `torch.optim.swa_utils.get_ema_multi_avg_fn`, with a warm-up of the decay if the config sets it."""
 
     def compute_weight(step: int, age: int) -> float:
@@ -117,7 +116,7 @@ def build_ema(config: EMAConfig, num_steps: int) -> Rule:
     return compute_weight
 
 
-def build_mean(config: MeanConfig, num_steps: int) -> Rule:
+def build_mean(config: MeanConfig, num_steps: int) -> AveragingRule:
     """Returns the rule of `torch.optim.swa_utils.get_swa_multi_avg_fn` for the last steps of a run of `num_steps` steps."""
 
     def compute_weight(step: int, age: int) -> float:
