@@ -54,7 +54,7 @@ class Tokenizer:
         """The highest token id, including added tokens, plus 1."""
         return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
 
-    def encode(self, documents: Iterable[tuple[str, bytes]]) -> tuple[array[int], array[int]]:
+    def encode(self, documents: Iterable[tuple[str, bytes]]) -> "tuple[array[int], array[int]]":
         """Returns the concatenated ids of all documents, and the number of ids of each document. documents: (name, content)
         pairs. The ids are unsigned integers of 16 bits, or of 32 bits for a vocabulary of more than 65,536 ids; the lengths
         have 64 bits. Raises PlanError "data-encoding" for a document that is not UTF-8.
