@@ -312,4 +312,4 @@ def load_text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
     Implements `DatasetRecord.text_ids`.
     """
     path = config.tokenizer if tokenizer is None else tokenizer
-    return TokenizerIds(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn)
+    return TokenizerIds(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn_id)

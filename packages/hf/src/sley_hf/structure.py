@@ -63,8 +63,8 @@ def find_structure(causal: Any) -> ModuleNames:
         raise UnsupportedModelError(f"`{family}` with attention in both directions is not a causal decoder")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        names = ", ".join(sorted(kinds))
-        raise UnsupportedModelError(f"`{family}` has layers of the types {names}, which keep state across positions")
+        listed = ", ".join(sorted(kinds))
+        raise UnsupportedModelError(f"`{family}` has layers of the types {listed}, which keep state across positions")
     base_name = causal.base_model_prefix
     base = getattr(causal, base_name, None)
     if not isinstance(base, nn.Module):
