@@ -123,7 +123,7 @@ def test_storages_leave_the_device_before_the_backward_and_come_back_ahead(own: 
         sizes: list[tuple[int, bool]] = []
 
         def loss(output: Any, batch: Any) -> Any:
-            sizes.extend((storage.num_bytes, not storage.weak.expired()) for storage in policy._storages.values())
+            sizes.extend((storage.num_bytes, not storage.weak_reference.expired()) for storage in policy._storages.values())
             return whole(output, batch)
 
         run.stepper.executor.loss.loss = loss
