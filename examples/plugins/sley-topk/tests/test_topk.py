@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_testing.contract import GradientHandlerContract, observe, tables
+from sley_testing.contract import GradientHandlerContract, handler_plan, observe
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import assert_parity, assert_same_run, gradients, record, running
 
@@ -43,7 +43,7 @@ def test_ranks_send_largest_elements(ranks: Callable[..., Any]) -> None:
 def sums_and_errors(table: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns the sum of each gradient over four steps of the contract's model, and the errors of this rank."""
     sums: dict[str, Tensor] = {}
-    with running(tables([table], 1)) as run:
+    with running(handler_plan([table], 1)) as run:
         for _ in range(4):
             run.step()
             sums = {name: sums.get(name, 0.0) + value for name, value in gradients(run).items()}
