@@ -102,12 +102,12 @@ BUGS_IN_RUNS: dict[str, list[tuple[Any, ...]]] = {
         ("Watches", REDUCTION, "a handler must not install autograd hooks", 1),
     ],
     "weights": [
-        ("Mean", LAYOUTS, r"differ.*\n  (first|second)\.(reused|wide|narrow|q|kv|out)\.weight", 2, 2, 2),
+        ("Mean", LAYOUTS, r"differ.*\n  (first|second)\.(often|wide|narrow|q|kv|out)\.weight", 2, 2, 2),
         ("Cached", "changes_between_steps_take_effect", r"rank 0, step .: loss .*, not "),
         ("Eager", "layer_calls_wait_for_weights", "step 2: loss is .*, not "),
         ("Hoards", "failed_step_leaves_no_state", "step .: .* is .*, not "),
         ("Patched", CLOSED_RUN, "embed returns a result after the run"),
-        ("Shards", CLOSED_RUN, r"first.reused.weight reads as \[3, 6\], which is not the full weight"),
+        ("Shards", CLOSED_RUN, r"first.often.weight reads as \[3, 6\], which is not the full weight"),
     ],
     "sequence": [
         ("Local", SLICES, r"\(4, 4, False\): the relative error of the context or gradients of a slice is "),

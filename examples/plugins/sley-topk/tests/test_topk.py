@@ -35,7 +35,7 @@ def test_ranks_send_largest_elements(ranks: Callable[..., Any]) -> None:
     table = {"use": "topk.reducer", "ratio": 0.1, "min_numel": 36}
     exact, _ = ranks(2).once(observe, [{"use": "core.each"}], 1, False, True)
     sparse, _ = ranks(2)(observe, [table], 1, False)
-    weights, biases = "second.reused.weight", "second.reused.bias"
+    weights, biases = "second.often.weight", "second.often.bias"
     assert 4 <= sparse.gradients[0][weights].count_nonzero() <= 8
     assert sparse.gradients[0][biases].equal(exact.gradients[0][biases])
 
@@ -62,7 +62,7 @@ def test_sums_and_errors_add_up(ranks: Callable[..., Any]) -> None:
     for name, expected in exact.items():
         missing = sum(errors[name] for _, errors in (first, second)).view_as(expected)
         assert torch.allclose(summed[name] + missing, expected, atol=1e-4 * float(expected.abs().max()) + 1e-12), name
-    name = "second.reused.weight"
+    name = "second.often.weight"
     assert (summed[name] - exact[name]).norm() > 0.1 * exact[name].norm()
 
 

@@ -65,21 +65,21 @@ class Squares:
 
 
 class UnevenBlock(nn.Module):
-    """Uses the linear `reused` twice and `unused` not at all; `frozen` is not trained.
+    """Uses the linear `often` twice and `never` not at all; `frozen` is not trained.
 
-    The store reports gradients as complete in reverse order of the parameters. Since `unused` gets no gradient, the store
-    reports it and all earlier parameters after the backward, but `reused` during the backward.
+    The store reports gradients as complete in reverse order of the parameters. Since `never` gets no gradient, the store
+    reports it and all earlier parameters after the backward, but `often` during the backward.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.unused = nn.Linear(width, 3)
-        self.reused = nn.Linear(width, width)
+        self.never = nn.Linear(width, 3)
+        self.often = nn.Linear(width, width)
         self.frozen = nn.Linear(width, width)
         self.frozen.requires_grad_(False)
 
     def forward(self, hidden: Tensor) -> Any:
-        return self.reused(self.frozen(self.reused(hidden).tanh()))
+        return self.often(self.frozen(self.often(hidden).tanh()))
 
 
 def contract_plan(module: str, **tables: Any) -> Tables:
