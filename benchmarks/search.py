@@ -93,10 +93,10 @@ def main() -> None:
             if options.rough:
                 result, *_ = rank_layouts(space, machine, 80 * GIB)
             else:
-                result = search_layouts(space, machine, memory=80 * GIB, cores=num_cores())
+                result = search_layouts(space, machine, max_bytes=80 * GIB, cores=num_cores())
             clock_s, used_cpu_s = time.perf_counter() - start_s, cpu_s() - start_cpu_s
         print(f"{model}, devices {device}: {clock_s:.0f} s, {used_cpu_s:.0f} CPU seconds")
-        print(f"  {result.num_layouts:,} layouts, {result.num_too_large:,} too large, {result.num_exact} by their own steps")
+        print(f"  {result.num_layouts:,} layouts, {result.num_too_large:,} too large, {result.num_verified} by their own steps")
         for fast in result.fastest_layouts[:2]:
             print(f"    {fast.seconds:8.4g} s {fast.num_bytes / GIB:6.1f} GiB  {fast.layout}")
     print(f"target: {TARGET_S:.0f} s on two cores")

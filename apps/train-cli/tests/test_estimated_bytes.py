@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sley_core.errors import SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes.rank import build_rank0_draft, rank_bytes, stage_work_keys
+from sley_estimate.bytes.rank import build_rank0_draft, run_rank, stage_work_keys
 from sley_testing.live_bytes import MeasuredBytes, measure_bytes
 from sley_testing.plans import Tables, changed, small_plan
 
@@ -128,7 +128,7 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[MeasuredBytes]) -> 
     for (table, key), value in real[0].plan_values.items():
         tables = changed(tables, **{f"{table}__{key}": value})
     for rank, measured in enumerate(real):
-        estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real))
+        estimated = run_rank(plan_from_dict(tables, folder), rank, len(real))[0]
         errors.append((estimated.peak - estimated.batch - measured.peak) / measured.peak)
         print(
             f"{errors[-1]:+.4f} of {measured.peak} on rank {rank} of {len(real)}, at {estimated.position}: {tables}", flush=True

@@ -164,7 +164,8 @@ def estimated_copies(folder: Path, changes: Tables, *, device: str) -> dict[str,
     num_bytes = {"to_host": 0, "to_device": 0}
     plan = plan_from_dict(changed(COPIED, **changes, run__device=device), folder)
     _, records = record_stages(plan, 1, build_rank0_draft(plan, 1))
-    for event in records[0].step.events:
+    step = records[0].step
+    for event in [*step.opening, *(event for _, events in step.actions for event in events), *step.closing]:
         if isinstance(event, BeginEvent) and event.axis == HOST:
             num_bytes[event.kind] += event.num_bytes
     return num_bytes

@@ -18,7 +18,7 @@ from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
-from sley_estimate.bytes.rank import STEPS, rank_bytes
+from sley_estimate.bytes.rank import STEPS, run_rank
 from sley_estimate.calibrate.bench import measure_layers
 from sley_estimate.calibrate.device import mean_step_s, measure_device, measure_engine, measure_host, measure_host_bandwidth
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
@@ -163,7 +163,7 @@ def measure_layers_and_host(device: Device, plan: Plan, machine_tables: dict[str
 def test_estimate_equals_run_on_gpu(name: str, machine_tables: dict[str, Any]) -> None:
     """Expects exact bytes of parts between two steps, and a peak and seconds within BYTES and SECONDS."""
     plan = plan_from_dict(tables(CASES[name]))
-    estimated = rank_bytes(plan, 0, 1)
+    estimated = run_rank(plan, 0, 1)[0]
     peaks, seconds, real_seconds = list[int](), list[float](), list[float]()
     with World.alone("cuda") as world, ExitStack() as stack:
         with measured_peak(peaks):

@@ -26,7 +26,7 @@ from train_cli.progress import format_bytes
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifies only two layouts, since this takes most of the time of a search."""
-    monkeypatch.setattr(finding, "NUM_EXACT", 2)
+    monkeypatch.setattr(finding, "NUM_VERIFIED", 2)
 
 
 @pytest.fixture

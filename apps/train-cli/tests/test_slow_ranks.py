@@ -196,7 +196,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}, {case.kind}")
 def test_the_slow_part_is_named(run: JudgeRun, case: Case) -> None:
     judgement = run(case)
-    assert not judgement.why_not
+    assert not judgement.no_cause_reason
     assert is_named(case, judgement.causes), "\n".join([*map(describe_cause, judgement.causes), *describe_work(judgement)])
 
 
@@ -210,7 +210,7 @@ def test_drawn_slow_parts_are_named(run: JudgeRun, capsys: pytest.CaptureFixture
     wrong_cases = []
     for case in cases:
         judgement = run(case)
-        text = "; ".join(map(describe_cause, judgement.causes)) or judgement.why_not or "nobody"
+        text = "; ".join(map(describe_cause, judgement.causes)) or judgement.no_cause_reason or "nobody"
         is_wrong = not is_named(case, judgement.causes)
         with capsys.disabled():
             print(f"seed {seed}: {'WRONG ' * is_wrong}{case}: {text}", flush=True)

@@ -147,7 +147,7 @@ def write_record(record: WorkRecord, folder: Path) -> Path:
     path, notes = folder / WORK / "rank-0.jsonl", list[str]()
     file = WorkFile(path, record.start, notes)
     for entry in record.windows:
-        file.add(format_line(entry))
+        file.write(format_line(entry))
     assert notes == []
     return path
 
@@ -179,7 +179,7 @@ def test_records_of_ranks_that_a_later_start_does_not_have_are_left_out(tmp_path
         assert [(record.start.rank, record.start.pid) for record in read_records(tmp_path)] == [
             (rank, number) for rank in range(world)
         ]
-        assert judge(read_records(tmp_path)).why_not == ""
+        assert judge(read_records(tmp_path)).no_cause_reason == ""
 
 
 def test_blocks_are_the_windows_that_all_ranks_have() -> None:

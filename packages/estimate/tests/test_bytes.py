@@ -15,7 +15,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import fake_tensors
 from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger
 from sley_estimate.bytes.fake_world import FakeTransport
-from sley_estimate.bytes.rank import rank_bytes
+from sley_estimate.bytes.rank import run_rank
 from sley_testing.live_bytes import measure_bytes
 from sley_testing.plans import changed, small_plan
 
@@ -122,7 +122,7 @@ CASES = {
 def test_estimate_equals_allocator(texts, changes):
     tables = changed(PLAN, **changes)
     real = measure_bytes(tables, 2, folder=texts)
-    estimated = rank_bytes(plan_from_dict(tables, texts), 0, 1)
+    estimated = run_rank(plan_from_dict(tables, texts), 0, 1)[0]
     print(f"real {real}, estimated {estimated}")
     assert estimated.states == real.states
     assert estimated.peak - estimated.batch == pytest.approx(real.peak, rel=0.01)
@@ -131,7 +131,7 @@ def test_estimate_equals_allocator(texts, changes):
 def test_cuda_has_no_scratch_of_cpu_operators(texts):
     """CUDA kernels read several dtypes. Between steps both devices hold the same bytes."""
     on_cpu, on_device = (
-        rank_bytes(plan_from_dict(changed(PLAN, precision={"compute": "fp16"}, run__device=device), texts), 0, 1)
+        run_rank(plan_from_dict(changed(PLAN, precision={"compute": "fp16"}, run__device=device), texts), 0, 1)[0]
         for device in ("cpu", "cuda")
     )
     assert on_device.states == on_cpu.states
@@ -141,7 +141,7 @@ def test_cuda_has_no_scratch_of_cpu_operators(texts):
 
 
 def test_owners_and_curve_contain_peak(texts):
-    estimate = rank_bytes(plan_from_dict(PLAN, texts), 0, 1)
+    estimate = run_rank(plan_from_dict(PLAN, texts), 0, 1)[0]
     assert sum(estimate.alive.values()) == estimate.peak
     assert max(num_bytes for _, num_bytes in estimate.curve) == estimate.peak
     assert (estimate.position.entry, estimate.peak) in estimate.curve
@@ -165,7 +165,7 @@ def test_layer_that_reads_values_is_reported(texts):
     tables = changed(PLAN, model={"factory": f"{__name__}:layers"})
     message = r"reads values of tensors.*_local_scalar_dense.* layer `reads` \(ReadsValues\) in microbatch 0"
     with pytest.raises(RunError, match=message) as caught:
-        rank_bytes(plan_from_dict(tables, texts), 0, 1)
+        run_rank(plan_from_dict(tables, texts), 0, 1)[0]
     assert caught.value.diagnostics[0].code == "estimate-layer"
 
 

@@ -19,7 +19,7 @@ from sley_core.data.factory import open_dataset
 from sley_core.model.attention import Attention
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger
-from sley_estimate.bytes.rank import rank_bytes
+from sley_estimate.bytes.rank import run_rank
 from sley_estimate.calibrate import bench as benches
 from sley_estimate.calibrate import device as devices
 from sley_estimate.calibrate.bench import NUM_HOST_CALLS, ROW_LENGTH, LayerBench
@@ -82,7 +82,7 @@ PLAN = small_plan(
 def saved_by_a_block(texts: Any, **changes: Any) -> int:
     """Returns the bytes of activations that one more block adds to the peak."""
     plans = (plan_from_dict(changed(PLAN, model__num_layers=number, **changes), texts) for number in (1, 2))
-    few, many = (rank_bytes(plan, 0, 1) for plan in plans)
+    few, many = (run_rank(plan, 0, 1)[0] for plan in plans)
     assert few.position.layer == many.position.layer == "head"
     return many.alive["activations"] - few.alive["activations"]
 
@@ -212,10 +212,10 @@ def additions(
     model = build_meta_model(plan, dataset.info)
     bench = LayerBench(plan, device, model, dataset, weight_dtypes(plan)[0], NUM_CALLS)
     embed, block = model.layers[:2]
-    _, value = bench.time(embed, None)
+    _, value = bench.time_layer(embed, None)
     weights = [module.weight for module in block.module.modules() if isinstance(module, nn.Linear)]
     with Additions({weight.shape for weight in weights}) as recorder:
-        times, _ = bench.time(block, value, split=split)
+        times, _ = bench.time_layer(block, value, split=split)
     return recorder.targets, len(weights), times
 
 

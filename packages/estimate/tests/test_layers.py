@@ -19,7 +19,14 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.protocols import SplitLogits
 from sley_estimate.layers.operators import LayerWork, Operator
-from sley_estimate.layers.prices import COPY, LayerSeconds, add_copies, operators_s, price_layers, scale_work
+from sley_estimate.layers.prices import (
+    BYTES_PER_COPIED_BYTE,
+    LayerSeconds,
+    add_slice_copies,
+    operators_s,
+    price_layers,
+    scale_work,
+)
 from sley_estimate.layers.trace import layer_keys, module_signature, trace_layer, trace_layers
 from sley_estimate.machine import DeviceTable, MachineFile, machine_from_dict
 from sley_estimate.search.find import Roofline
@@ -246,10 +253,10 @@ def test_scaled_work_reads_full_weights(samples: float) -> None:
 
 
 def test_attention_over_slices_copies_inputs_and_output() -> None:
-    plain, copied = work(2), add_copies(work(2))
+    plain, copied = work(2), add_slice_copies(work(2))
     for phase in ("forward", "backward"):
         before, after = (sum(item.num_bytes for item in getattr(layer, phase)) for layer in (plain, copied))
-        assert after - before == COPY * 160
+        assert after - before == BYTES_PER_COPIED_BYTE * 160
     assert copied.recompute == plain.recompute
 
 

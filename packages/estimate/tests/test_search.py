@@ -110,17 +110,17 @@ def test_sizes_divide_world_and_batch():
 def test_kept_axis_has_value_of_plan():
     plan = plan_with({"out": Outsider()}, batch__micro_size=2)
     choices = list_choices(plan)
-    layouts = list(Layouts(plan, 4, choices, keep=["pp", "micro_size", "activations"]).all_layouts())
+    layouts = list(Layouts(plan, 4, choices, keep_axes=["pp", "micro_size", "activations"]).all_layouts())
     assert {layout[:4] for layout in layouts} == {(1, 1, 1, 2)}
     assert {layout.activations.name for layout in layouts} == {"core.keep"}
     with pytest.raises(UsageError, match="unknown axis `tp`"):
-        Layouts(plan, 4, choices, keep=["tp"])
+        Layouts(plan, 4, choices, keep_axes=["tp"])
 
 
 def test_layouts_are_valid_plans_with_other_tables_unchanged():
     handlers = [{"use": "core.each"}, {"use": "core.gradient_norms"}]
     plan = plan_with({"out": Outsider()}, gradient_handlers=handlers, parallel={"dp": 2, "reduction": "canonical"}, run__seed=5)
-    space = Layouts(plan, 4, list_choices(plan), keep=["pp"])
+    space = Layouts(plan, 4, list_choices(plan), keep_axes=["pp"])
     plans = [layout.apply(plan, 4) for layout in space.all_layouts()]
     assert plans
     for layout_plan in plans:
@@ -145,15 +145,15 @@ def test_more_layouts_are_verified_until_enough_fit() -> None:
     def estimate(plan: Plan, *_: Any, **__: Any) -> Any:
         verified_plans.append(plan)
         peak = 1 << (10 if len(verified_plans) > 4 else 50)
-        return SimpleNamespace(step=SimpleNamespace(seconds=1.0), layers=[], memory=[SimpleNamespace(peak=peak)])
+        return SimpleNamespace(step=SimpleNamespace(seconds=1.0), layers=[], stage_bytes=[SimpleNamespace(peak=peak)])
 
     progress: list[tuple[int, int]] = []
-    with patch.object(finding, "NUM_EXACT", 3), patch.object(finding, "estimate_plan", estimate):
+    with patch.object(finding, "NUM_VERIFIED", 3), patch.object(finding, "estimate_plan", estimate):
         space, report_progress = layouts_of_two_ranks(), lambda done, total: progress.append((done, total))
-        result = search_layouts(space, MACHINE, memory=1 << 40, top=1, report_progress=report_progress)
+        result = search_layouts(space, MACHINE, max_bytes=1 << 40, top=1, report_progress=report_progress)
     assert result.num_dropped == 4
     assert len(result.fastest_layouts) == 1
-    assert result.num_exact == len(verified_plans) == 6
+    assert result.num_verified == len(verified_plans) == 6
     assert progress[:4] == [(1, 3), (2, 3), (3, 3), (4, 6)]
 
 

@@ -80,7 +80,7 @@ def test_exchanges_share_a_link():
 def test_exchange_waits_for_its_channel_and_for_all_members():
     exchange = Exchange("x", "channel", (0, 1), 0.0, 1.0)
     earlier = Exchange("y", "channel", (0,), 0.0, 5.0)
-    equal = exchange._replace(work_s=1.01)  # another stage has a few more bytes in the totals of a step
+    equal = exchange._replace(transfer_s=1.01)  # another stage has a few more bytes in the totals of a step
     programs = [Begin(earlier), Begin(exchange), Await("x")], [Compute(2.0), Begin(equal), Await("x")]
     assert simulate_ends(*programs) == [6.0, 6.0]
 
@@ -92,7 +92,7 @@ def test_waiting_member_works_for_the_part_without_overlap(computing, end):
     simulator = ProgramSimulator([[Begin(exchange), Compute(computing), Await("x")], [Begin(exchange)]])
     simulator.run()
     assert simulator.ends_s == pytest.approx([end, 0.0])
-    (wait,) = simulator.exposed
+    (wait,) = simulator.exposed_waits
     assert wait.end_s - wait.start_s == pytest.approx(end - computing)
 
 
@@ -289,14 +289,14 @@ def test_messages() -> None:
 
 def test_swaps_go_to_each_peer_directly() -> None:
     assert collective_cost("swap", 8 * MB, range(4), links()) == pytest.approx((1e-5, 3 / 4 * 8e-3, 0.0))
-    assert collective_cost("swap", 8 * MB, range(8), links()).work_s == pytest.approx(4 / 8 * 8 * MB / 1e8)
+    assert collective_cost("swap", 8 * MB, range(8), links()).transfer_s == pytest.approx(4 / 8 * 8 * MB / 1e8)
 
 
 def test_kinds_of_exchanges_have_their_own_figures() -> None:
     gather = {"latency_s": 0.0, "bandwidth": 1e9, "overlap": 0.0}
     own = links(sum={"latency_s": 0.0, "bandwidth": 5e8}, send={"latency_s": 0.5, "bandwidth": 1e9}, gather=gather)
     assert collective_cost("sum", 4 * MB, range(4), own) == pytest.approx((0.0, 2 * 3 / 4 * 8e-3, 0.0))
-    assert collective_cost("gather", 4 * MB, range(4), own).work_s == 0.0
+    assert collective_cost("gather", 4 * MB, range(4), own).transfer_s == 0.0
     assert collective_cost("reduce", 4 * MB, range(4), own) == pytest.approx((3e-5, 3e-3, 0.0))
     assert message_cost(MB, 0, 1, own).latency_s == 0.5
 
@@ -309,7 +309,7 @@ def test_overlap_splits_a_cost(kind: str) -> None:
         message_cost(4 * MB, 0, 1, table) if kind == "message" else collective_cost(kind, 4 * MB, range(4), table)
         for table in tables
     )
-    assert half == pytest.approx((full.latency_s / 2, full.work_s / 2, sum(full) / 2))
+    assert half == pytest.approx((full.latency_s / 2, full.transfer_s / 2, sum(full) / 2))
     assert none == pytest.approx((0.0, 0.0, sum(full)))
 
 

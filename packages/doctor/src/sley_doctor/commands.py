@@ -52,7 +52,7 @@ def doctor(
                 {**asdict(cause), "description": describe_cause(cause), "remedy": find_remedy(cause)}
                 for cause in judgement.causes
             ],
-            "why_not": judgement.why_not,
+            "why_not": judgement.no_cause_reason,
             "work": [*describe_work(judgement)],
         }
         typer.echo(json.dumps(data, indent=2))

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from sley_core.errors import Diagnostic
 from sley_core.files import write_atomically
 from sley_core.json_text import to_json
 from sley_doctor.work_record import record_work
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
-    from sley_core.errors import Diagnostic
 
 LAUNCHER = "launcher.json"
 FORMAT = 1  # the version of these files; files of other versions are not read
@@ -44,7 +44,7 @@ FORMAT = 1  # the version of these files; files of other versions are not read
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """Describes an exchange that a rank has started: number `number` of `queue`, whose exchanges all members must start in the
+    """An exchange that a rank has started: number `number` of `queue`, whose exchanges all members must start in the
     same order. label: what is exchanged. group: the description of the group. ranks: the members of the group. peer: the rank
     at the other end of a message; None for a collective.
     """
@@ -64,7 +64,7 @@ class ExchangeRecord:
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """Describes a wait in `exchange` that has lasted for `seconds`. end: "" while it lasts, else why it ended: "late", "closed"
+    """A wait in `exchange` that has lasted for `seconds`. end: "" while it lasts, else why it ended: "late", "closed"
     or "differs". peer: the rank that is waited for, if known.
     """
 
@@ -76,13 +76,12 @@ class WaitRecord:
 
 @dataclass(frozen=True)
 class FaultReport:
-    """Holds the report of rank `rank` of `world` ranks. kind: "error" if it failed, "stuck" if it was asked to end but could
-    not.
+    """The report of rank `rank` of `world` ranks. kind: "error" if it failed, "stuck" if it could not end when asked to.
 
-    code, message, hint: the rank's error. time: when the report was made, in seconds since the epoch. step: the optimizer step,
-    from 1; 0 before the first step. finished, pending: the last finished entry of its action list, and the current one. layer:
-    the layer called last. wait: the wait that is in progress or failed; None without one. exchanges: the latest exchanges of
-    each queue, in ascending order. stacks: the lines of each stack by the name of its thread.
+    code, message, hint: the rank's error. time: seconds since the epoch. step: the optimizer step, from 1; 0 before the first
+    step. finished, pending: the last finished entry of its action list, and the current one. layer: the layer called last.
+    wait: the wait in progress or that failed. exchanges: the latest exchanges of each queue, in order. stacks: the lines of
+    each stack by the name of its thread.
     """
 
     rank: int
@@ -106,9 +105,8 @@ class FaultReport:
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """Holds the launcher's report. codes: exit codes by rank; that of a rank killed by a signal is the negative number of the
-    signal. silent: by rank, the state of each process that did not respond and had to be killed. first: the rank that ended
-    first; None if unknown.
+    """The launcher's report. codes: exit codes by rank, negative signal numbers for killed ranks. silent: by rank, the state of
+    each process that did not respond and had to be killed. first: the rank that ended first; None if unknown.
     """
 
     world: int
@@ -119,8 +117,8 @@ class LaunchReport:
 
 @dataclass(frozen=True)
 class AttemptReports:
-    """Holds the reports of one attempt. ranks: the fault reports in order of rank. launch: the launcher's report; None without
-    one. unreadable: the names of files that are damaged or of another version.
+    """The reports of one attempt. ranks: the fault reports in order of rank. launch: the launcher's report; None without one.
+    unreadable: the names of files that are damaged or of another version.
     """
 
     attempt: int

@@ -8,7 +8,7 @@ import json
 import math
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -37,7 +37,7 @@ Row = Mapping[str, float | int | None]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Holds the records of one run. label: the run's name, or its folder if another run in the report has the same name.
+    """The records of one run. label: the run's name, or its folder if another run in the report has the same name.
 
     rows: one row of metrics per optimizer step; a value that was not finite is None. values: the values of the resolved plan,
     as TOML, by key. start: the start record, or None without one. summary: the summary, or None if the run has not written one.
@@ -113,7 +113,7 @@ _NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"
 
 
 class TableRow(NamedTuple):
-    """Holds a row of a table, with one value per run; "" stands for no value. differs: whether the values differ."""
+    """A row of a table, with one value per run; "" stands for no value. differs: whether the values differ."""
 
     key: str
     values: Sequence[Any]
@@ -133,7 +133,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
         title=", ".join(run.label for run in runs),
         summary=_build_table_rows(list(map(_list_summary_values, runs))),
         verdicts=[(run.label, reports.attempt, find_verdict(reports)) for run in runs for reports in run.faults],
-        charts=list(_draw_charts(runs, names[:_MAX_CHARTS])),
+        charts=[_draw_chart(runs, name) for name in names[:_MAX_CHARTS]],
         hidden_metrics=names[_MAX_CHARTS:],
         waiting=[build_waiting_section(run.label, run.work) for run in runs],
         memory=_build_table_rows([summary.get("memory_bytes", {}) for summary in summaries]),
@@ -164,15 +164,11 @@ def _list_chart_names(runs: Sequence[RecordedRun]) -> list[str]:
     return [name for name in {**_CURVES, **recorded} if name in recorded and name not in _NO_CURVES]
 
 
-def _draw_charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yields (title, note, image as a data URI) of the chart of each metric in `names`."""
-    for name in names:
-        title, note, unit = _CURVES.get(name, (name, "", ""))
-        yield title, note, _draw_chart(runs, name, unit)
-
-
-def _draw_chart(runs: Sequence[RecordedRun], name: str, unit: str) -> str:
-    """Returns a chart of the metric `name` as a PNG in a data URI. Values that were not finite are gaps in the line."""
+def _draw_chart(runs: Sequence[RecordedRun], name: str) -> tuple[str, str, str]:
+    """Returns the title and note of the metric `name`, and its chart as a PNG in a data URI. Values that were not finite are
+    gaps in the line.
+    """
+    title, note, unit = _CURVES.get(name, (name, "", ""))
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(6.0, 3.0), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel=unit)
@@ -186,7 +182,7 @@ def _draw_chart(runs: Sequence[RecordedRun], name: str, unit: str) -> str:
             axes.legend()
         image = io.BytesIO()
         figure.savefig(image, format="png", transparent=True)
-    return f"data:image/png;base64,{b64encode(image.getvalue()).decode()}"
+    return title, note, f"data:image/png;base64,{b64encode(image.getvalue()).decode()}"
 
 
 def _build_table_rows(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:

@@ -35,7 +35,7 @@ NUM_PARTS = 3  # the last part of a run is the last of NUM_PARTS equal parts of 
 
 
 class RankWork(NamedTuple):
-    """Holds a rank's start and one of its windows."""
+    """A rank's start and one of its windows."""
 
     start: Start
     window: Window
@@ -43,7 +43,7 @@ class RankWork(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Holds the work of all ranks, by rank, in the steps `first` to `last`."""
+    """The work of all ranks, by rank, in the steps `first` to `last`."""
 
     first: int
     last: int
@@ -79,7 +79,7 @@ def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
 
 @dataclass(frozen=True)
 class Cause:
-    """Describes one reason why steps take longer than necessary.
+    """One reason why steps take longer than necessary.
 
     kind: "work" if a rank works longer than its peers, "data" if all ranks wait for data. ranks: the slow rank, or all ranks.
     location: where the time is spent, as in `Window.work`. seconds: the cost in each step. usual_s: the seconds of comparable
@@ -98,11 +98,11 @@ class Cause:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Holds the result of `judge`, the worst cause first. why_not: why slow ranks cannot be determined; "" if they can."""
+    """The result of `judge`, the worst cause first. no_cause_reason: why no rank can be judged, or ""."""
 
     causes: tuple[Cause, ...]
     blocks: tuple[Block, ...]
-    why_not: str = ""
+    no_cause_reason: str = ""
 
 
 def judge(records: Sequence[WorkRecord]) -> Judgement:
@@ -157,7 +157,7 @@ def _find_slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
 
 MAX_RATIO = 1.5  # a rank may work longer than comparable ranks by this factor without being slow
 
-MAX_FAR_RATIO = 3.0
+MAX_OTHER_STAGE_RATIO = 3.0
 """The same factor in comparisons with ranks of other stages, which have other layers and neighbours."""
 
 _COMMON_LOCATIONS = frozenset({Location.DATA, Location.BETWEEN, Location.EVALUATION})
@@ -167,7 +167,7 @@ _CHUNK_PREFIXES = "FBIW"  # the first letters of locations at which layers run
 
 
 class Excess(NamedTuple):
-    """Describes work that takes `seconds` longer in each step than comparable work, which takes `usual_s` seconds."""
+    """Work that takes `seconds` longer in each step than comparable work, which takes `usual_s` seconds."""
 
     location: str
     seconds: float
@@ -196,7 +196,7 @@ def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess
     own_spread, ratio = own.window.work[location], MAX_RATIO
     peers = [work for work in others if location in _COMMON_LOCATIONS or work.start.stage == own.start.stage]
     if not peers and (location[0] in _CHUNK_PREFIXES or location in (Location.UPDATE, Location.MESSAGES)):
-        ratio, peers = MAX_FAR_RATIO, [work for work in others if location in work.window.work]
+        ratio, peers = MAX_OTHER_STAGE_RATIO, [work for work in others if location in work.window.work]
     if not peers:
         return None
     times = [
@@ -297,8 +297,8 @@ def find_remedy(cause: Cause) -> str:
 
 def describe_no_cause(judgement: Judgement) -> str:
     """Returns a sentence that explains why a judgement has no cause."""
-    if judgement.why_not:
-        return f"unknown: {judgement.why_not}"
+    if judgement.no_cause_reason:
+        return f"unknown: {judgement.no_cause_reason}"
     steps = f"steps {judgement.blocks[0].first} to {judgement.blocks[-1].last}"
     message = f"none: in {steps} no rank worked {MIN_SHARE:.0%} of a step longer than its peers"
     is_cuda = any(rank.start.device == "cuda" for rank in judgement.blocks[0].ranks.values())

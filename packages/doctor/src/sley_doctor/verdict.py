@@ -44,7 +44,7 @@ the queue of the exchange itself.
 
 @dataclass(frozen=True)
 class Divergence:
-    """Describes how ranks diverged. ranks: the ranks that differ from the majority; empty if there is no majority. exchanges:
+    """How ranks diverged. ranks: the ranks that differ from the majority; empty if there is no majority. exchanges:
     the exchanges that differ, the likeliest cause first. description: a sentence for users.
     """
 
@@ -130,32 +130,33 @@ def _describe_mismatch(
     """Returns the divergence at position `number` of a queue. rank_groups: ranks by exchange, the largest group first."""
     usual_rank, odd_rank = rank_groups[0][0], rank_groups[1][0]
     usual_exchanges, odd_exchanges = started[usual_rank], started[odd_rank]
-    is_clear = len(rank_groups[0]) > len(rank_groups[1])
-    names = tuple(rank for group in rank_groups[1:] for rank in group) if is_clear else ()
+    has_majority = len(rank_groups[0]) > len(rank_groups[1])
+    odd_ranks = tuple(rank for group in rank_groups[1:] for rank in group) if has_majority else ()
     odd, usual = odd_exchanges[number], usual_exchanges[number]
     exchanges = (usual, odd)
     if _has_same_description(odd, usual):
         description = f"rank {odd_rank} has {odd.num_bytes} bytes for the {odd}, but rank {usual_rank} has {usual.num_bytes}"
-        return Divergence("size", names, exchanges, description)
+        return Divergence("size", odd_ranks, exchanges, description)
     differ = f"rank {odd_rank} starts the {odd}, but rank {usual_rank} starts the {usual}, as number {number} of that queue"
     next_usual, next_odd = usual_exchanges.get(number + 1), odd_exchanges.get(number + 1)
-    subject = f"rank {odd_rank}" if is_clear else "one rank"
+    subject = f"rank {odd_rank}" if has_majority else "one rank"
     if next_usual is not None and is_same_exchange(next_usual, odd):
-        alternative = "" if is_clear else ", or the other rank makes it once too often"
-        return Divergence("left out", names, exchanges, f"{differ}: {subject} has skipped the {usual}{alternative}")
+        alternative = "" if has_majority else ", or the other rank makes it once too often"
+        return Divergence("left out", odd_ranks, exchanges, f"{differ}: {subject} has skipped the {usual}{alternative}")
     if next_odd is not None and is_same_exchange(next_odd, usual):
-        alternative = "" if is_clear else ", or the other rank has skipped it"
-        return Divergence("too many", names, (odd, usual), f"{differ}: {subject} makes the {odd} once too often{alternative}")
-    return Divergence("other", names, exchanges, differ)
+        alternative = "" if has_majority else ", or the other rank has skipped it"
+        description = f"{differ}: {subject} makes the {odd} once too often{alternative}"
+        return Divergence("too many", odd_ranks, (odd, usual), description)
+    return Divergence("other", odd_ranks, exchanges, differ)
 
 
 class _LateExchange(NamedTuple):
-    """Describes a wait of `rank`. num_started: the number of ranks with reports that have started the exchange."""
+    """A wait of `rank`. num_started: the number of ranks with reports that have started the exchange."""
 
     num_started: int
     rank: int
     exchange: ExchangeRecord
-    late: tuple[int, ...]
+    late_ranks: tuple[int, ...]
 
 
 def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
@@ -168,20 +169,20 @@ def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None
     first = (_find_message_cycle(late_exchanges) or late_exchanges)[0]
     peer_exchanges = (report.exchanges.get(first.exchange.queue, ()) for rank, report in by_rank.items() if rank != first.rank)
     was_seen_before = any(exchange.label == first.exchange.label for started in peer_exchanges for exchange in started)
-    if len(first.late) > first.num_started and was_seen_before:
+    if len(first.late_ranks) > first.num_started and was_seen_before:
         # Other ranks have already started an exchange like this one, so this rank is ahead: it left out the exchange in which
         # they wait.
-        first = next((late_exchange for late_exchange in late_exchanges if late_exchange.late == (first.rank,)), first)
-    wait = by_rank[first.late[0]].wait
+        first = next((late_exchange for late_exchange in late_exchanges if late_exchange.late_ranks == (first.rank,)), first)
+    wait = by_rank[first.late_ranks[0]].wait
     assert wait is not None, first
     exchanges = (first.exchange, wait.exchange)
     description = (
-        f"rank {first.rank} is in the {first.exchange}, which rank {first.late[0]} has not started; that rank is in the "
+        f"rank {first.rank} is in the {first.exchange}, which rank {first.late_ranks[0]} has not started; that rank is in the "
         f"{wait.exchange}"
     )
-    if first.num_started > len(first.late):
-        return Divergence("left out", first.late, exchanges, description)
-    if len(first.late) > first.num_started:
+    if first.num_started > len(first.late_ranks):
+        return Divergence("left out", first.late_ranks, exchanges, description)
+    if len(first.late_ranks) > first.num_started:
         return Divergence("too many", (first.rank,), exchanges, description)
     return Divergence("not started", (), exchanges, description)
 
@@ -191,7 +192,7 @@ def _find_message_cycle(late_exchanges: Sequence[_LateExchange]) -> list[_LateEx
     waits = {late.rank: late for late in late_exchanges if late.exchange.peer is not None}
     for start in waits:
         cycle = [start]
-        while (awaited := waits[cycle[-1]].late[0]) in waits and awaited not in cycle:
+        while (awaited := waits[cycle[-1]].late_ranks[0]) in waits and awaited not in cycle:
             cycle.append(awaited)
         if awaited == start:
             return [waits[rank] for rank in sorted(cycle)]
@@ -218,7 +219,7 @@ MAX_CLOCK_DIFFERENCE_S = 2.0  # the largest difference between the clocks of hos
 
 @dataclass(frozen=True)
 class RunState:
-    """Holds the progress of a run.
+    """The progress of a run.
 
     state: RUNNING; the outcome in the run's summary; KILLED if the run ended without a summary; UNKNOWN if it may be running on
     another host. step: the last step that all ranks have finished; 0 if none is known. time: when the row of this step was
@@ -318,7 +319,7 @@ _UNKNOWN_REMEDY = "check the machine of that rank; the report of every rank is i
 
 @dataclass(frozen=True)
 class Verdict:
-    """Describes why an attempt failed. kind: a keyword for the cause. cause: a sentence. ranks: the ranks at fault; empty if
+    """Why an attempt failed. kind: a keyword for the cause. cause: a sentence. ranks: the ranks at fault; empty if
     unknown, for example if two ranks differ and either may be wrong. exchanges: the exchanges that failed, the likeliest cause
     first. step: the optimizer step, from 1; 0 if unknown. action, layer: where the rank was in the step; "" if unknown.
     """

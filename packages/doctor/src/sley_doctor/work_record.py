@@ -61,7 +61,7 @@ class Location(StrEnum):
 
 
 class Spread(NamedTuple):
-    """Holds the quartiles of a quantity over steps."""
+    """The quartiles of a quantity over steps."""
 
     low: float
     median: float
@@ -73,7 +73,7 @@ ZERO_SPREAD = Spread(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Window:
-    """Holds the measurements of steps `first` to `last`; the first step of a run is 1. time: when the window was written, in
+    """The measurements of steps `first` to `last`; the first step of a run is 1. time: when the window was written, in
     seconds since the epoch. seconds: the duration of a step.
 
     work: seconds of work per step by location, without waits for other ranks. The location of an action is its kind and chunk:
@@ -105,7 +105,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Start:
-    """Describes a start of a rank. time: seconds since the epoch. trained: the number of elements in its trainable weights."""
+    """A start of a rank. time: seconds since the epoch. trained: the number of elements in its trainable weights."""
 
     rank: int
     world: int
@@ -119,7 +119,7 @@ class Start:
 
 @dataclass(frozen=True)
 class WorkRecord:
-    """Holds the record of one rank since its last start; `windows` are in ascending order."""
+    """The record of one rank since its last start; `windows` are in ascending order."""
 
     start: Start
     windows: Sequence[Window]
@@ -132,8 +132,8 @@ def format_line(entry: Start | Window) -> str:
 
 
 def read_records(run_folder: Path) -> list[WorkRecord]:
-    """Returns the records of all ranks of the newest start, in order of rank. Leaves out ranks that existed only before the run
-    was resumed with fewer ranks. Skips damaged lines. Raises OSError if a file cannot be read.
+    """Returns the records of all ranks of the newest start, in order of rank, without ranks that only earlier starts had. Skips
+    damaged lines. Raises OSError if a file cannot be read.
     """
     root = run_folder / WORK
     paths = root.glob("rank-*.jsonl") if root.is_dir() else ()
@@ -184,10 +184,9 @@ MIN_WINDOW_STEPS, MAX_WINDOW_STEPS = 8, 256  # limits of that number; quartiles 
 
 @contextmanager
 def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> Iterator[None]:
-    """Records the steps of a run in the run's folder `folder` within the block. Ranks do not wait for each other.
-
-    feed: the feed of samples that steps wait for, or None. notes: the run's notes. If the file cannot be written, recording
-    ends, and a note is added.
+    """Records the steps of a run in the run's folder `folder` within the block. Ranks do not wait for each other. feed: the
+    feed that steps wait for, or None. notes: the run's notes, with a new one if the file cannot be written, which ends
+    recording.
     """
     start = Start(
         parts.world.rank,
@@ -199,7 +198,7 @@ def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str])
         time.time(),
         sum(entry.numel for entry in parts.registry.trainable),
     )
-    recorder = WorkRecorder(parts, feed, WorkFile(folder / WORK / f"rank-{parts.world.rank}.jsonl", start, notes).add)
+    recorder = WorkRecorder(parts, feed, WorkFile(folder / WORK / f"rank-{parts.world.rank}.jsonl", start, notes).write)
     recorder.attach()
     try:
         yield
@@ -210,12 +209,12 @@ def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str])
 
 
 class WorkRecorder:
-    """Measures the work and waits of this rank. feed: the feed that steps wait for, or None. add: writes a line."""
+    """Measures the work and waits of this rank. feed: the feed that steps wait for, or None. write_line: writes a line."""
 
-    def __init__(self, parts: Parts, feed: Feed | None, add: Callable[[str], None]) -> None:
+    def __init__(self, parts: Parts, feed: Feed | None, write_line: Callable[[str], None]) -> None:
         self._progress = parts.groups.progress
         self._feed = feed
-        self._add = add
+        self._write_line = write_line
         from sley_core.comm import progress as entries
 
         self._beginning = entries.BEGINNING
@@ -290,7 +289,7 @@ class WorkRecorder:
         work = {location: compute_quartiles(work.get(location, 0.0) for work in works) for location in locations}
         first = self._last - self._num_window_steps + 1
         window = Window(first, self._last, time.time(), compute_quartiles(seconds), work, compute_quartiles(waits))
-        self._add(format_line(window))
+        self._write_line(format_line(window))
         self._samples, self._num_window_steps = [], 0
 
 
@@ -318,7 +317,7 @@ class WorkFile:
         self._head = "\n" + format_line(start)  # also ends a line that an earlier start may have left incomplete
         self._is_over = False
 
-    def add(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Appends `text`, which is a line with its line break."""
         if self._is_over:
             return

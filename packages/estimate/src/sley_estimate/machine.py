@@ -236,10 +236,9 @@ class MachineFile(Table):
 
 
 def load_machine(path: str | Path) -> MachineFile:
-    """Returns the machine that the file at `path` describes. Imports no torch.
-
-    Raises PlanError, with the line of the fault: "machine-unreadable" or "syntax" for a file that cannot be read as TOML, and
-    "missing-key", "unknown-key", "out-of-range", "wrong-type" or "wrong-value" for a wrong key or value.
+    """Returns the machine that the file at `path` describes. Raises PlanError, with the line of the fault: "machine-unreadable"
+    or "syntax" for a file that cannot be read as TOML, and "missing-key", "unknown-key", "out-of-range", "wrong-type" or
+    "wrong-value" for a wrong key or value.
     """
     try:
         document = read_file(path)
@@ -279,14 +278,13 @@ class Cost(NamedTuple):
     """
 
     latency_s: float
-    work_s: float
+    transfer_s: float
     member_work_s: float = 0.0
 
     def split_overlap(self, share: float) -> "Cost":
         """Returns the cost if only `share` of it overlaps with computing; `member_work_s` contains the rest."""
-        return Cost(
-            self.latency_s * share, self.work_s * share, self.member_work_s + (1 - share) * (self.latency_s + self.work_s)
-        )
+        exposed_s = (1 - share) * (self.latency_s + self.transfer_s)
+        return Cost(self.latency_s * share, self.transfer_s * share, self.member_work_s + exposed_s)
 
 
 NO_COST = Cost(0.0, 0.0)
@@ -301,8 +299,8 @@ def count_hosts(ranks: range | tuple[int, ...], ranks_per_host: int) -> tuple[in
 
 def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links: LinksTable) -> Cost:
     """Returns the cost of a collective of the global ranks `ranks`, while the other ranks of their hosts run the same
-    collective in their own groups. num_bytes: the size of the full tensors. Raises PlanError "machine-links" if the machine
-    file lacks a link that it uses.
+    collective in their own groups. num_bytes: the size of the full tensors. Raises PlanError "machine-links" for a missing
+    link.
     """
     size = len(ranks)
     if size == 1:
@@ -323,9 +321,9 @@ def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links:
         else:
             share = rounds / size * (max(1, links.ranks_per_host // per_host) if link.shared else 1 / per_host)
         link_costs.append((Cost(table.latency_s, num_bytes * share / table.bandwidth), table.overlap))
-    slowest_link, overlap = max(link_costs, key=lambda link_cost: link_cost[0].work_s)
+    slowest_link, overlap = max(link_costs, key=lambda link_cost: link_cost[0].transfer_s)
     latency_s = max(cost.latency_s for cost, _ in link_costs) * (1 if is_swap else rounds)
-    return Cost(latency_s, slowest_link.work_s).split_overlap(overlap)
+    return Cost(latency_s, slowest_link.transfer_s).split_overlap(overlap)
 
 
 def message_cost(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
@@ -352,11 +350,10 @@ def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -
 
 @lru_cache(maxsize=1024)
 def concurrent_groups(topology: Topology, axis: str, ranks_per_host: int, ranks: tuple[int, ...] | None = None) -> list[Ranks]:
-    """Returns groups of `axis` that exchange at the same time: one for each way in which their ranks are distributed over
-    hosts.
+    """Returns groups of `axis` that exchange at the same time: one for each distribution of their ranks over hosts.
 
-    ranks: a group, which limits the result to groups of its stage; None means those of all stages. If `axis` is a plugin's own,
-    its other groups are unknown, and the result is only `ranks`.
+    ranks: a group, which limits the result to groups of its stage; None means those of all stages. Other groups of a plugin's
+    own `axis` are unknown, so the result is then only `ranks`.
     """
     groups: Iterable[Ranks] = [ranks] if ranks else topology.partition(axis)
     if ranks:

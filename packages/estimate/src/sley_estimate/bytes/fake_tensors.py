@@ -42,11 +42,8 @@ START = StepPosition(0, "the start of the run", "")
 
 @dataclass(eq=False)
 class Allocation:
-    """The memory of one storage, from event number `allocated_at` to event number `freed_at` (None while it is live). A storage
-    that is resized has one allocation per size.
-
-    position, free_position: the positions at these two events. owner: the part of the run that holds the memory between steps,
-    or "".
+    """The memory of one storage while it has one size, from event number `allocated_at` to `freed_at` (None while it is live).
+    position, free_position: the positions at these events. owner: the part of the run that holds it between steps, or "".
     """
 
     num_bytes: int
@@ -58,9 +55,8 @@ class Allocation:
 
 
 class Ledger:
-    """Records the memory of storages. locate: a function that returns the current position. allocations: all allocations, in
-    the order of their first events. current_bytes: the bytes of live allocations. num_events: the number of allocations and
-    frees so far.
+    """Records the memory of storages. locate: returns the current position. allocations: all so far, in order. current_bytes:
+    the bytes of live allocations. num_events: the number of allocations and frees so far.
     """
 
     def __init__(self, locate: Callable[[], StepPosition] = lambda: START) -> None:
@@ -216,12 +212,11 @@ _UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}
 
 
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Makes new tensors fake within the mode, and counts their memory in `ledger`. Operations on these tensors also count
-    outside the mode.
+    """Makes new tensors fake within the mode. Counts their memory in `ledger`, also outside the mode.
 
-    listener: a function called after each operation with the key of the call or None, the operator, its arguments, its keyword
-    arguments and its result; None by default. has_scratch: whether to count the memory that CPU operators allocate internally.
-    An operation whose result depends on values raises torch's DataDependentOutputException or a similar exception.
+    listener: called after each operation with the key of the call or None, the operator, its arguments, its keyword arguments
+    and its result; None by default. has_scratch: whether to count the memory that CPU operators allocate internally. An
+    operation whose result depends on values raises torch's DataDependentOutputException or a similar exception.
     """
 
     _results: ClassVar[dict[Hashable, "_CachedResult"]] = {}

@@ -1,14 +1,13 @@
 """Replaces the device, the peers and the host of a rank that runs steps without values.
 
-Tensors on the device have shapes, dtypes and storages, but no values. Exchanges and copies are complete as soon as they start,
-and change no tensor. Scratch memory for an exchange is allocated by the functions that the real transport uses. What other
-stages would announce about their outputs is found by running their layers on meta. A `Recording` receives all exchanges and
-copies.
+Tensors on the device have shapes, dtypes and storages, but no values. Exchanges and copies complete at once and change no
+tensor, and a `Recording` receives them. The functions of the real transport allocate scratch memory. Running the layers of
+other stages on meta shows which outputs these stages announce.
 """
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
@@ -49,10 +48,10 @@ _COLLECTIVES: Mapping[Exchange, Collective] = {
 
 
 class FakeStream(CopyStream):
-    """A copy stream. pending: the numbers of the copies that nothing has waited for."""
+    """A copy stream. pending_copies: the numbers of the copies that nothing has waited for."""
 
     def __init__(self, device: "FakeDevice", number: int) -> None:
-        self.pending: deque[int] = deque()
+        self.pending_copies: deque[int] = deque()
         self._device = device
         self._number = number
         self._previous_copy: int | None = None
@@ -66,17 +65,17 @@ class FakeStream(CopyStream):
             super().copy(target, source)
         direction: CopyDirection = "to_host" if self._device.is_on_host(target) else "to_device"
         previous, self._previous_copy = self._previous_copy, None
-        self.pending.append(self._device.recording.on_copy(direction, self._number, source.nbytes, previous))
+        self.pending_copies.append(self._device.recording.on_copy(direction, self._number, source.nbytes, previous))
         if not self._device.runs_ahead:
-            self.wait_until(self.pending[-1])
+            self.wait_until(self.pending_copies[-1])
 
     def record(self) -> CopyEvent:
-        return FakeEvent(self, self.pending[-1] if self.pending else None)
+        return FakeEvent(self, self.pending_copies[-1] if self.pending_copies else None)
 
     def wait_until(self, number: int) -> None:
         """Records a wait for copy `number` and for all earlier copies on this stream."""
-        while self.pending and self.pending[0] <= number:
-            self._device.recording.on_wait(self.pending.popleft())
+        while self.pending_copies and self.pending_copies[0] <= number:
+            self._device.recording.on_wait(self.pending_copies.popleft())
 
 
 class FakeEvent(CopyEvent):
@@ -87,7 +86,7 @@ class FakeEvent(CopyEvent):
         self._stream = stream
 
     def is_done(self) -> bool:
-        return self.last_copy is None or not self._stream.pending or self._stream.pending[0] > self.last_copy
+        return self.last_copy is None or not self._stream.pending_copies or self._stream.pending_copies[0] > self.last_copy
 
     def wait(self) -> None:
         if self.last_copy is not None:
@@ -155,11 +154,10 @@ class FakeDevice(Device):
 
 
 class FakeWork(Work):
-    """An exchange that is complete at once, but reports itself as pending until the rank waits for it. A run ends complete
-    exchanges early, so it would otherwise wait at the wrong place.
+    """An exchange that reports itself as pending until the rank waits for it, since a run ends complete exchanges early.
 
-    on_wait: a function called at each wait. allocate_scratch: allocates the memory to sum the parts of the peers. It is called
-    once: at the first wait, or at the first query in a later entry of the action list, when the parts have usually arrived.
+    on_wait: a function called at each wait. allocate_scratch: allocates the memory to sum the parts of the peers, once: at the
+    first wait, or at the first query in a later entry of the action list, when the parts have usually arrived.
     """
 
     def __init__(self, on_wait: Callable[[], None], allocate_scratch: Callable[[], None], progress: ActionProgress) -> None:
@@ -191,9 +189,9 @@ class FakeWork(Work):
 class FakeTransport(Transport):
     """A transport without peers, for the group `members` and one channel.
 
-    on_start: a function called with the collective, axis, channel and bytes of an exchange; it returns a function to call at
-    the wait. scratch_rows: a function that returns how many rows of scratch memory the caller must provide for a shard of n
-    rows. scratch: a function that allocates the memory needed to sum a tensor.
+    on_start: called with the collective, axis, channel and bytes of an exchange; returns a function to call at the wait.
+    scratch_rows: returns the rows of scratch memory that the caller must provide for a shard of n rows. scratch: allocates the
+    memory needed to sum a tensor.
     """
 
     members: Members
@@ -240,9 +238,8 @@ class StepSimulation(Simulation):
     def transports(
         self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool
     ) -> dict[str, Transport]:
-        """Returns a transport for each of `channels`, which allocates the same memory as the real one on this type of device.
-        cross_memory: whether the ranks may attach each other's memory. If so, and on a CPU, the first installed transport
-        is imitated.
+        """Returns a transport for each of `channels`, which allocates the same memory as the real one. cross_memory: whether
+        the ranks may attach each other's memory; on a CPU, the result then imitates the first installed transport.
         """
         records = installed_transports() if cross_memory and self.device_type == "cpu" else ()
         path = records[0].scratch if records else None
@@ -272,8 +269,18 @@ class StepSimulation(Simulation):
         return lambda number, chunk: outputs[placement.position(number, chunk)]
 
     def fill(self, layers: Sequence[Layer], dtype: torch.dtype) -> None:
+        """Replaces all meta tensors that `layers` refer to by new fake tensors; see `replace_tensors`."""
+        modules = {id(module): module for layer in layers for module in layer.module.modules()}
+        parameter_ids = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
+        cpu = torch.device("cpu")
         with self.tensors:
-            allocate_tensors(layers, dtype=dtype, device=torch.device("cpu"))
+            references = (entry for layer in layers for entry in referenced_tensors(layer.name, layer.module, set(modules)))
+            for tensor in [entry.tensor for entry in references]:
+                if tensor.is_meta and tensor.grad_fn is None and id(tensor) not in parameter_ids:
+                    value = torch.empty_like(tensor, device=cpu)
+                    replacement = parameter_like(tensor, value) if isinstance(tensor, nn.Parameter) else value
+                    torch.utils.swap_tensors(tensor, replacement)  # type: ignore[no-untyped-call]
+            replace_tensors(modules.values(), dtype, cpu)
 
 
 def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> list[Description]:
@@ -309,17 +316,3 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
         inputs = [tensor.detach().requires_grad_(leaf.has_gradient) for leaf, tensor in pairs]
         args = (unflatten(inputs, description.structure),)
     return outputs
-
-
-def allocate_tensors(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device) -> None:
-    """Replaces all meta tensors that `layers` refer to by new tensors on `device`; see `replace_tensors`."""
-    layers = list(layers)
-    registered = {id(module) for layer in layers for module in layer.module.modules()}
-    parameter_ids = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
-    for layer in layers:
-        for attribute in referenced_tensors(layer.name, layer.module, registered):
-            if attribute.tensor.is_meta and attribute.tensor.grad_fn is None and id(attribute.tensor) not in parameter_ids:
-                value = torch.empty_like(attribute.tensor, device=device)
-                replacement = parameter_like(attribute.tensor, value) if isinstance(attribute.tensor, nn.Parameter) else value
-                torch.utils.swap_tensors(attribute.tensor, replacement)  # type: ignore[no-untyped-call]
-    replace_tensors((module for layer in layers for module in layer.module.modules()), dtype, device)

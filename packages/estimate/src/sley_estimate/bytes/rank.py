@@ -52,10 +52,8 @@ from train_cli.main import disable_gc
 from train_cli.meta_model import meta_micro_batch, micro_batch
 
 STEPS = 3
-"""The number of steps to run. The first step creates the optimizer states. All steps before the last have as few microbatches
-as the schedule allows. If the first step has the highest peak, all steps run again, and the first has as many microbatches as
-the last.
-"""
+"""The number of steps to run. The first creates the optimizer states. Steps before the last have as few microbatches as the
+schedule allows. If the first has the highest peak, all run again, and the first has as many microbatches as the last."""
 
 OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # parts that are on the host if the optimizer steps there
 BATCHES = 2  # the batch of the step, and the next batch, which the feed has loaded
@@ -69,11 +67,11 @@ MIN_MICRO_BATCHES_BETWEEN_STAGES = 12
 
 @dataclass(frozen=True)
 class RankBytes:
-    """The memory of rank `rank`, which belongs to stage `stage`, in bytes of its device.
+    """The memory of rank `rank`, in bytes of its device.
 
-    states: the bytes of each part of the run between two steps. batch: the bytes of samples that count in addition to tensors:
-    on a CPU those of two batches, on CUDA 0. peak: the peak bytes, reached at `position`. alive: the bytes at the peak by
-    owner, the largest first. curve: (entry, peak bytes) for each entry of the step with the peak.
+    states: the bytes of each part of the run between two steps. batch: the bytes of samples outside tensors: on a CPU those of
+    two batches, on CUDA 0. peak: the peak bytes, reached at `position`. alive: the bytes at the peak by owner, the largest
+    first. curve: (entry, peak bytes) for each entry of the step with the peak.
     """
 
     rank: int
@@ -86,28 +84,23 @@ class RankBytes:
     curve: Sequence[tuple[str, int]]
 
 
-def rank_bytes(plan: Plan, rank: int, size: int) -> RankBytes:
-    """Returns the bytes of rank `rank` of `size`. Raises the errors of `run_rank`."""
-    return run_rank(plan, rank, size)[0]
+def run_rank(plan: Plan, rank: int, world_size: int, draft: Draft | None = None) -> tuple[RankBytes, RankRecord]:
+    """Runs steps of rank `rank` in a fake world, without devices or peers. Returns its bytes and its last step.
 
-
-def run_rank(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> tuple[RankBytes, RankRecord]:
-    """Runs steps of rank `rank` of `size` in a fake world, without devices or peers. Returns its bytes and its last step.
-
-    draft: the plan's model and stages, which the run consumes; None means to build them. Raises PlanError for each failed check
-    of the plan, and RunError `estimate-layer` for a layer that needs values.
+    draft: the plan's model and stages, which the run consumes; None builds them. Raises PlanError for each failed check of the
+    plan, and RunError `estimate-layer` for a layer that needs values.
     """
-    memory, record, is_exact = _run_steps(plan, rank, size, draft, is_first_full=False)
+    memory, record, is_exact = _run_steps(plan, rank, world_size, draft, is_first_full=False)
     if memory.position.step == 1 and not is_exact:
-        memory, record, _ = _run_steps(plan, rank, size, None, is_first_full=True)
+        memory, record, _ = _run_steps(plan, rank, world_size, None, is_first_full=True)
     return memory, record
 
 
 def _run_steps(
-    plan: Plan, rank: int, size: int, draft: Draft | None, *, is_first_full: bool
+    plan: Plan, rank: int, world_size: int, draft: Draft | None, *, is_first_full: bool
 ) -> tuple[RankBytes, RankRecord, bool]:
     """Runs `STEPS` steps. If the first is not full, the memory of pools counts from its start, to keep its peak high enough."""
-    with fake_run(plan, rank, size, draft) as (run, ledger, recording):
+    with fake_run(plan, rank, world_size, draft) as (run, ledger, recording):
         num_plan_microbatches = plan.num_microbatches(run.topology)
         lists, num_last = run.stepper.lists, num_plan_microbatches
         if not run.store.reduction.fixed_order:  # in a fixed order, memory for sums grows with the number of microbatches
@@ -152,19 +145,19 @@ def _run_steps(
 
 
 @contextmanager
-def fake_run(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> Iterator[tuple[Run, Ledger, Recording]]:
-    """Yields the run of rank `rank` of `size` in a fake world, the ledger of its memory, and the recording for a step. The run
-    saves no checkpoints. draft: as in `run_rank`. Raises PlanError for each failed check of the plan.
+def fake_run(plan: Plan, rank: int, world_size: int, draft: Draft | None = None) -> Iterator[tuple[Run, Ledger, Recording]]:
+    """Yields the run of rank `rank` in a fake world, the ledger of its memory, and the recording for a step. The run saves
+    nothing. draft: as in `run_rank`. Raises PlanError for each failed check of the plan.
     """
     evaluation = None if plan.evaluation is None else plan.evaluation.model_copy(update={"keep_best": None})
-    plan = replace(plan, checkpoint=None, evaluation=evaluation)  # a run without values must save nothing
+    plan = replace(plan, checkpoint=None, evaluation=evaluation)
     ledger = Ledger()
     is_cuda = plan.run.device == "cuda"
     tensors = FakeTensors(ledger, has_scratch=not is_cuda)
     recording = Recording(tensors)
     device = FakeDevice(torch.device("cpu"), tensors=tensors, recording=recording, runs_ahead=is_cuda)
     device_type = assume_device_type("cuda") if is_cuda else nullcontext()
-    world = World.fake(rank, size, device, StepSimulation(tensors, recording, "cuda" if is_cuda else "cpu"))
+    world = World.fake(rank, world_size, device, StepSimulation(tensors, recording, "cuda" if is_cuda else "cpu"))
     with disable_gc(), tensors.patch_torch(), device_type, world as joined, assemble(plan, joined, draft=draft) as run:
         progress = run.groups.progress.step_progress
         ledger.locate = lambda: StepPosition(progress.step, progress.pending, progress.layer)
@@ -201,8 +194,8 @@ def classify_allocation(allocation: Allocation) -> str:
 
 
 def min_equivalent_microbatches(lists: ActionLists, num_microbatches: int) -> int:
-    """Returns the smallest number of microbatches for which this stage's action list has the same memory peaks as for
-    `num_microbatches`. The result is at least 3, or 12 with several positions, but never more than `num_microbatches`.
+    """Returns the smallest number of microbatches, at least MIN_MICRO_BATCHES or MIN_MICRO_BATCHES_BETWEEN_STAGES, for which
+    this stage's action list has the same memory peaks as for `num_microbatches`, which is the maximum.
     """
     peaks = _peaks(lists, num_microbatches)
     min_count = MIN_MICRO_BATCHES if lists.placement.num_positions == 1 else MIN_MICRO_BATCHES_BETWEEN_STAGES
@@ -234,34 +227,34 @@ class StageTooLargeError(Exception):
     """Raised for a stage that needs more bytes than allowed. Its argument is the peak of that stage in bytes."""
 
 
-def build_rank0_draft(plan: Plan, size: int) -> Draft:
-    """Returns the draft of rank 0 of `size`. Raises PlanError for each failed check, and the errors of `build_draft`."""
-    if problems := check_plan(plan, size):
+def build_rank0_draft(plan: Plan, world_size: int) -> Draft:
+    """Returns the draft of rank 0 of `world_size`. Raises PlanError for each failed check, and the errors of `build_draft`."""
+    if problems := check_plan(plan, world_size):
         raise PlanError.from_diagnostics(problems)
-    with World.fake(0, size) as world:
+    with World.fake(0, world_size) as world:
         return build_draft(plan, world)
 
 
-def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
+def stage_bytes(plan: Plan, world_size: int, cores: int = 1) -> list[RankBytes]:
     """Returns the bytes of the first rank of each stage. Raises the errors of `build_rank0_draft` and `run_stages`."""
-    draft, stages = build_rank0_draft(plan, size), range(plan.topology(size).pp)
-    return [memory for memory, _ in run_stages(plan, size, stages, draft, cores)]
+    draft, stages = build_rank0_draft(plan, world_size), range(plan.topology(world_size).pp)
+    return [memory for memory, _ in run_stages(plan, world_size, stages, draft, cores)]
 
 
 def run_stages(
-    plan: Plan, size: int, stages: Sequence[int], draft: Draft, cores: int, *, max_bytes: int | None = None
+    plan: Plan, world_size: int, stages: Sequence[int], draft: Draft, cores: int, *, max_bytes: int | None = None
 ) -> list[tuple[RankBytes, RankRecord]]:
     """Runs the steps of the first rank of each of `stages`. Returns their bytes and their recorded steps, in order.
 
-    draft: is not consumed. cores: the number of parallel processes; up to `MAX_UNFORKED_STAGES` stages run in this process.
-    Raises the errors of `run_rank` and `run_calls`, and StageTooLargeError for a stage whose peak exceeds `max_bytes`.
+    draft: is not consumed. cores: the number of parallel processes. Raises the errors of `run_rank` and `run_calls`, and
+    StageTooLargeError for a stage whose peak exceeds `max_bytes`.
     """
-    ranks_per_stage = plan.topology(size).ranks_per_stage
+    ranks_per_stage = plan.topology(world_size).ranks_per_stage
 
     def estimate_stage(stage: int) -> tuple[RankBytes, RankRecord]:
-        stage_draft = build_rank0_draft(plan, size)  # a run consumes its draft, but the action lists are shared
+        stage_draft = build_rank0_draft(plan, world_size)  # a run consumes its draft, but the action lists are shared
         stage_draft = replace(stage_draft, stage=replace(stage_draft.stage, action_lists=draft.stage.action_lists))
-        return run_rank(plan, stage * ranks_per_stage, size, stage_draft)
+        return run_rank(plan, stage * ranks_per_stage, world_size, stage_draft)
 
     calls = [partial(estimate_stage, stage) for stage in stages]
     results: dict[int, tuple[RankBytes, RankRecord]] = {}
@@ -299,8 +292,8 @@ def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashab
 
 
 def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[int]:
-    """Returns, for each stage, the stage that represents it: among the stages with equal work, the one with the most pending
-    forwards, which needs the most bytes. Raises the errors of `stage_work_keys`.
+    """Returns the stage that represents each stage: among those with equal work, the one with the most pending forwards, which
+    needs the most bytes. Raises the errors of `stage_work_keys`.
     """
     lists, keys = draft.stage.action_lists, stage_work_keys(plan, topology, draft)
     num_microbatches = min_equivalent_microbatches(lists, plan.num_microbatches(topology))
@@ -344,9 +337,8 @@ def can_fork() -> bool:
 
 def run_calls(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
     """Yields (index, result) of each call when it completes. Calls run in `num_processes` forked processes, so results must be
-    picklable; they run in this process if `num_processes` is 1 or if forked processes could not run a backward.
-
-    Raises the errors of the calls, and RunError `estimate-ended` if a process exits before its call is done.
+    picklable; they run in this process if `num_processes` is 1 or if forked processes could not run a backward. Raises the
+    errors of the calls, and RunError `estimate-ended` if a process exits before its call is done.
     """
     if num_processes == 1 or not can_fork():
         return ((index, call()) for index, call in enumerate(calls))

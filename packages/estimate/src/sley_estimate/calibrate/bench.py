@@ -46,13 +46,11 @@ from train_cli.meta_model import meta_micro_batch
 NUM_CALLS, NUM_CALIBRATION_CALLS = 5, 15  # timed calls of each layer, for a partition and for a machine file
 NUM_HOST_CALLS = 3  # calls on an idle device, which show how long a lead must keep the device busy
 
-HOST_S = 0.03
-"""Seconds spent on timing the host, per timed call of the layer. Other work on the host can slow it by a third for a tenth of a
-second."""
+HOST_S = 0.03  # seconds of timing the host per timed call; other work can slow a host by a third for a tenth of a second
 
 HOST_BOUND_SHARE = 0.5
-"""The host is timed in rows if it needs more than this share of the device's seconds. Other layers are timed one call at a
-time: they are large, so that few calls fit in memory at once."""
+"""The host is timed in rows if it needs more than this share of the device's seconds. Few calls of other, large layers fit in
+memory at once."""
 
 ROW_LENGTH = 4  # the number of calls in a row
 NUM_EMPTY_BACKWARDS = 20  # the number of timed backwards without operators
@@ -67,9 +65,7 @@ class PartSeconds(NamedTuple):
 
 
 Parts = Sequence[PartSeconds]
-"""The three parts of a call: the forward; the backward, or the first half of a split backward; the second half, or 0
-seconds.
-"""
+"""The three parts of a call: the forward; the backward, or the first half of a split backward; the second half, or 0."""
 
 NO_LEAD = (0.0, 0.0, 0.0)
 
@@ -92,17 +88,16 @@ class LayerBench:
         self._caller = LayerCaller(device, plan.run.seed, plan.activations.build([layer.name for layer in model.layers]))
         self._fields, self._loss = self._load_micro_batch(dataset), plan.loss.build()
         self._lead = Lead(device)
-        self._empty_s = time_empty_backward(device) if device.is_async else 0.0
+        self._empty_backward_s = time_empty_backward(device) if device.is_async else 0.0
         self._host = HostModel(model)
         self._drops_gradients = False
 
-    def time(self, layer: Layer, value: trace.Value | None, *, split: bool = False) -> tuple[LayerSeconds, trace.Value]:
-        """Returns the median seconds of `layer`, and its output, which is the input of the next layer. The host's seconds
-        exclude the accumulation of gradients, which is part of the time outside the layers. They are 0 for a device without a
-        queue.
+    def time_layer(self, layer: Layer, value: trace.Value | None, *, split: bool = False) -> tuple[LayerSeconds, trace.Value]:
+        """Returns the median seconds of `layer`, and its output. The host's seconds exclude the accumulation of gradients, and
+        are 0 for a device without a queue.
 
-        value: the output of the previous layer, or None for the first layer. split: whether to also time the halves of a split
-        backward, whose seconds are 0 otherwise.
+        value: the output of the previous layer; None for the first. split: whether to also time the halves of a split backward,
+        whose seconds are 0 otherwise.
         """
         meta_module = layer.module
         host_tensors = [
@@ -200,7 +195,7 @@ class LayerBench:
         backward_s, backward_device_s = self._time_work(backward, launch_s[1])
         parts = [
             PartSeconds(forward_device_s(), forward_s),
-            PartSeconds(backward_device_s(), max(0.0, backward_s - self._empty_s)),
+            PartSeconds(backward_device_s(), max(0.0, backward_s - self._empty_backward_s)),
         ]
         if queue is None:
             return [*parts, PartSeconds(0.0, 0.0)]
@@ -235,7 +230,7 @@ class LayerBench:
                 queue.run((0, number))
         times.append(time.perf_counter())
         forward_s, _, backward_s, products_s = ((end - start) / ROW_LENGTH for start, end in pairwise(times))
-        return forward_s, max(0.0, backward_s - self._empty_s), products_s
+        return forward_s, max(0.0, backward_s - self._empty_backward_s), products_s
 
     def _call_layer(self, layer: Layer, in_flight: InFlight, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
         output = self._caller(layer, args, named, trace.MICRO_STEP)
@@ -261,13 +256,11 @@ def time_empty_backward(device: Device) -> float:
 
 
 def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns the seconds of forward plus backward of each layer, equal on all ranks. It is the `timer` of a partitioner's
-    record.
+    """Returns the seconds of forward plus backward of each layer, equal on all ranks: the `timer` of a partitioner's record.
 
-    It is a blocking collective of `world`. Only the first rank times the layers, on one microbatch of the plan's data, so that
-    all ranks partition the model in the same way. build_model: returns the model on meta; only the first rank calls it. dtype:
-    the dtype of the working weights. If the first rank fails, it raises its error, and other ranks raise RunError
-    `start-failed`.
+    A blocking collective of `world`. Only the first rank times the layers, on one microbatch of the plan's data. build_model:
+    returns the model on meta; only the first rank calls it. dtype: the dtype of the working weights. If the first rank fails,
+    it raises its error, and other ranks raise RunError `start-failed`.
     """
     seconds: list[float] = []
     failure: Exception | None = None
@@ -278,7 +271,7 @@ def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Mo
             with world.device.preserve_random_state():
                 bench = LayerBench(plan, world.device, build_model(dataset.info), dataset, dtype)
                 for layer in bench.model.layers:
-                    times, value = bench.time(layer, value)
+                    times, value = bench.time_layer(layer, value)
                     seconds.append(round(times.total_s, DIGITS))
         except Exception as error:
             failure = error
@@ -307,7 +300,7 @@ def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
         bench = LayerBench(plan, device, model, dataset, weight_dtypes(plan)[0], NUM_CALIBRATION_CALLS)
         for layer, key in zip(model.layers, keys, strict=True):
             if key not in tables:
-                times, outputs[key] = bench.time(layer, value, split=True)
+                times, outputs[key] = bench.time_layer(layer, value, split=True)
                 seconds = {name: value for name, value in asdict(times).items() if value or not name.startswith("host_")}
                 output_bytes = sum(leaf.num_bytes for leaf in outputs[key][0].leaves)
                 tables[key] = {"key": key, "name": layer.name, "output_bytes": output_bytes, **seconds, **variant}

@@ -31,8 +31,7 @@ from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}
-"""The sizes n of the n x n matrix products that are timed."""
+SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}  # the edges of the square matrices
 
 MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes of each tensor in the addition that measures bandwidth; exceeds caches
 NUM_LAUNCHES = 200  # the number of tiny operators whose launches are timed
@@ -40,12 +39,11 @@ MAX_FIGURE_S = 0.5  # seconds of measuring one figure, after which no further re
 
 REPETITIONS = 7
 
-SMALL_BYTES, NUM_SMALL = 1 << 12, 100
-"""The bytes of the copies whose latency is timed, and how many of them run one after another."""
+SMALL_BYTES, NUM_SMALL = 1 << 12, 100  # the bytes of the copies whose latency is timed, and the number of them in a row
 
 NUM_BUCKETS, BUCKET_NUMEL = 4, 1 << 24
-"""The number of buckets of an optimizer on the host, and the elements of each. A bucket of fp32 weights has 64 MiB, as in a
-run. All buckets together are larger than the caches of a server."""
+"""The buckets of an optimizer on the host, and the elements of each: 64 MiB of fp32, as in a run; together they exceed caches.
+"""
 
 RING = 2  # the number of buckets whose gradients are on the host at the same time
 
@@ -115,8 +113,8 @@ def _min_seconds(device: Device, work: Callable[[], object]) -> float:
 
 
 class Lead:
-    """Writes to unused memory of `device` before a measurement. This removes other data from the caches. It also keeps a device
-    with a queue busy while the host launches the measured work, as in a run whose host is ahead.
+    """Writes to unused memory of `device` before a measurement, which removes other data from the caches. It also keeps a
+    device with a queue busy while the host launches the measured work, as in a run whose host is ahead.
 
         host     launch writes | launch the layer |
         device   write write write write write    | the layer, without a wait for a launch |
@@ -156,7 +154,7 @@ def measure_host(device: Device) -> dict[str, float]:
         times.append(_time_round_trip(device, memory, stream, tensor))
     directions = zip(*(times[1:] or times), strict=True)  # leaves out the first copies, which touch new pages
     to_host, to_device = (max(median(times_s), 1e-9) for times_s in directions)
-    table = {"to_host": num_bytes / to_host, "to_device": num_bytes / to_device, "latency_s": _copy_start_s(device)}
+    table = {"to_host": num_bytes / to_host, "to_device": num_bytes / to_device, "latency_s": _measure_copy_latency(device)}
     if device.is_async:
         table["memory_bandwidth"] = measure_host_bandwidth(device)
     return table
@@ -216,7 +214,7 @@ class HostOptimizerBench:
         return self._from_device.record()
 
 
-def _copy_start_s(device: Device) -> float:
+def _measure_copy_latency(device: Device) -> float:
     """Returns the mean seconds of one of many consecutive tiny copies, in the faster direction."""
     memory, stream = device.host_memory(SMALL_BYTES), device.copy_stream()
     tensor = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=device.torch_device)
@@ -257,9 +255,7 @@ def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, ten
 WEIGHT_COUNTS = 8, 128  # the number of weights in runs with few and with many
 MICRO_BATCH_COUNTS = 1, 5  # the number of microbatches in each step
 
-STEPS_PER_TURN, NUM_TURNS = 4, 7
-"""Each run takes STEPS_PER_TURN steps in each of NUM_TURNS turns. The result is the median over turns, since other work
-sometimes slows a host."""
+STEPS_PER_TURN, NUM_TURNS = 4, 7  # the result is the median over turns, since other work sometimes slows a host
 
 WARMUP_STEPS = 3  # the number of steps before the timed ones, in which optimizer states are created
 
@@ -267,32 +263,32 @@ WARMUP_STEPS = 3  # the number of steps before the timed ones, in which optimize
 class IndexDataset:
     """A dataset whose samples are their indices."""
 
-    info = DataInfo({"number": Field("int64")})
+    info = DataInfo({"index": Field("int64")})
 
     def __len__(self) -> int:
         return 1 << 20
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"number": torch.tensor(index)}
+        return {"index": torch.tensor(index)}
 
 
-class Weights(nn.Module):
-    """A layer with `count` one-element weights, which computes nothing but gives each weight a gradient."""
+class ScalarWeights(nn.Module):
+    """A layer with `num_weights` one-element weights, which computes nothing but gives each weight a gradient."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, num_weights: int) -> None:
         super().__init__()
-        for number in range(count):
-            self.register_parameter(f"weight{number}", nn.Parameter(torch.ones(1)))
+        for index in range(num_weights):
+            self.register_parameter(f"weight{index}", nn.Parameter(torch.ones(1)))
 
-    def forward(self, number: Tensor) -> Tensor:
-        """Returns a zero whose graph contains all parameters. number: a field of the batch; a first layer must read one."""
+    def forward(self, index: Tensor) -> Tensor:
+        """Returns a zero whose graph contains all parameters. index: a field, as a first layer must read one."""
         zero: Tensor = _Zero.apply(*self._parameters.values())  # type: ignore[no-untyped-call]
         return zero
 
 
-def build_weights(count: int) -> list[nn.Module]:
-    """Returns the layers of a model with `count` weights."""
-    return [Weights(count)]
+def build_weights(num_weights: int) -> list[nn.Module]:
+    """Returns the layers of a model with `num_weights` weights."""
+    return [ScalarWeights(num_weights)]
 
 
 class _Zero(torch.autograd.Function):
@@ -311,7 +307,7 @@ class IdentityLoss:
     """A loss that returns the output of the model."""
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        return float(len(batch["number"]))
+        return float(len(batch["index"]))
 
     def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return output
@@ -353,7 +349,7 @@ def _fit_line(values: Mapping[int, float]) -> tuple[float, float]:
 def _engine_plan(device: Device, precision: Mapping[str, str], num_weights: int, num_microbatches: int) -> Plan:
     tables = {
         "run": {"name": "engine", "steps": 1 << 20, "device": device.type},
-        "model": {"factory": f"{__name__}:build_weights", "options": {"count": num_weights}},
+        "model": {"factory": f"{__name__}:build_weights", "options": {"num_weights": num_weights}},
         "data": {"factory": f"{__name__}:IndexDataset"},
         "loss": {"factory": f"{__name__}:IdentityLoss"},
         "batch": {"global_size": num_microbatches, "micro_size": 1},

@@ -66,9 +66,9 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     small, large = (prepare_exchanges(*groups, device, num_bytes) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
     exchanges = {}
     for kind in small:
-        seconds = timer.exchange_s if kind == "send" else timer.seconds_after_work
+        seconds = timer.time_exchange if kind == "send" else timer.time_after_work
         figures = fit_link(seconds(small[kind]), seconds(large[kind]), kind, size)
-        exchanges[kind] = {**figures, "overlap": timer.overlap(large[kind])}
+        exchanges[kind] = {**figures, "overlap": timer.measure_overlap(large[kind])}
     slowest = max(exchanges.values(), key=lambda exchange: exchange["latency_s"] + LARGE_BYTES / exchange["bandwidth"])
     return {"ranks_per_host": size, "same_host": {**slowest, **exchanges}}
 
@@ -85,27 +85,29 @@ def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> d
 
 
 def prepare_exchanges(
-    stage: Group, shards: Group, slices: Group, stages: Group, device: torch.device, num_bytes: int
+    stage_group: Group, wp_group: Group, sp_group: Group, pp_group: Group, device: torch.device, num_bytes: int
 ) -> dict[str, BeginExchange]:
     """Returns, by kind of exchange, a function that starts it with full tensors of about `num_bytes` bytes on `device`. Each of
     the groups has all ranks. Messages are sent between the first two stages, in both directions at the same time.
     """
-    full, received = (torch.ones(stage.size, math.ceil(num_bytes / 4 / stage.size), device=device) for _ in range(2))
+    full, received = (
+        torch.ones(stage_group.size, math.ceil(num_bytes / 4 / stage_group.size), device=device) for _ in range(2)
+    )
     shard, message = full[:1].clone(), torch.ones(2, num_bytes // 4, device=device)
-    scratch = torch.empty(shards.transport(REDUCE).num_scratch_rows(1), *full.shape[1:], device=device)
+    scratch = torch.empty(wp_group.transport(REDUCE).num_scratch_rows(1), *full.shape[1:], device=device)
 
     def begin_messages() -> list[Work]:
-        if stages.coord > 1:
+        if pp_group.coord > 1:
             return []
-        send_channel, receive_channel = ("up", "down") if stages.coord == 0 else ("down", "up")
-        receive = stages.receive(message[0], receive_channel, 1 - stages.coord, label="a message to time")
-        return [receive, stages.send(message[1], send_channel, 1 - stages.coord, label="a message to time")]
+        send_channel, receive_channel = ("up", "down") if pp_group.coord == 0 else ("down", "up")
+        receive = pp_group.receive(message[0], receive_channel, 1 - pp_group.coord, label="a message to time")
+        return [receive, pp_group.send(message[1], send_channel, 1 - pp_group.coord, label="a message to time")]
 
     return {
-        "sum": lambda: [stage.transport().all_reduce(full.zero_(), label="a sum to time")],
-        "gather": lambda: [shards.transport(GATHER).all_gather([full], [shard], label="a gather to time")],
-        "reduce": lambda: [shards.transport(REDUCE).reduce_scatter([full.zero_()], [scratch], label="a reduction to time")],
-        "swap": lambda: [slices.transport().all_to_all(received, full, label="a swap to time")],
+        "sum": lambda: [stage_group.transport().all_reduce(full.zero_(), label="a sum to time")],
+        "gather": lambda: [wp_group.transport(GATHER).all_gather([full], [shard], label="a gather to time")],
+        "reduce": lambda: [wp_group.transport(REDUCE).reduce_scatter([full.zero_()], [scratch], label="a reduction to time")],
+        "swap": lambda: [sp_group.transport().all_to_all(received, full, label="a swap to time")],
         "send": begin_messages,
     }
 
@@ -122,7 +124,7 @@ class LinkTimer:
     def __init__(self, groups: Groups, world: World) -> None:
         self.groups, self.device = groups, world.device
 
-    def seconds(self, work: Callable[[], object]) -> float:
+    def time_work(self, work: Callable[[], object]) -> float:
         """Returns the median seconds of `work` on the rank where this median is the largest."""
         work()
         times = []
@@ -133,11 +135,11 @@ class LinkTimer:
         # All ranks reach this collective after the same work.
         return float(max(self.groups["control"].gather_objects(statistics.median(times), label="the times of exchanges")))
 
-    def exchange_s(self, begin: BeginExchange) -> float:
+    def time_exchange(self, begin: BeginExchange) -> float:
         """Returns the median seconds of an exchange, which `begin` starts, on the slowest rank."""
-        return self.seconds(lambda: end_exchange(begin()))
+        return self.time_work(lambda: end_exchange(begin()))
 
-    def seconds_after_work(self, begin: BeginExchange) -> float:
+    def time_after_work(self, begin: BeginExchange) -> float:
         """Returns the seconds that an exchange adds to work before it, but at least the seconds of the exchange alone. After
         work, ranks start the exchange at different times.
         """
@@ -147,16 +149,16 @@ class LinkTimer:
             work()
             end_exchange(begin())
 
-        return max(self.exchange_s(begin), self.seconds(work_and_exchange) - self.seconds(work))
+        return max(self.time_exchange(begin), self.time_work(work_and_exchange) - self.time_work(work))
 
-    def overlap(self, begin: BeginExchange) -> float:
+    def measure_overlap(self, begin: BeginExchange) -> float:
         """Returns the share of an exchange, from 0 to 1, that overlaps with work of the same length.
 
         It is measured only on CPUs, where the threads of an exchange need cores that compute. On other devices it is 1.
         """
         if self.device.type != "cpu":
             return 1.0
-        exchange_s = self.exchange_s(begin)
+        exchange_s = self.time_exchange(begin)
         work = self._make_work(exchange_s)
 
         def work_and_exchange() -> None:
@@ -164,7 +166,7 @@ class LinkTimer:
             work()
             end_exchange(works)
 
-        work_s, both_s = self.seconds(work), self.seconds(work_and_exchange)
+        work_s, both_s = self.time_work(work), self.time_work(work_and_exchange)
         return min(1.0, max(0.0, (exchange_s + work_s - both_s) / min(exchange_s, work_s)))
 
     def _make_work(self, seconds: float) -> Callable[[], None]:
@@ -175,5 +177,5 @@ class LinkTimer:
             for _ in range(count):
                 torch.mm(square, square, out=result)
 
-        product_s = self.seconds(lambda: products(NUM_PRODUCTS)) / NUM_PRODUCTS
+        product_s = self.time_work(lambda: products(NUM_PRODUCTS)) / NUM_PRODUCTS
         return partial(products, max(1, round(seconds / product_s)))

@@ -1,13 +1,9 @@
-"""Implements `train-cli estimate`, which shows the memory of every stage of a run and the seconds of a step, without a device.
-
-`draw_step` implements `train-cli show --timeline --machine`.
-"""
-
-from __future__ import annotations
+"""Implements `train-cli estimate`, and `train-cli show --timeline --machine` (`draw_step`). Neither needs a device."""
 
 import json
 import shutil
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +14,8 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from sley_core.actions.action import Delivery, in_words
 from sley_core.errors import SleyError, UsageError
 from sley_core.plan.load import load_plan
-from sley_estimate.machine import load_machine
+from sley_core.plan.plan import Plan
+from sley_estimate.machine import MachineFile, load_machine
 from train_cli.commands.show import WIDTH, draw_text
 from train_cli.console import (
     FormatOption,
@@ -34,12 +31,7 @@ from train_cli.environment import num_cores
 from train_cli.progress import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from sley_core.plan.plan import Plan
     from sley_estimate.bytes.rank import RankBytes
-    from sley_estimate.layers.prices import Source
-    from sley_estimate.machine import MachineFile
     from sley_estimate.step.estimate import PlanEstimate
 
 UNCOMPILED_NOTE = "the layers are estimated as if they were not compiled"
@@ -47,7 +39,7 @@ TENSORS_NOTE = (
     "these are only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
 )
 
-SOURCES: dict[Source, str] = {
+SOURCES = {
     "measured": "measured on this machine",
     "in proportion": "scaled from variants of them that were measured on this machine",
     "counted": "computed from their operators",
@@ -99,7 +91,7 @@ def estimate(
             stages: Sequence[RankBytes] = stage_bytes(resolved, size, num_cores())
         else:
             estimate = estimate_plan(resolved, size, machine_file, num_cores(), all_stages=True)
-            stages = estimate.memory
+            stages = estimate.stage_bytes
     except SleyError as error:
         raise resolved.add_places(error) from error.__cause__
     if limit is None and machine_file is not None:
@@ -135,7 +127,7 @@ def parse_size(text: str) -> int:
         raise UsageError("memory-size", f"`--memory {text}` is not a size", hint=hint) from None
 
 
-def memory_lines(stages: Sequence[RankBytes], world_size: int, limit: int | None) -> Iterator[str]:
+def memory_lines(stages: Sequence["RankBytes"], world_size: int, limit: int | None) -> Iterator[str]:
     """Yields the lines about the memory of each stage. limit: the bytes of a device, or None."""
     per_stage = world_size // len(stages)
     for stage in stages:
@@ -156,20 +148,20 @@ def memory_lines(stages: Sequence[RankBytes], world_size: int, limit: int | None
     yield TENSORS_NOTE
 
 
-def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
+def draw_step(plan: Plan, world_size: int, machine: MachineFile) -> Iterator[str]:
     """Yields a drawing of an estimated step, then `seconds_lines`. Raises the errors of `estimate_plan`, with their places."""
     from sley_estimate.step.estimate import estimate_plan
 
     try:
-        estimate = estimate_plan(plan, size, machine, num_cores())
+        estimate = estimate_plan(plan, world_size, machine, num_cores())
     except SleyError as error:
         raise plan.add_places(error) from error.__cause__
-    yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {size} x {machine.device.name}, estimated"
+    yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {world_size} x {machine.device.name}, estimated"
     yield draw_text(estimate.step.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
     yield from seconds_lines(estimate, machine)
 
 
-def seconds_lines(estimate: PlanEstimate, machine: MachineFile) -> Iterator[str]:
+def seconds_lines(estimate: "PlanEstimate", machine: MachineFile) -> Iterator[str]:
     """Yields lines about the seconds of a step, the work and waits of each stage, and the source of the layers' seconds."""
     step = estimate.step
     host_wait_s = step.seconds - step.devices_s
@@ -177,7 +169,7 @@ def seconds_lines(estimate: PlanEstimate, machine: MachineFile) -> Iterator[str]
     yield f"a step takes {step.seconds:.4g} s{waiting}"
     for stage, computing_s in enumerate(step.computing_s):
         waits_s: dict[str, float] = defaultdict(float)
-        for span in step.exposed:
+        for span in step.exposed_waits:
             if span.rank == stage:
                 first_word, _, direction = span.channel.partition(" ")
                 description = WAITS.get(first_word, f"`{first_word}`")
@@ -195,7 +187,7 @@ def seconds_lines(estimate: PlanEstimate, machine: MachineFile) -> Iterator[str]
     yield f"  {_describe_sources(estimate)} ({machine.device.name})"
 
 
-def _describe_sources(estimate: PlanEstimate) -> str:
+def _describe_sources(estimate: "PlanEstimate") -> str:
     counts = Counter(layer.source for layer in estimate.layers)
     texts = [(counts[source], text) for source, text in SOURCES.items() if counts[source]]
     if len(texts) == 1:
@@ -204,7 +196,7 @@ def _describe_sources(estimate: PlanEstimate) -> str:
     return f"of {len(estimate.layers)} layers, {', '.join(f'{count} were {text}' for count, text in texts)}"
 
 
-def seconds_data(estimate: PlanEstimate) -> dict[str, Any]:
+def seconds_data(estimate: "PlanEstimate") -> dict[str, Any]:
     """Returns the estimated seconds of a step, its stages and its layers, as data for JSON."""
     step = estimate.step
     return {

@@ -1,8 +1,7 @@
 """Implements `train-cli search`, which finds the fastest layouts of a plan that fit in memory, without a device."""
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ from rich.progress import Progress
 
 from sley_core.errors import PlanError, SleyError, UsageError
 from sley_core.plan.load import load_plan
-from sley_core.plan.plan import plan_sections
+from sley_core.plan.plan import Plan, plan_sections
 from sley_estimate.commands.estimate import parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.search.layouts import AXES
@@ -21,9 +20,6 @@ from train_cli.environment import num_cores
 from train_cli.progress import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from sley_core.plan.plan import Plan
     from sley_estimate.search.find import SearchResult, VerifiedLayout
 
 
@@ -71,7 +67,7 @@ def search(
                 progress.update(task, description="running the steps of the best", completed=done, total=total)
 
             cores = num_cores()
-            result = search_layouts(space, machine_file, memory=limit, top=top, cores=cores, report_progress=report_progress)
+            result = search_layouts(space, machine_file, max_bytes=limit, top=top, cores=cores, report_progress=report_progress)
     except SleyError as error:
         raise resolved.add_places(error) from error.__cause__
     typer.echo("\n".join(result_lines(result, choices.skip_reasons, limit)))
@@ -82,10 +78,10 @@ def search(
         typer.echo(f"written to {write}")
 
 
-def result_lines(result: SearchResult, skip_reasons: Sequence[str], limit: int | None) -> Iterator[str]:
+def result_lines(result: "SearchResult", skip_reasons: Sequence[str], limit: int | None) -> Iterator[str]:
     """Yields the lines about the result of a search. skip_reasons: as in `Choices`. limit: the bytes of a device, or None."""
     too_large = "" if limit is None else f"; {result.num_too_large:,} exceed {format_bytes(limit)}"
-    yield f"{result.num_layouts:,} layouts considered; the best {result.num_exact:,} of the formula were verified{too_large}"
+    yield f"{result.num_layouts:,} layouts considered; the best {result.num_verified:,} of the formula were verified{too_large}"
     yield from (f"  {count:,} excluded: {reason}" for reason, count in result.refusals.most_common())
     yield from (f"  excluded: {name}" for name in skip_reasons)
     if result.num_dropped:
@@ -106,8 +102,8 @@ def result_lines(result: SearchResult, skip_reasons: Sequence[str], limit: int |
         yield "  Use `calibrate --plan` to measure the layers of the plan."
 
 
-def plan_text(plan: Plan, world: int, best: VerifiedLayout) -> str:
+def plan_text(plan: Plan, world_size: int, best: "VerifiedLayout") -> str:
     """Returns a plan file with the layout `best` of `plan`, whose first comment describes the layout and its estimate."""
     size = format_bytes(best.num_bytes)
-    head = f"# {world} ranks: {best.seconds:.4g} s per step, {size} at the peak of a rank, verified by estimate\n"
-    return f"{head}# {best.layout}\n" + "\n".join(plan_sections(best.layout.apply(plan, world).tables))
+    head = f"# {world_size} ranks: {best.seconds:.4g} s per step, {size} at the peak of a rank, verified by estimate\n"
+    return f"{head}# {best.layout}\n" + "\n".join(plan_sections(best.layout.apply(plan, world_size).tables))

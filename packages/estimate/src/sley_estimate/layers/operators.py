@@ -74,9 +74,7 @@ ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 
 ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-BACKWARD_FACTOR = 2.5
-"""The FLOPs of an attention's backward, relative to those of its forward: five products to two, since the backward computes the
-scores again."""
+BACKWARD_FACTOR = 2.5  # FLOPs of an attention's backward per FLOP of its forward: 5 products to 2, as it computes scores again
 
 LOOKUP_OPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
 """Operators that read only as many bytes of their first input, a table, as they write."""
@@ -88,8 +86,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase: PhaseName | None = "forward"
-        self.last = ""
-        self.shared: set[int] = set()  # identifiers of storages that layers share, which are not counted as saved
+        self.last_operator = ""
+        self.shared_storages: set[int] = set()  # identifiers of storages that layers share, which are not counted as saved
         self._saved: dict[int, int] = {}
         self._operators: dict[PhaseName, list[Operator]] = {}
 
@@ -101,7 +99,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts the storage of a saved tensor once, unless it is that of a parameter or shared. Returns the tensor."""
         storage = tensor.untyped_storage()
         is_weight = isinstance(tensor, nn.Parameter) or (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
-        if not is_weight and storage._cdata not in self.shared:
+        if not is_weight and storage._cdata not in self.shared_storages:
             self._saved[storage._cdata] = storage.nbytes()
         return tensor
 
@@ -119,7 +117,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        self.last = str(func)
+        self.last_operator = str(func)
         result = func(*args, **kwargs)
         operator = describe_operator(func, args, kwargs, result)
         if operator is not None:
@@ -129,8 +127,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator | None:
     """Returns the work of one call of torch's operator `func`, or None if it computes and moves nothing, such as a view.
-    Tensors that an operator without results writes in place count as outputs. A lookup reads as many bytes of its table as it
-    writes.
+    Tensors that an operator without results writes in place count as outputs.
     """
     packet = func._overloadpacket
     is_query = func.namespace in ("prim", "profiler")
@@ -163,10 +160,7 @@ def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 def attention_operator(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_causal: bool) -> Operator:
     """Returns an attention as one operator. If it is causal, it needs half of the FLOPs. context: its output."""
-    key_shape = (
-        *query.shape[:-2],
-        *key.shape[-2:],
-    )  # as many heads as the queries have, since each key serves a group of queries
+    key_shape = *query.shape[:-2], *key.shape[-2:]  # as many heads as queries, since each key serves a group of queries
     value_shape = *key_shape[:-1], value.shape[-1]
     flops = sdpa_flop_count(query.shape, key_shape, value_shape) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
     return Operator("attention", _total_bytes(query, key, value, context), flops, DTYPE_NAMES.get(query.dtype, "fp32"))
@@ -320,9 +314,8 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, record: RecordOperator, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        """Returns the output of the attention. If tensors have 4 dimensions and equal head widths, calls torch's fused
-        operator, so that an activation policy and the recorder see it. Saves the inputs, the output, the mask and one number
-        per row.
+        """Saves the inputs, the output, the mask and one number per row. If tensors have 4 dimensions and equal head widths,
+        calls torch's fused operator, so that an activation policy and the recorder see it.
         """
         ctx.record, ctx.is_causal = record, is_causal
         context: Tensor

@@ -36,20 +36,11 @@ from train_cli.meta_model import meta_micro_batch
 Source = Literal["measured", "in proportion", "counted"]
 """The source of a layer's seconds: the machine file, another variant of the layer there, or only its operators."""
 
-ACTION_FIELDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRADIENT: "input_gradient",
-    Kind.WEIGHT_GRADIENT: "weight_gradient",
-}
-"""The fields of `LayerSeconds` by kind of action."""
-
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """The seconds of a layer on one microbatch. Recomputation counts as part of the backward. host_*: the seconds that the host
-    needs to launch each part; 0 if the host does not run ahead of the device. input_gradient, weight_gradient: the halves of a
-    split backward; 0 if they were not measured.
+    """The seconds of a layer on one microbatch, as in `LayerTable`. The backward includes recomputation. host_*: the seconds to
+    launch each part; 0 if the host does not run ahead. input_gradient, weight_gradient: 0 if they were not measured.
     """
 
     forward: float
@@ -69,7 +60,7 @@ class LayerSeconds:
     @classmethod
     def from_operators(cls, work: LayerWork, device: DeviceTable, *, with_host: bool = False) -> "LayerSeconds":
         """Returns the seconds of a layer's operators on `device`. with_host: whether to also set the host's seconds, on a GPU.
-        Raises PlanError "machine-matmul" for a matrix product in a dtype that the machine file does not list.
+        Raises the errors of `operators_s`.
         """
         backward = operators_s(work.recompute, device) + operators_s(work.backward, device)
         seconds = cls(operators_s(work.forward, device), backward)
@@ -87,8 +78,7 @@ class LayerSeconds:
 
         Forward and backward have ratios of their own. Recomputation in `work` has the ratio of the forward if `baseline` has
         none. The second half of a split backward is proportional to the backward without recomputation, and the first half has
-        the rest. The host's seconds are proportional to the number of operators. Raises PlanError "machine-matmul" for a
-        matrix product in a dtype that the machine file does not list.
+        the rest. The host's seconds are proportional to the number of operators. Raises the errors of `operators_s`.
         """
         price = partial(device_operators_s if measured.host_forward else operators_s, device=device)
         recompute_s, backward_s = price(work.recompute), price(work.backward)
@@ -111,11 +101,11 @@ class LayerSeconds:
 
     def action_s(self, action_type: Kind) -> float:
         """Returns the seconds of the layer on the device in an action of kind `action_type`."""
-        return float(getattr(self, ACTION_FIELDS[action_type]))
+        return float(getattr(self, action_type.name.lower()))
 
     def host_action_s(self, action_type: Kind) -> float:
         """Returns the seconds that the host needs to launch the layer in an action of kind `action_type`."""
-        return float(getattr(self, f"host_{ACTION_FIELDS[action_type]}"))
+        return float(getattr(self, f"host_{action_type.name.lower()}"))
 
     @property
     def total_s(self) -> float:
@@ -229,27 +219,24 @@ class LayerPrices:
         return policy
 
     @memoize
-    def works(self, variant: Variant) -> list[LayerWork]:
-        """Returns the work of each layer in `variant`; equal layers share one object. With slices of sequences, it includes the
-        copies that attention makes for its exchanges. Raises PlanError for a policy that cannot be built, and "estimate-layer"
-        for a layer that cannot run on meta.
+    def layer_works(self, variant: Variant) -> list[LayerWork]:
+        """Returns the work of each layer in `variant`, with the copies that attention over slices makes; equal layers share one
+        object. Raises PlanError for a policy that cannot be built, and "estimate-layer" for a layer that cannot run on meta.
         """
         pairs = zip(self._whole_works(variant.policy, 1), self._whole_works(variant.policy, 2), strict=True)
         samples, has_slices = variant.micro_size / variant.sp, variant.sp > 1
         return [self._scaled_work(single, double, samples, has_slices) for single, double in pairs]
 
     def price(self, variant: Variant) -> list[tuple[LayerSeconds, Source]]:
-        """Returns the seconds of each layer in `variant`, without exchanges of slices, and their source.
-
-        Unless all layers were measured in this variant, raises the errors of `works`, and PlanError "machine-matmul" for a
-        matrix product in a dtype that the machine file does not list.
+        """Returns the seconds of each layer in `variant`, without exchanges of slices, and their source. Unless all layers were
+        measured in this variant, raises the errors of `layer_works` and `operators_s`.
         """
         measured = self._measured_seconds
         has_keys = measured and variant.sp == 1
         keys = self._keys(variant.policy, variant.micro_size) if has_keys else [""] * len(self.model.layers)
         if measured.keys() >= set(keys):
             return [(measured[key], "measured") for key in keys]
-        layers = zip(self.works(variant), keys, self._measured_variants, strict=True)
+        layers = zip(self.layer_works(variant), keys, self._measured_variants, strict=True)
         return [self._price_layer(work, key, measured_variant) for work, key, measured_variant in layers]
 
     @memoize
@@ -258,14 +245,14 @@ class LayerPrices:
             return self._measured_seconds[key], "measured"
         if measured is not None:
             with suppress(SleyError):  # the operators of the measured variant may not be countable
-                baseline = self.works(measured.variant)[measured.index]
+                baseline = self.layer_works(measured.variant)[measured.index]
                 return LayerSeconds.from_variant(work, baseline, measured.seconds, self.machine.device), "in proportion"
         return LayerSeconds.from_operators(work, self.machine.device, with_host=self.machine.engine is not None), "counted"
 
     @memoize
     def _scaled_work(self, single: LayerWork, double: LayerWork, samples: float, has_slices: bool) -> LayerWork:
         work = scale_work(single, double, samples)
-        return add_copies(work) if has_slices else work
+        return add_slice_copies(work) if has_slices else work
 
     @cached_property
     def _measured_variants(self) -> list[MeasuredVariant | None]:
@@ -273,9 +260,8 @@ class LayerPrices:
         measured: list[MeasuredVariant | None] = [None] * len(self.model.layers)
         sizes = {self.plan.batch.micro_size, *(table.micro_size for table in self.machine.layers if table.micro_size)}
         shared: dict[str, MeasuredVariant] = {}
-        for policy, micro_size in product(
-            [policy for policy in self.policies if not policy.offloads_activations], sorted(sizes)
-        ):
+        policies = [policy for policy in self.policies if not policy.offloads_activations]
+        for policy, micro_size in product(policies, sorted(sizes)):
             try:
                 keys = self._keys(policy, micro_size) if self._measured_seconds else []
             except SleyError:  # a policy that cannot be built was not measured
@@ -308,13 +294,13 @@ class LayerPrices:
 
 
 ATTENTION = "attention"  # the name of the operator that stands for an attention
-TENSORS, COPY = 4, 3  # the tensors of an attention: q, k, v, output; the bytes that `describe_operator` counts per copied byte
+NUM_ATTENTION_TENSORS = 4  # q, k, v, output
+BYTES_PER_COPIED_BYTE = 3  # the bytes that `describe_operator` counts for a copy
 
 
 def scale_work(single: LayerWork, double: LayerWork, samples: float) -> LayerWork:
     """Returns the work on `samples` samples, which may be a fraction, by linear extrapolation from the work on one sample and
-    on two. If the number of operators with some name differs between the two, as in a chunked loss, the work of these operators
-    is proportional to their work on two samples.
+    on two. Operators whose number differs between the two, as in a chunked loss, are proportional to their work on two samples.
     """
     return LayerWork(
         **{name: _scale_operators(getattr(single, name), getattr(double, name), samples) for name in PHASES},
@@ -323,14 +309,14 @@ def scale_work(single: LayerWork, double: LayerWork, samples: float) -> LayerWor
     )
 
 
-def add_copies(work: LayerWork) -> LayerWork:
+def add_slice_copies(work: LayerWork) -> LayerWork:
     """Returns `work` with the copies of q, k, v and output that attention over slices of a sequence makes in each phase."""
 
     def with_copies(operators: Sequence[Operator], forward: Sequence[Operator]) -> tuple[Operator, ...]:
         """Returns `operators` followed by copies of the tensors that each attention in `forward` reads or writes."""
         sizes = [operator.num_bytes for operator in forward if operator.name == ATTENTION]
-        copies = [Operator("copy", COPY * num_bytes // TENSORS) for num_bytes in sizes for _ in range(TENSORS)]
-        return (*operators, *copies)
+        copies = [Operator("copy", BYTES_PER_COPIED_BYTE * num_bytes // NUM_ATTENTION_TENSORS) for num_bytes in sizes]
+        return (*operators, *(copy for copy in copies for _ in range(NUM_ATTENTION_TENSORS)))
 
     return replace(
         work,

@@ -4,9 +4,8 @@
 
 Each distinct layer is traced once, on the output of the previous layer. A layer that reads the value of a tensor is an error.
 
-Layers with equal keys need equal time and memory, since they have the same class, settings and shapes. If a layer has an
-attribute that is not plain (plain ones are numbers, texts, tensor shapes), its key is unique. It is then traced separately,
-which is slower but never wrong.
+Layers with equal keys need equal time and memory, since they have the same class, settings and shapes. A layer with an
+attribute that is not plain (plain ones are numbers, texts, tensor shapes) has a unique key and is traced separately.
 """
 
 import hashlib
@@ -50,14 +49,14 @@ TracedLayers = dict[tuple[str, str], tuple[LayerWork, Value]]
 def trace_layers(
     plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str], traced: TracedLayers | None = None
 ) -> list[LayerWork]:
-    """Returns the work of each layer under the plan's activation policy, in order. Layers with equal keys and inputs are traced
+    """Returns the work of each layer under the plan's activation policy, in order. Traces layers with equal keys and inputs
     once.
 
-    fields: a microbatch on meta. keys: the layers' keys. traced: earlier results, to which new ones are added. Raises PlanError
+    fields: a microbatch on meta. keys: the layers' keys. traced: earlier results, to which this adds new ones. Raises PlanError
     "estimate-layer" for a layer that cannot run on meta.
     """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
-    working, gradients = weight_dtypes(plan)[0], DTYPES[plan.precision.gradients]
+    weight_dtype, gradient_dtype = weight_dtypes(plan)[0], DTYPES[plan.precision.gradients]
     traced = {} if traced is None else traced
     works: list[LayerWork] = []
     value: Value | None = None
@@ -65,7 +64,7 @@ def trace_layers(
         cache_key = key, repr(value and value[0])  # a structure may be a dict, which has no hash
         if cache_key not in traced:
             layer_loss = loss if layer is model.layers[-1] else None
-            traced[cache_key] = trace_layer(layer, value, fields, policy, layer_loss, working, gradients)
+            traced[cache_key] = trace_layer(layer, value, fields, policy, layer_loss, weight_dtype, gradient_dtype)
         work, value = traced[cache_key]
         works.append(work)
     return works
@@ -77,31 +76,30 @@ def trace_layer(
     fields: Mapping[str, Tensor],
     policy: ActivationPolicy,
     loss: Loss | None,
-    working: torch.dtype,
-    gradients: torch.dtype,
+    weight_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
 ) -> tuple[LayerWork, Value]:
-    """Returns the work of a layer on one microbatch, and its output. The work excludes results that layers share
-    (`once_per_field`).
+    """Returns the work of a layer on one microbatch, without results that layers share (`once_per_field`), and its output.
 
-    value: the output of the previous layer, or None for the first layer. fields: the microbatch on meta. loss: the loss, for
-    the last layer; None for others. working, gradients: the dtypes of weights and of accumulated gradients. Raises PlanError
-    "estimate-layer" for a layer that cannot run on meta.
+    value: the output of the previous layer; None for the first. fields: the microbatch on meta. loss: the loss, for the last
+    layer; None for others. gradient_dtype: of accumulated gradients. Raises PlanError "estimate-layer" for a layer that cannot
+    run on meta.
     """
-    with _place_on_meta(layer.module, working):
+    originals = replace_tensors(layer.module.modules(), weight_dtype, torch.device("meta"))
+    try:
         recorder, output = _record_layer(layer, value, fields, policy, loss)
         for parameter in layer.module.parameters():
             if parameter.requires_grad:
-                num_bytes = parameter.numel() * (parameter.element_size() + 2 * gradients.itemsize)
+                num_bytes = parameter.numel() * (parameter.element_size() + 2 * gradient_dtype.itemsize)
                 recorder.record(Operator("accumulate", num_bytes))
-    following = describe_next_input(output, layer)
-    output_bytes = sum(map(moved_bytes, following[1]))
-    work = LayerWork(
-        **{phase: recorder.operators(phase) for phase in PHASES},
-        output_bytes=output_bytes,
-        saved_bytes=recorder.saved_bytes
-        + (output_bytes if loss is not None else 0),  # the loss saves its input, or a tensor of the same size
-    )
-    return work, following
+    finally:
+        for registered, name, tensor in originals:
+            registered[name] = tensor
+    next_input = describe_next_input(output, layer)
+    output_bytes = sum(map(moved_bytes, next_input[1]))
+    loss_bytes = output_bytes if loss is not None else 0  # the loss saves its input, or a tensor of the same size
+    phases = {phase: recorder.operators(phase) for phase in PHASES}
+    return LayerWork(**phases, output_bytes=output_bytes, saved_bytes=recorder.saved_bytes + loss_bytes), next_input
 
 
 def describe_next_input(output: Any, layer: Layer) -> Value:
@@ -137,7 +135,7 @@ def _record_layer(
             with torch.no_grad():
                 layer.module(*args, **named)  # computes the results that layers share, such as a document mask
             shared = tree_leaves([cached_values(field) for field in named.values()])
-            recorder.shared.update(storage_id(leaf) for leaf in shared if isinstance(leaf, Tensor))
+            recorder.shared_storages.update(storage_id(leaf) for leaf in shared if isinstance(leaf, Tensor))
             recorder.phase = "forward"
             with saved_tensors_hooks(recorder.record_saved_tensor, lambda tensor: tensor):
                 output = policy.call(layer.name, call, args, named, MICRO_STEP)
@@ -150,7 +148,7 @@ def _record_layer(
     except Exception as error:
         message = f"layer `{layer.name}` ({type(layer.module).__name__}) cannot run on meta to count its operators: "
         message += f"{type(error).__name__}: {first_line(error)}"
-        message += f" (the last operator was {recorder.last})" if recorder.last else ""
+        message += f" (the last operator was {recorder.last_operator})" if recorder.last_operator else ""
         hint = "use `train-cli calibrate --plan plan.toml --out machine.toml` to measure the layer"
         raise PlanError("estimate-layer", message, path=("model",), hint=hint) from error
     if recorder.operators("recompute"):
@@ -205,23 +203,11 @@ def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.d
         yield
 
 
-@contextmanager
-def _place_on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
-    """Replaces the parameters and buffers of the module by meta tensors within the block. working: the dtype of parameters."""
-    originals = replace_tensors(module.modules(), working, torch.device("meta"))
-    try:
-        yield
-    finally:
-        for registered, name, tensor in originals:
-            registered[name] = tensor
-
-
 def replace_tensors(
     modules: Iterable[nn.Module], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Replaces the parameters and buffers of `modules` by new tensors on `device`. Parameters have `dtype`, and buffers the
-    dtypes that they have in a run. Shared tensors stay shared. Returns, for each, the dict in which it was replaced, its name
-    there, and the original tensor.
+    """Replaces the parameters of `modules` by new ones of `dtype` on `device`, and their buffers by buffers of the dtypes of a
+    run. Shared tensors stay shared. Returns the dict in which each was replaced, its name there, and the original tensor.
     """
     originals: list[tuple[dict[str, Any], str, Tensor]] = []
     replacements: dict[int, Tensor] = {}
@@ -246,10 +232,8 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def module_signature(module: nn.Module, location: str) -> Any:
-    """Returns nested plain values that determine the module's cost. Modules whose signatures have the same `repr` cost the
-    same.
-
-    location: the module's name in the model. It stands for attributes that are not plain.
+    """Returns nested plain values; modules whose signatures have the same `repr` cost the same. location: the module's name in
+    the model, which stands for attributes that are not plain.
     """
     attributes = [
         (name, plain_value(value, f"{location}.{name}"))
@@ -283,19 +267,15 @@ def plain_value(value: Any, location: str) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return type(value).__qualname__, plain_value(asdict(value), location)
     name = getattr(value, "__qualname__", "<")
-    if (
-        callable(value) and "<" not in name and not hasattr(value, "__self__")
-    ):  # a function or class at the top level of a module
-        return getattr(value, "__module__", ""), name
-    return location
+    is_top_level = callable(value) and "<" not in name and not hasattr(value, "__self__")  # a function or class of a module
+    return (getattr(value, "__module__", ""), name) if is_top_level else location
 
 
 def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mapping[str, Tensor]) -> list[str]:
     """Returns a key of 16 hexadecimal digits for each layer of `model`, which is on meta.
 
-    fields: a microbatch. The key depends on its shapes and dtypes, on the policy, the precision and, for the last layer, the
-    loss. It does not depend on other parts of a layout, so keys that `train-cli calibrate` writes are valid for every layout
-    with the same `micro_size` and whole sequences.
+    A key depends on the shapes and dtypes of the microbatch `fields`, the policy, the precision and, for the last layer, the
+    loss. So keys that `train-cli calibrate` writes are valid for every layout with the same `micro_size` and whole sequences.
     """
     shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
     precision = plan.precision.compute, plan.precision.gradients

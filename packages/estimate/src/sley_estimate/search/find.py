@@ -1,7 +1,7 @@
 """Finds the fastest layouts that fit in memory. A formula ranks all layouts, and the best of them run their own steps.
 
-all layouts ──formula──> ranked ──one of each group of nearly equal ones first──> steps of the best `NUM_EXACT` ──> the fastest
-                 └──> too large
+layouts ──formula──> ranked ──one of each group of nearly equal ones first──> steps of the best `NUM_VERIFIED` ──> the fastest
+            └──> too large
 
 Both parts run in forked processes, so that this process never runs a backward: torch refuses a backward in a process that was
 forked after one. The formula:
@@ -66,9 +66,8 @@ class RooflineEstimate(NamedTuple):
 
 
 class LayerCosts(NamedTuple):
-    """Holds the costs of layers on one microbatch, each of shape [layers]. forward, backward: the seconds of these parts on the
-    device. host: the seconds that the host needs to launch both. saved_bytes: the bytes saved for the backward. output_bytes:
-    the bytes of the output. backward_bytes: further bytes that the backward needs.
+    """The costs of layers on one microbatch, each of shape [layers]. forward, backward: seconds on the device. host: the
+    seconds to launch both. saved_bytes: saved for the backward. backward_bytes: further bytes that the backward needs.
     """
 
     forward: Floats
@@ -80,12 +79,11 @@ class LayerCosts(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """Describes how a schedule divides the model into stages.
+    """How a schedule divides the model into stages.
 
     starts: the index of the first layer at each position. positions: the position of each chunk of each stage, [chunks,
     stages]. route: the stage of each position. bubble: the idle time of a stage, in units of its time for one microbatch.
-    max_pending: the largest number of pending forwards of each stage, [stages]; infinite if it grows with the number of
-    microbatches.
+    max_pending: the most pending forwards of each stage, [stages]; infinite if it grows with the number of microbatches.
     """
 
     starts: NDArray[np.intp]
@@ -101,14 +99,14 @@ class StageSplit(NamedTuple):
 
 
 class Roofline:
-    """Estimates layouts of `plan`, whose `run.device` must be that of `machine`, with `world` ranks. Raises PlanError for a
-    model that cannot be built.
+    """Estimates layouts of `plan`, whose `run.device` must be that of `machine`, with `world_size` ranks. Raises PlanError for
+    a model that cannot be built.
     """
 
-    def __init__(self, plan: Plan, world: int, machine: MachineFile, choices: Choices) -> None:
-        self.plan, self.world, self.machine, self.choices = plan, world, machine, choices
+    def __init__(self, plan: Plan, world_size: int, machine: MachineFile, choices: Choices) -> None:
+        self.plan, self.world_size, self.machine, self.choices = plan, world_size, machine, choices
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-        self._info, self.model = dataset.info, build_meta_model(plan, dataset.info)
+        self._data_info, self.model = dataset.info, build_meta_model(plan, dataset.info)
         self._prices = LayerPrices(plan, self.model, dataset, machine, choices.policies)
         self._weight_bytes, self._master_bytes = (dtype.itemsize for dtype in weight_dtypes(plan))
         self._gradient_bytes = DTYPES[plan.precision.gradients].itemsize
@@ -116,17 +114,15 @@ class Roofline:
         self._num_weights = np.array([float(len(parameters)) for parameters in trained])
         self._num_trained = np.array([float(sum(param.numel() for param in parameters)) for parameters in trained])
         self._update_s, self._state_bytes = self._update_costs()
-        self._totals_s = sum(collective_cost("sum", TOTALS_BYTES, range(world), machine.links)) if world > 1 else 0.0
+        self._totals_s = sum(collective_cost("sum", TOTALS_BYTES, range(world_size), machine.links)) if world_size > 1 else 0.0
 
     def estimate(self, layout: Layout) -> RooflineEstimate:
         """Returns the estimate of a layout. Raises SleyError if it cannot be assembled, or its time cannot be computed."""
-        split, num_microbatches = (
-            self._split_stages(layout.pp, layout.schedule),
-            layout.num_microbatches(self.plan, self.world),
-        )
+        split = self._split_stages(layout.pp, layout.schedule)
+        num_microbatches = layout.num_microbatches(self.plan, self.world_size)
         if num_microbatches * len(split.route) > MAX_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many microbatches")
-        forward, backward, host, held_bytes, ramp = self._micro_batch_costs(layout._replace(reducer=None))
+        forward, backward, host, held_bytes, ramp_s = self._micro_batch_costs(layout._replace(reducer=None))
         record = layout.reducer.record if layout.reducer else None
         is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
         sums, gathers, attended, update, fixed_bytes = self._stage_costs(layout.pp, layout.schedule, layout.wp, is_shared)
@@ -134,19 +130,17 @@ class Roofline:
         stages = num_microbatches * (forward + backward) + exposed + update
         bubble = split.bubble * float((forward + backward).mean())
         end_s = self._totals_s if layout.pp > 1 else 0.0
-        seconds = max(float(stages.max()) + bubble + ramp + end_s, float(host.max()))
+        seconds = max(float(stages.max()) + bubble + ramp_s + end_s, float(host.max()))
         return RooflineEstimate(seconds, float((fixed_bytes + held_bytes).max()))
 
     @memoize
     def _micro_batch_costs(self, layout: Layout) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """Returns five costs. The first four have shape [stages]: the seconds of the forward and of the backward of one
-        microbatch, the seconds of the host in a whole step, and the bytes held by pending forwards and one backward. The last
-        is the seconds of the messages of one microbatch, both ways.
+        """Returns, each of shape [stages], the seconds of the forward and of the backward of one microbatch, the seconds of the
+        host in a step, and the bytes held by pending forwards and one backward; and the seconds of the messages of one
+        microbatch, both ways.
         """
-        split, num_microbatches = (
-            self._split_stages(layout.pp, layout.schedule),
-            layout.num_microbatches(self.plan, self.world),
-        )
+        split = self._split_stages(layout.pp, layout.schedule)
+        num_microbatches = layout.num_microbatches(self.plan, self.world_size)
         layers = self._layer_costs(layout.activations, layout.micro_size, layout.sp, layout.attention)
         gather, reduce = self._shard_exchanges(layout.wp, layout.weights)
         forward = split.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
@@ -154,7 +148,7 @@ class Roofline:
         pending = np.minimum(split.max_pending, num_microbatches * len(split.positions)) / len(split.positions)
         held_bytes = pending * split.by_stage(layers.saved_bytes)
         held_bytes = held_bytes + np.maximum.reduceat(layers.backward_bytes, split.starts)[split.positions].min(axis=0)
-        ramp = sum(
+        ramp_s = sum(
             2 * self._message_s(int(layers.output_bytes[last]), ends, layout.pp)
             for last, ends in zip(split.starts[1:] - 1, pairwise(split.route), strict=True)
             if ends[0] != ends[1]
@@ -162,11 +156,11 @@ class Roofline:
         engine, host = self.machine.engine, split.by_stage(layers.host) * num_microbatches
         if engine is not None:
             host = host + [engine.seconds(int(count), num_microbatches) for count in split.by_stage(self._num_weights)]
-        return forward, split.by_stage(backward), host, held_bytes, ramp
+        return forward, split.by_stage(backward), host, held_bytes, ramp_s
 
     @memoize
     def _message_s(self, num_bytes: int, stages: tuple[int, int], pp: int) -> float:
-        return sum(slowest_message_cost(num_bytes, stages, Topology(self.world, pp), self.machine.links))
+        return sum(slowest_message_cost(num_bytes, stages, Topology(self.world_size, pp), self.machine.links))
 
     @memoize
     def _layer_costs(self, activations: Choice, micro_size: int, sp: int, attention: Choice | None) -> LayerCosts:
@@ -174,7 +168,7 @@ class Roofline:
         if attention is not None:
             self._check_slices(attention, sp)
         variant, machine = Variant(activations, micro_size, sp), self.machine
-        works, priced = self._prices.works(variant), self._prices.price(variant)
+        works, priced = self._prices.layer_works(variant), self._prices.price(variant)
         copied = getattr(self._prices.policy(activations), "names", ()) if activations.offloads_activations else ()
         overlaps = machine.device.kind == "cuda"
         rows = []
@@ -198,13 +192,13 @@ class Roofline:
     def _check_slices(self, attention: Choice, sp: int) -> None:
         """Raises PlanError, as a run does, if the model or `attention` cannot work on slices of a sequence."""
         layout = Layout(1, sp, 1, 1, None, self.choices.policies[0], None, attention=attention)
-        build_meta_model(layout.apply(self.plan, sp), self._info)
+        build_meta_model(layout.apply(self.plan, sp), self._data_info)
 
     def _swaps_s(self, operators: tuple[Operator, ...], sp: int) -> float:
         """Returns the seconds to exchange the inputs and the outputs of all attentions in `operators`."""
-        topology, links = Topology(self.world, sp=sp), self.machine.links
+        topology, links = Topology(self.world_size, sp=sp), self.machine.links
         sizes = [operator.num_bytes // 2 for operator in operators if operator.name == ATTENTION]
-        return sum(2 * sum(slowest_cost("swap", num_bytes, topology, "sp", links, None)) for num_bytes in sizes)
+        return sum(2 * sum(slowest_cost("swap", num_bytes, topology, "sp", links)) for num_bytes in sizes)
 
     @memoize
     def _shard_exchanges(self, wp: int, weights: Choice | None) -> tuple[Floats, Floats]:
@@ -212,7 +206,7 @@ class Roofline:
         if weights is None:
             none = np.zeros((2, len(self._num_trained)))
             return none, none
-        gathered, topology = float(self._weight_bytes), Topology(self.world, wp=wp)
+        gathered, topology = float(self._weight_bytes), Topology(self.world_size, wp=wp)
         if isinstance(weights.record, WeightCommunicatorRecord):
             gathered = weights.record.gathered_bytes(weights.config, self._weight_bytes)
         return (
@@ -222,18 +216,18 @@ class Roofline:
 
     def _exchange_s(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
         """Returns the seconds of exchanges of `sizes` bytes as [2, sizes]: the part that can overlap, and the exposed part."""
-        costs = {size: slowest_cost(collective, int(size), topology, axis, self.machine.links, None) for size in sizes}
-        return np.array([(costs[size].latency_s + costs[size].work_s, costs[size].member_work_s) for size in sizes]).T
+        costs = {size: slowest_cost(collective, int(size), topology, axis, self.machine.links) for size in sizes}
+        return np.array([(costs[size].latency_s + costs[size].transfer_s, costs[size].member_work_s) for size in sizes]).T
 
     @memoize
     def _stage_costs(
         self, pp: int, schedule: Choice | None, wp: int, is_shared: bool
     ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """Returns five costs of a step, each of shape [stages]: the seconds of sums and of gathers that can overlap with
-        computing, the exposed seconds of both, the seconds of the update, and the bytes held between steps. is_shared: whether
-        each replica holds only a part of the reduced gradients and of the states.
+        """Returns costs of a step, each of shape [stages]: the seconds of sums and of gathers that can overlap with computing,
+        the exposed seconds of both, the seconds of the update, and the bytes held between steps. is_shared: whether each
+        replica holds only a part of the reduced gradients and of the states.
         """
-        split, topology = self._split_stages(pp, schedule), Topology(self.world, pp, wp=wp)
+        split, topology = self._split_stages(pp, schedule), Topology(self.world_size, pp, wp=wp)
         shards = split.by_stage(self._num_trained) / wp
         owned = shards / topology.wdp if is_shared else shards
         sums = self._exchange_s("reduce" if is_shared else "sum", shards * self._gradient_bytes, topology, "wdp")
@@ -270,28 +264,23 @@ class Roofline:
     @memoize
     def _split_stages(self, pp: int, schedule: Choice | None) -> StageSplit:
         """Returns how `schedule` divides the model. Raises PlanError "partition-empty" for fewer layers than stages."""
-        reducer = self.choices.reducers[0] if self.world > pp else None
-        plan = Layout(pp, 1, 1, 1, schedule, self.choices.policies[0], reducer).apply(self.plan, self.world)
+        reducer = self.choices.reducers[0] if self.world_size > pp else None
+        plan = Layout(pp, 1, 1, 1, schedule, self.choices.policies[0], reducer).apply(self.plan, self.world_size)
         if pp > len(self.model.layers):
             raise PlanError("partition-empty", "there are more stages than layers")
-        stage = build_stage(plan, plan.topology(self.world), 0, self.model, count_layer_parameters(self.model))
+        stage = build_stage(plan, plan.topology(self.world_size), 0, self.model, count_layer_parameters(self.model))
         placement, lists = stage.action_lists.placement, stage.action_lists
         starts = list(accumulate((len(part) for _, part in stage.layers_by_position), initial=0))[:-1]
         positions = [[placement.position(number, chunk) for number in range(pp)] for chunk in range(placement.chunks)]
         try:
-            pending, longer_pending = (
-                [max_pending_forwards(steps) for steps in lists.generate(times * pp)] for times in (2, 3)
-            )
-            max_pending = [
-                float(count) if count == longer_count else np.inf
-                for count, longer_count in zip(pending, longer_pending, strict=True)
-            ]
+            pending, longer = (np.array([max_pending_forwards(steps) for steps in lists.generate(n * pp)]) for n in (2, 3))
+            max_pending = np.where(pending == longer, pending, np.inf)
             even = Costs.even(placement.num_positions, forward=1 / 3, input_gradient=1 / 3, weight_gradient=1 / 3)
             end = simulate(lists.lower_all_stages(2 * pp), placement, even).timeline.makespan_s
             bubble = end / placement.chunks - 2 * pp
         except SleyError:  # a schedule from a file has lists only for its own number of microbatches
-            max_pending, bubble = [np.inf] * pp, (pp - 1) / placement.chunks
-        return StageSplit(np.array(starts), np.array(positions), tuple(placement.route), bubble, np.array(max_pending))
+            max_pending, bubble = np.full(pp, np.inf), (pp - 1) / placement.chunks
+        return StageSplit(np.array(starts), np.array(positions), tuple(placement.route), bubble, max_pending)
 
 
 def trained_parameters(layers: Sequence[Layer]) -> list[list[nn.Parameter]]:
@@ -316,9 +305,8 @@ def update_bytes_per_element(plan: Plan, num_states: int) -> int:
 
 
 def count_states(plan: Plan) -> int:
-    """Returns the number of tensors of the weight's shape that are kept for each weight: the optimizer states, and the average
-    of `[averaging]`. Finds the states by one step on the CPU. Raises PlanError "estimate-seconds" if the optimizer fails on a 4
-    x 4 weight.
+    """Returns the number of tensors kept for each weight, in its shape: the optimizer states, which one step on the CPU shows,
+    and the average of `[averaging]`. Raises PlanError "estimate-seconds" if the optimizer fails on a 4 x 4 weight.
     """
     weight = nn.Parameter(torch.zeros(4, 4))
     try:
@@ -332,7 +320,7 @@ def count_states(plan: Plan) -> int:
     return sum(value.shape == weight.shape for value in states) + (plan.averaging is not None)
 
 
-NUM_EXACT = 30  # the number of the best layouts that run their own steps; as many more follow if too few of them fit
+NUM_VERIFIED = 30  # the number of the best layouts that run their own steps; as many more follow if too few of them fit
 MAX_ROUNDS = 4  # the largest number of such rounds
 SIMILARITY = 0.01  # layouts count as nearly equal if their seconds and bytes differ by about this share
 
@@ -352,8 +340,8 @@ class SearchResult:
     large. refusals: the number of invalid layouts by reason. fastest_layouts: the fastest layouts that fit, in this order.
 
     smallest_layout, min_bytes: the layout with the fewest bytes by the formula, and these bytes; None and infinity if no layout
-    is valid. num_exact: the number of layouts that ran their own steps. num_dropped: the number of these that turned out to be
-    too large.
+    is valid. num_verified: the number of layouts that ran their own steps. num_dropped: the number of these that turned out to
+    be too large.
     """
 
     num_layouts: int = 0
@@ -362,10 +350,10 @@ class SearchResult:
     fastest_layouts: list[VerifiedLayout] = field(default_factory=list)
     smallest_layout: Layout | None = None
     min_bytes: float = math.inf
-    num_exact: int = 0
+    num_verified: int = 0
     num_dropped: int = 0
 
-    def refuse(self, error: SleyError) -> None:
+    def count_refusal(self, error: SleyError) -> None:
         """Counts a layout as invalid because of `error`."""
         problem = error.diagnostics[0]
         self.refusals[f"{problem.code}: {problem.message}" + (f" (hint: {problem.hint})" if problem.hint else "")] += 1
@@ -375,19 +363,19 @@ def search_layouts(
     space: Layouts,
     machine: MachineFile,
     *,
-    memory: int | None = None,
+    max_bytes: int | None = None,
     top: int = 5,
     cores: int = 1,
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
-    """Searches for the `top` fastest layouts of `space` that need at most `memory` bytes on every rank.
+    """Searches for the `top` fastest layouts of `space` that need at most `max_bytes` bytes on every rank.
 
-    memory: None means no limit. cores: the number of parallel processes. report_progress: a function called with the number of
-    layouts whose steps have run, and the number of all layouts whose steps are to run. Sets the device type of `space.plan` to
-    that of `machine`. Raises PlanError for a model or dataset that cannot be built.
+    max_bytes: None means no limit. cores: the number of parallel processes. report_progress: a function called with the number
+    of layouts whose steps have run, and the number of all layouts whose steps are to run. Sets the device type of `space.plan`
+    to that of `machine`. Raises PlanError for a model or dataset that cannot be built.
     """
     space.plan = plan_for_machine(space.plan, machine)
-    ((_, (result, best, smallest)),) = run_calls([partial(rank_layouts, space, machine, memory)], cores)
+    ((_, (result, best, smallest)),) = run_calls([partial(rank_layouts, space, machine, max_bytes)], cores)
     numbers = {smallest, *(number for number, _ in best)}
     layouts = {number: layout for number, layout in enumerate(space.all_layouts()) if number in numbers}
     result.smallest_layout = layouts.get(smallest)
@@ -397,22 +385,22 @@ def search_layouts(
 
     def estimate_layout(layout: Layout) -> tuple[float, int, frozenset[Source]] | SleyError:
         try:
-            estimate = estimate_plan(layout.apply(space.plan, space.world), space.world, machine, max_bytes=memory)
+            estimate = estimate_plan(layout.apply(space.plan, space.world_size), space.world_size, machine, max_bytes=max_bytes)
         except StageTooLargeError as error:
             return math.inf, error.args[0], frozenset()
         except SleyError as error:
             return error
-        num_bytes = max(stage.peak for stage in estimate.memory)
+        num_bytes = max(stage.peak for stage in estimate.stage_bytes)
         return estimate.step.seconds, num_bytes, frozenset(layer.source for layer in estimate.layers)
 
-    while len(verified) < top and (next_layouts := list(islice(candidates, NUM_EXACT))):
-        total = result.num_exact + len(next_layouts)
+    while len(verified) < top and (next_layouts := list(islice(candidates, NUM_VERIFIED))):
+        total = result.num_verified + len(next_layouts)
         for index, estimate in run_calls([partial(estimate_layout, layout) for layout in next_layouts], cores):
-            result.num_exact += 1
-            report_progress(result.num_exact, total)
+            result.num_verified += 1
+            report_progress(result.num_verified, total)
             if isinstance(estimate, SleyError):
-                result.refuse(estimate)
-            elif memory is not None and estimate[1] > memory:
+                result.count_refusal(estimate)
+            elif max_bytes is not None and estimate[1] > max_bytes:
                 result.num_dropped += 1
             else:
                 verified.append(VerifiedLayout(next_layouts[index], *estimate))
@@ -422,14 +410,13 @@ def search_layouts(
 
 
 def rank_layouts(
-    space: Layouts, machine: MachineFile, memory: int | None
+    space: Layouts, machine: MachineFile, max_bytes: int | None
 ) -> tuple[SearchResult, list[tuple[int, RooflineEstimate]], int]:
     """Ranks all layouts by the formula. Returns a result with their counts; the fastest layouts that fit, in this order, with
-    their estimates; and the layout with the fewest bytes, or -1 if none is valid.
-
-    Layouts are returned as indices into `Layouts.all_layouts`, since records of plugins may not be picklable.
+    their estimates; and the layout with the fewest bytes, or -1 if none is valid. Layouts are indices into
+    `Layouts.all_layouts`, since records of plugins may not be picklable.
     """
-    result, roofline = SearchResult(), Roofline(space.plan, space.world, machine, space.choices)
+    result, roofline = SearchResult(), Roofline(space.plan, space.world_size, machine, space.choices)
     smallest, ranked = -1, list[tuple[int, RooflineEstimate]]()
     with disable_gc():
         for number, layout in enumerate(space.all_layouts()):
@@ -437,27 +424,26 @@ def rank_layouts(
             try:
                 estimate = roofline.estimate(layout)
             except SleyError as error:
-                result.refuse(error)
+                result.count_refusal(error)
                 continue
             if estimate.num_bytes < result.min_bytes:
                 smallest, result.min_bytes = number, estimate.num_bytes
-            if memory is None or estimate.num_bytes <= memory:
+            if max_bytes is None or estimate.num_bytes <= max_bytes:
                 ranked.append((number, estimate))
             else:
                 result.num_too_large += 1
-    return result, nsmallest(NUM_EXACT * MAX_ROUNDS, ranked, key=lambda pair: pair[1].seconds), smallest
+    return result, nsmallest(NUM_VERIFIED * MAX_ROUNDS, ranked, key=lambda pair: pair[1].seconds), smallest
 
 
 def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Layouts) -> list[Layout]:
-    """Returns the layouts of `best` in an order in which the first layout of each group of nearly equal ones precedes all
-    others.
+    """Returns the layouts of `best`, the first of each group of nearly equal ones before all others.
 
     Nearly equal layouts have about the same seconds and bytes, and differ only in `sp`, in `micro_size` or, with one
     microbatch, in the options of the weight communicator.
     """
     groups: dict[Hashable, list[Layout]] = defaultdict(list)
     for layout, estimate in best:
-        options = None if layout.num_microbatches(space.plan, space.world) == 1 else str(layout.weights)
+        options = None if layout.num_microbatches(space.plan, space.world_size) == 1 else str(layout.weights)
         choices = layout._replace(sp=1, micro_size=1, weights=None), layout.weights and layout.weights.name, options
         groups[str(choices), *(round(math.log(cost) / SIMILARITY) for cost in estimate)].append(layout)
     leaders = [group[0] for group in groups.values()]
@@ -467,9 +453,9 @@ def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Lay
 def _check_layout(layout: Layout, space: Layouts, result: SearchResult) -> bool:
     """Returns whether the layout passes the checks of a plan. Counts it as invalid in `result` if it does not."""
     try:
-        if problems := check_plan(layout.apply(space.plan, space.world), space.world):
+        if problems := check_plan(layout.apply(space.plan, space.world_size), space.world_size):
             raise PlanError.from_diagnostics(problems)
     except SleyError as error:
-        result.refuse(error)
+        result.count_refusal(error)
         return False
     return True

@@ -112,9 +112,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices for each table. weights, attention: empty if no installed plugin can shard weights, or compute attention over
-    slices of a sequence.
-
+    """The choices for each table. weights, attention: empty if no installed plugin shards weights, or slices sequences.
     skip_reasons: one text for each plugin that could not be loaded, and for each variant that its record refuses.
     """
 
@@ -184,8 +182,8 @@ def _plan_choice(component: Component) -> Choice:
 class Layout(NamedTuple):
     """One way to run a plan in a world.
 
-    pp, sp, wp: the number of ranks along each axis. micro_size: the number of samples in a microbatch. schedule: None if there
-    is one stage. reducer: None if no two ranks hold the same weight. weights: None if `wp` is 1. attention: None if `sp` is 1.
+    pp, sp, wp: the number of ranks along each axis. micro_size: the samples in a microbatch. schedule: None for one stage.
+    reducer: None if no two ranks hold the same weight. weights: None if `wp` is 1. attention: None if `sp` is 1.
     """
 
     pp: int
@@ -198,9 +196,9 @@ class Layout(NamedTuple):
     weights: Choice | None = None
     attention: Choice | None = None
 
-    def num_microbatches(self, plan: Plan, world: int) -> int:
-        """Returns the number of microbatches of a rank in each step. world: the number of ranks."""
-        return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
+    def num_microbatches(self, plan: Plan, world_size: int) -> int:
+        """Returns the number of microbatches of a rank in each step. world_size: the number of ranks."""
+        return plan.batch.global_size // (world_size // (self.pp * self.sp) * self.micro_size)
 
     def apply(self, plan: Plan, world_size: int) -> Plan:
         """Returns `plan` in this layout, without a list of stage lengths. Raises PlanError for invalid tables."""
@@ -237,24 +235,24 @@ class Layout(NamedTuple):
 
 @dataclass
 class Layouts:
-    """All layouts of `plan` with `world` ranks whose sizes divide the number of ranks and the batch evenly. keep: the axes
-    whose value or choice stays that of the plan. Raises UsageError "no-axis" for an unknown axis.
+    """All layouts of `plan` with `world_size` ranks whose sizes divide the number of ranks and the batch evenly. keep_axes: the
+    axes whose value or choice stays that of the plan. Raises UsageError "no-axis" for an unknown axis.
     """
 
     plan: Plan
-    world: int
+    world_size: int
     choices: Choices
-    keep: Collection[str] = ()
+    keep_axes: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.keep) - set(AXES)):
+        if unknown := sorted(set(self.keep_axes) - set(AXES)):
             raise UsageError("no-axis", f"unknown axis `{unknown[0]}`", hint=f"use one of {', '.join(AXES)}")
 
     def all_layouts(self) -> Iterator[Layout]:
         """Yields every layout in a fixed order."""
 
         def choices_for(axis: Axis, offered: tuple[Choice, ...]) -> tuple[Choice, ...]:
-            return offered[:1] if axis in self.keep else offered
+            return offered[:1] if axis in self.keep_axes else offered
 
         choices = self.choices
         schedules = choices.schedules if self.plan.pipeline is None else choices_for("schedule", choices.schedules)
@@ -263,27 +261,24 @@ class Layouts:
                 choices_for("activations", choices.policies),
                 choices_for("wp", choices.weights) if wp > 1 else (None,),
                 schedules if pp > 1 else (None,),
-                choices_for("reducer", choices.reducers) if self.world > pp else (None,),
+                choices_for("reducer", choices.reducers) if self.world_size > pp else (None,),
             ):
                 attention = choices.attention[0] if sp > 1 else None
                 yield Layout(pp, sp, wp, micro_size, schedule, policy, reducer, weights, attention)
 
     def sizes(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields (pp, sp, wp, micro_size) for every even division. Tries only powers of two as micro_size, unless kept."""
-        parallel, world, choices, batch = self.plan.parallel, self.world, self.choices, self.plan.batch
-        stages = [parallel.pp] if "pp" in self.keep else divisors(world) if choices.schedules else [1]
-        slices = [parallel.sp] if "sp" in self.keep else divisors(world, MAX_SLICES) if choices.attention else [1]
-        shards = [parallel.wp] if "wp" in self.keep else divisors(world) if choices.weights else [1]
+        parallel, world_size, choices, batch = self.plan.parallel, self.world_size, self.choices, self.plan.batch
+        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        slice_counts = [size for size in divisors if size <= MAX_SLICES]
+        stages = [parallel.pp] if "pp" in self.keep_axes else divisors if choices.schedules else [1]
+        slices = [parallel.sp] if "sp" in self.keep_axes else slice_counts if choices.attention else [1]
+        shards = [parallel.wp] if "wp" in self.keep_axes else divisors if choices.weights else [1]
         for pp, sp, wp in product(stages, slices, shards):
-            if world % (pp * sp) or world % (pp * wp) or batch.global_size % (world // (pp * sp)):
+            if world_size % (pp * sp) or world_size % (pp * wp) or batch.global_size % (world_size // (pp * sp)):
                 continue
-            rows = batch.global_size // (world // (pp * sp))
+            rows = batch.global_size // (world_size // (pp * sp))
             powers = [1 << bits for bits in range(rows.bit_length())]
-            for micro_size in [batch.micro_size] if "micro_size" in self.keep else powers:
+            for micro_size in [batch.micro_size] if "micro_size" in self.keep_axes else powers:
                 if rows % micro_size == 0:
                     yield pp, sp, wp, micro_size
-
-
-def divisors(number: int, largest: int | None = None) -> list[int]:
-    """Returns the divisors of `number` up to `largest`, or all if it is None, in ascending order."""
-    return [divisor for divisor in range(1, min(number, largest or number) + 1) if number % divisor == 0]

@@ -39,15 +39,15 @@ from sley_estimate.step.record import BeginEvent, ComputeEvent, Events, Queue, R
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepTime, simulate_programs
 from sley_trainer.assemble import Draft
 
-Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of a chunk's layers, by (stage, chunk)
+MeasuredSeconds = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of a chunk's layers, by (stage, chunk)
 
 
 class ActionScale(NamedTuple):
     """How to compute the seconds of an action's operators.
 
     runs_ahead: whether the host launches operators ahead of the device, so that launches add nothing to the device's seconds.
-    factor: the factor by which to multiply the operators' seconds. launch_s: the seconds that the host needs to launch each
-    operator. fixed_s: the seconds of a measured action without operators, else 0.
+    factor: multiplies the operators' seconds. launch_s: the host's seconds to launch each operator. fixed_s: the seconds of a
+    measured action without operators, else 0.
     """
 
     runs_ahead: bool = False
@@ -58,25 +58,25 @@ class ActionScale(NamedTuple):
 
 class _OperatorSeconds(NamedTuple):
     """The seconds of consecutive operators. host_s: of those on the host's cores. device_s, launched_s: of those on the device,
-    without and with their launches. number: the number of operators on the device.
+    without and with their launches. num_on_device: the number of these.
     """
 
     host_s: float
     device_s: float
     launched_s: float
-    number: int
+    num_on_device: int
 
 
 @dataclass(eq=False)
 class _StepPricer:
-    """Computes the seconds of recorded steps. If every layer of a chunk was measured, the times of an action's operators are
-    scaled so that they add up to the measured time.
+    """Computes the seconds of recorded steps. If every layer of a chunk was measured, the operators of an action take the
+    measured time together.
     """
 
     records: Sequence[RankRecord]
     placement: Placement
     machine: MachineFile
-    measured: Measured
+    measured: MeasuredSeconds
     num_microbatches: int
     host_waits: bool
     _prices: dict[int, _OperatorSeconds] = field(default_factory=dict)  # by `id` of operators, which the records keep alive
@@ -105,14 +105,14 @@ class _StepPricer:
                 if isinstance(event, ComputeEvent):
                     part = self._price_operators(event.operators)
                     seconds = part.host_s + (part.device_s if scale.runs_ahead else part.launched_s) * scale.factor
-                    host_s = part.host_s + scale.launch_s * part.number
+                    host_s = part.host_s + scale.launch_s * part.num_on_device
                     yield Compute(seconds, action, 0.0 if self.machine.device.kind == "cpu" else host_s)
                 elif isinstance(event, WaitEvent):
                     yield Await(exchanges[event.exchange.queue][-event.exchange.distance].key)
                 else:
                     yield begin(event)
 
-        yield from map(begin, step.carried)
+        yield from map(begin, step.carried_exchanges)
         yield from instructions(step.opening, None)
         events = dict(step.actions)
         yield from list_instructions(
@@ -141,7 +141,7 @@ class _StepPricer:
             return ActionScale(runs_ahead, fixed_s=measured_s)
         launch_s = self.machine.device.launch_s if engine else 0.0
         if runs_ahead:
-            launch_s = sum(layer.host_action_s(action.kind) for layer in layers) / sum(part.number for part in priced)
+            launch_s = sum(layer.host_action_s(action.kind) for layer in layers) / sum(part.num_on_device for part in priced)
         return ActionScale(runs_ahead, measured_s / counted_s, launch_s)
 
     def _price_operators(self, operators: tuple[Operator, ...]) -> _OperatorSeconds:
@@ -156,10 +156,8 @@ class _StepPricer:
         return self._prices[id(operators)]
 
     def _price_exchange(self, event: BeginEvent, stage: int, counts: Counter[str], previous: Exchange | None) -> Exchange:
-        """Returns the exchange that `event` begins, or the copy, if its axis is HOST.
-
-        counts: the number of exchanges so far by axis; this call increments it. previous: the exchange that must end first. The
-        key contains the axis and the count, which all members of an exchange over several stages agree on.
+        """Returns the exchange or copy that `event` begins. counts: the number of exchanges so far by axis, on which all
+        members of an exchange agree; this call increments it. previous: the exchange that must end first.
         """
         record = self.records[stage]
         members: tuple[int, ...] = (stage,)
@@ -185,7 +183,7 @@ class _StepPricer:
     def _message_cost(self, position: int) -> Cost:
         ends = self.placement.holder(position).stage, self.placement.holder(position + 1).stage
         first = self.records[0]
-        return slowest_message_cost(first.messages[position], ends, first.topology, self.machine.links)
+        return slowest_message_cost(first.message_bytes[position], ends, first.topology, self.machine.links)
 
 
 def list_instructions(
@@ -196,10 +194,7 @@ def list_instructions(
     action_instructions: Callable[[Action], Iterable[Instruction]],
 ) -> Iterator[Instruction]:
     """Yields the program of a stage's action list: its messages, and for each action the wait for its input and its own
-    instructions.
-
-    message_cost: a function from a position to the cost of a message between that position and the next one.
-    action_instructions: a function that returns the instructions of an action.
+    instructions. message_cost: returns the cost of a message between a position and the next one.
     """
     for entry in entries:
         if isinstance(entry, Transfer):
@@ -220,11 +215,11 @@ def list_instructions(
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """The estimate of a plan. layers: in model order. memory: that of the first rank of each stage whose steps ran."""
+    """The estimate of a plan. layers: in model order. stage_bytes: that of the first rank of each stage whose steps ran."""
 
     step: StepTime
     layers: Sequence[PricedLayer]
-    memory: Sequence[RankBytes]
+    stage_bytes: Sequence[RankBytes]
 
 
 def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
@@ -234,10 +229,10 @@ def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
 
 
 def estimate_plan(
-    plan: Plan, size: int, machine: MachineFile, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
+    plan: Plan, world_size: int, machine: MachineFile, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
 ) -> PlanEstimate:
-    """Returns the estimate of a step of `plan` on `size` ranks of `machine`. A chunk takes its measured time if the times of
-    all its layers are known, and the time of its operators otherwise.
+    """Returns the estimate of a step of `plan` on `world_size` ranks of `machine`. A chunk takes its measured time if the times
+    of all its layers are known, and the time of its operators otherwise.
 
     cores: the number of parallel processes. all_stages: whether to run the steps of every stage, not only of one stage per kind
     of work. max_bytes: the limit of bytes on each rank; None means no limit.
@@ -246,17 +241,17 @@ def estimate_plan(
     or "machine-host" for a missing part of the machine file; PlanError "estimate-seconds" for an action that was not recorded.
     """
     plan = plan_for_machine(plan, machine)
-    draft = build_rank0_draft(plan, size)
-    memory, records = record_stages(plan, size, draft, cores, all_stages=all_stages, max_bytes=max_bytes)
+    draft = build_rank0_draft(plan, world_size)
+    memory, records = record_stages(plan, world_size, draft, cores, all_stages=all_stages, max_bytes=max_bytes)
     layers = price_layers(plan, draft.model, draft.dataset, machine)
     seconds = {layer.name: layer.seconds for layer in layers if layer.seconds is not None}
-    measured: Measured = {
+    measured: MeasuredSeconds = {
         (stage, chunk): [seconds[layer.name] for layer in chunk_layers]
         for stage in range(len(records))
         for chunk, chunk_layers in enumerate(draft.stage.for_stage(stage).chunks)
         if all(layer.name in seconds for layer in chunk_layers)
     }
-    num_microbatches, lists = plan.num_microbatches(plan.topology(size)), draft.stage.action_lists
+    num_microbatches, lists = plan.num_microbatches(plan.topology(world_size)), draft.stage.action_lists
     host_waits = machine.engine is not None and waits_before_updates(plan)
     pricer = _StepPricer(records, lists.placement, machine, measured, num_microbatches, host_waits)
     entries_by_stage = lists.lower_all_stages(num_microbatches)
@@ -265,14 +260,14 @@ def estimate_plan(
 
 
 def record_stages(
-    plan: Plan, size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
+    plan: Plan, world_size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
 ) -> tuple[list[RankBytes], list[RankRecord]]:
     """Returns the bytes of each stage that ran, and the record of every stage's first rank. Raises as `run_stages` does."""
-    representatives = representative_stages(plan, plan.topology(size), draft)
+    representatives = representative_stages(plan, plan.topology(world_size), draft)
     stages = range(len(representatives)) if all_stages else sorted(set(representatives))
-    results = run_stages(plan, size, stages, draft, cores, max_bytes=max_bytes)
+    results = run_stages(plan, world_size, stages, draft, cores, max_bytes=max_bytes)
     recorded = {stage: record for stage, (_, record) in zip(stages, results, strict=True)}
-    records = [recorded[representative].on_stage(stage) for stage, representative in enumerate(representatives)]
+    records = [recorded[representative].for_stage(stage) for stage, representative in enumerate(representatives)]
     return [memory for memory, _ in results], records
 
 

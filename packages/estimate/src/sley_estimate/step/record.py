@@ -81,33 +81,29 @@ Events = tuple[Event, ...]
 @dataclass(frozen=True)
 class RecordedStep:
     """The events of one step of one rank. opening, closing: the events before the first action and after the action list.
-    carried: in each queue, the exchanges of earlier steps from the first one that this step waited for.
+    carried_exchanges: in each queue, the exchanges of earlier steps from the first one that this step waited for.
     """
 
     opening: Events
     actions: Sequence[tuple[Action, Events]]
     closing: Events
-    carried: Sequence[BeginEvent] = ()
-
-    @property
-    def events(self) -> list[Event]:
-        """Returns all events in order, without the carried exchanges."""
-        return [*self.opening, *(event for _, events in self.actions for event in events), *self.closing]
+    carried_exchanges: Sequence[BeginEvent] = ()
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A recorded step of a rank, and facts about its run. groups: the global ranks of the rank's groups, by axis. messages: the
-    bytes of the output of each position except the last. num_trained: the number of parameter tensors that the rank trains.
+    """A recorded step of a rank, and facts about its run. groups: the global ranks of the rank's groups, by axis.
+    message_bytes: the bytes of the output of each position except the last. num_trained: the number of parameter tensors that
+    the rank trains.
     """
 
     step: RecordedStep
     topology: Topology
     groups: Mapping[str, tuple[int, ...]]
-    messages: Sequence[int]
+    message_bytes: Sequence[int]
     num_trained: int
 
-    def on_stage(self, stage: int) -> "RankRecord":
+    def for_stage(self, stage: int) -> "RankRecord":
         """Returns this record as that of the first rank of `stage`, whose work must be equal."""
         stage_ranks = set(self.groups["stage"])
         shift = stage * self.topology.ranks_per_stage - min(stage_ranks)
@@ -129,7 +125,7 @@ class Recording:
         self._awaited: set[int] = set()
         self._first = 0
         self._is_recording = False
-        self._on_host: set[int] = set()
+        self._host_storage_ids: set[int] = set()
         self._operator_by_key: dict[Hashable, Operator | None] = {}
         self._entry: object = None
         self._operators: list[Operator] = []
@@ -142,7 +138,7 @@ class Recording:
         """Starts recording. Called before a step of `run`."""
         master_weights = run.stepper.update.masters
         if master_weights.device is not None:
-            self._on_host = {storage_id(entry.parameter) for entry in master_weights.local_params}
+            self._host_storage_ids = {storage_id(entry.parameter) for entry in master_weights.local_params}
         self._first = len(self._exchanges)
         self._is_recording = True
         run.groups.progress.step_progress.follow = self._record_entry
@@ -163,13 +159,13 @@ class Recording:
             [self._exchanges[number] for number in sorted(numbers)],
         )
         placement, describe_output = run.stepper.lists.placement, run.parts.describe_output
-        messages = []
+        message_bytes = []
         if describe_output is not None:
             for position in range(placement.num_positions - 1):
                 leaves = describe_output(*placement.holder(position)).leaves
-                messages.append(sum(leaf.num_bytes for leaf in leaves if leaf.same_as is None))
+                message_bytes.append(sum(leaf.num_bytes for leaf in leaves if leaf.same_as is None))
         groups = {axis: group.ranks for axis, group in run.groups.items()}
-        return RankRecord(step, run.topology, groups, messages, len(run.parts.registry.trainable))
+        return RankRecord(step, run.topology, groups, message_bytes, len(run.parts.registry.trainable))
 
     def _reference(self, number: int) -> ExchangeReference:
         queue = self._exchanges[number].queue
@@ -188,8 +184,8 @@ class Recording:
         return lambda: self.on_wait(number)
 
     def on_copy(self, direction: CopyDirection, stream: int, num_bytes: int, previous: int | None) -> int:
-        """Records a copy on stream number `stream`, and returns the copy's number. Later copies and exchanges have higher
-        numbers. previous: the number of a copy that must end first, or None.
+        """Records a copy on stream number `stream`, and returns the copy's number. previous: the number of a copy that must end
+        first, or None.
         """
         is_in_step = previous is not None and previous >= self._first
         after = self._reference(previous) if previous is not None and is_in_step else None
@@ -229,8 +225,8 @@ class Recording:
             if key is not None:
                 self._operator_by_key[key] = operator
         if operator is not None:
-            is_on_host = bool(self._on_host) and any(
-                isinstance(leaf, Tensor) and storage_id(leaf) in self._on_host for leaf in tree_leaves(args)
+            is_on_host = bool(self._host_storage_ids) and any(
+                isinstance(leaf, Tensor) and storage_id(leaf) in self._host_storage_ids for leaf in tree_leaves(args)
             )
             self.record_kernel(replace(operator, is_on_host=True) if is_on_host else operator)
 
@@ -250,11 +246,11 @@ class Recording:
 
 
 def expand_step(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
-    """Returns `step` with the compute actions `actions` instead of its own, or `step` itself if they are equal.
+    """Returns `step` with the compute actions `actions` instead of its own.
 
-    Each action gets the events of a recorded action of its kind and chunk. Actions with the same neighbours that are also first
-    or last of their chunk are preferred; otherwise fewer of these conditions apply. A wait still refers to an exchange by its
-    distance from the end of the queue. Raises PlanError "estimate-seconds" if no action of that kind and chunk was recorded.
+    Each action gets the events of a recorded action of its kind and chunk, preferably with the same neighbours and also first
+    or last of its chunk. A wait still refers to an exchange by its distance from the end of the queue. Raises PlanError
+    "estimate-seconds" if no action of that kind and chunk was recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step

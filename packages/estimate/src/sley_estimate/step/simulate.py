@@ -37,16 +37,16 @@ class Exchange(NamedTuple):
     """An exchange between the programs `members`. It starts when all members have begun it and the earlier exchanges on its
     channel have ended.
 
-    latency_s: the latency, which other exchanges do not affect. work_s: the seconds to transfer its bytes over otherwise idle
-    links. member_work_s: the seconds that each waiting member works on it at the end. links: the links that it uses, and may
-    share. after: the key of an exchange that must end before this one starts; None without one.
+    latency_s: the latency, which other exchanges do not affect. transfer_s: the seconds to transfer its bytes over otherwise
+    idle links. member_work_s: the seconds that each waiting member works on it at the end. links: the links that it uses, and
+    may share. after: the key of an exchange that must end before this one starts; None without one.
     """
 
     key: Hashable
     channel: str
     members: tuple[int, ...]
     latency_s: float
-    work_s: float
+    transfer_s: float
     member_work_s: float = 0.0
     links: tuple[Hashable, ...] = ()
     after: Hashable | None = None
@@ -79,7 +79,7 @@ class ExposedWait(NamedTuple):
 
 
 @dataclass
-class _Running:
+class _RunningExchange:
     """An exchange that has not ended. remaining_s: the seconds that it still needs on idle links, as of `updated_s`."""
 
     exchange: Exchange
@@ -92,19 +92,19 @@ class _Running:
 
 
 class ProgramSimulator:
-    """One simulation of `programs`. `run` fills `computed` with (rank, instruction, start, end), `exposed` with the waits, and
-    `ends_s` with the end of each program. All times are in seconds.
+    """One simulation of `programs`. `run` fills `computations` with (rank, instruction, start, end), `exposed_waits` with the
+    waits, and `ends_s` with the end of each program. All times are in seconds.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
-        self.computed: list[tuple[int, Compute, float, float]] = []
-        self.exposed: list[ExposedWait] = []
+        self.computations: list[tuple[int, Compute, float, float]] = []
+        self.exposed_waits: list[ExposedWait] = []
         self.ends_s = [0.0] * len(programs)
         self._next = [0] * len(programs)
         self._waits: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
         self._followers: dict[Hashable, list[Hashable]] = defaultdict(list)
-        self._running: dict[Hashable, _Running] = {}
+        self._running: dict[Hashable, _RunningExchange] = {}
         self._completed: dict[Hashable, Exchange] = {}
         self._queues: dict[tuple[str, int], deque[Hashable]] = defaultdict(deque)
         # The dicts serve as ordered sets, since the order of a set differs between processes.
@@ -133,7 +133,7 @@ class ProgramSimulator:
             instruction = program[self._next[rank]]
             if isinstance(instruction, Compute):
                 end_s = now_s + instruction.seconds
-                self.computed.append((rank, instruction, now_s, end_s))
+                self.computations.append((rank, instruction, now_s, end_s))
                 self._next[rank] += 1
                 if instruction.seconds:
                     self._schedule(end_s, partial(self._run_rank, rank))
@@ -154,7 +154,7 @@ class ProgramSimulator:
         """Ends a wait that began at `wait_start_s`, then does the rank's own part. Records both as exposed time."""
         end_s = now_s + exchange.member_work_s
         if end_s > wait_start_s:
-            self.exposed.append(ExposedWait(rank, exchange.channel, exchange.key, wait_start_s, end_s))
+            self.exposed_waits.append(ExposedWait(rank, exchange.channel, exchange.key, wait_start_s, end_s))
         self._next[rank] += 1
         if exchange.member_work_s:
             self._schedule(end_s, partial(self._run_rank, rank))
@@ -163,9 +163,9 @@ class ProgramSimulator:
 
     def _begin(self, exchange: Exchange, rank: int, now_s: float) -> None:
         assert rank in exchange.members, f"program {rank} begins {exchange}"
-        running = self._running.setdefault(exchange.key, _Running(exchange))
+        running = self._running.setdefault(exchange.key, _RunningExchange(exchange))
         # A stage does not know which numbers other stages add to the totals of a step, so the sizes differ by a few bytes.
-        expected = running.exchange._replace(work_s=exchange.work_s, member_work_s=exchange.member_work_s)
+        expected = running.exchange._replace(transfer_s=exchange.transfer_s, member_work_s=exchange.member_work_s)
         assert expected == exchange, f"{exchange} at {rank}, {running.exchange} at other members"
         running.ready_members.add(rank)
         self._queues[exchange.channel, rank].append(exchange.key)
@@ -182,17 +182,17 @@ class ProgramSimulator:
         if exchange.after is not None and exchange.after not in self._completed:
             self._followers[exchange.after].append(key)
             return
-        running.start_s, running.remaining_s = now_s, exchange.work_s
+        running.start_s, running.remaining_s = now_s, exchange.transfer_s
         self._schedule(now_s + exchange.latency_s, partial(self._start_bytes, running))
 
-    def _start_bytes(self, running: _Running, now_s: float) -> None:
+    def _start_bytes(self, running: _RunningExchange, now_s: float) -> None:
         """Starts the transfer of an exchange over its links, when its latency has passed."""
         running.updated_s = now_s
         for link in running.exchange.links:
             self._active_on_link[link][running.exchange.key] = None
         self._update_shares(running, now_s)
 
-    def _update_shares(self, running_exchange: _Running, now_s: float) -> None:
+    def _update_shares(self, running_exchange: _RunningExchange, now_s: float) -> None:
         """Computes the new ends of this exchange, if it has not ended, and of those that share a link with it. An exchange runs
         at 1/n of its speed, where n is the number of exchanges on the fullest of its links.
         """
@@ -208,7 +208,7 @@ class ProgramSimulator:
             running.version += 1
             self._schedule(now_s + max(0.0, running.remaining_s) * fullest, partial(self._end, running, running.version))
 
-    def _end(self, running: _Running, version: int, now_s: float) -> None:
+    def _end(self, running: _RunningExchange, version: int, now_s: float) -> None:
         """Ends an exchange, unless its end was computed again after `version`."""
         exchange = running.exchange
         if running.version != version:
@@ -238,14 +238,14 @@ class ProgramSimulator:
 class StepTime:
     """A simulated step.
 
-    exposed: the time spans in which stages wait for exchanges or work on them. computing_s: the seconds that each stage
+    exposed_waits: the time spans in which stages wait for exchanges or work on them. computing_s: the seconds that each stage
     computes. updating_s: the part of `computing_s` outside the action list, such as the norm and the update. devices_s: the
     time at which all devices are done. host_s: the seconds that the host of each stage needs to launch the step, or 0 if hosts
     do not run ahead.
     """
 
     timeline: Timeline
-    exposed: tuple[ExposedWait, ...]
+    exposed_waits: tuple[ExposedWait, ...]
     computing_s: tuple[float, ...]
     updating_s: tuple[float, ...]
     devices_s: float
@@ -259,7 +259,7 @@ class StepTime:
     def exposed_s(self, stage: int) -> dict[str, float]:
         """Returns the exposed seconds of a stage by the first word of the channel, such as `up`, `down`, `reduce` or `all`."""
         seconds: dict[str, float] = defaultdict(float)
-        for span in self.exposed:
+        for span in self.exposed_waits:
             if span.rank == stage:
                 seconds[span.channel.split(" ")[0]] += span.end_s - span.start_s
         return dict(seconds)
@@ -271,7 +271,7 @@ def simulate_programs(programs: Sequence[Program]) -> StepTime:
     simulator.run()
     computing, updating = [0.0] * len(programs), [0.0] * len(programs)
     spans: dict[tuple[int, Action], TimedAction] = {}
-    for rank, compute, start_s, end_s in simulator.computed:
+    for rank, compute, start_s, end_s in simulator.computations:
         computing[rank] += end_s - start_s
         if compute.action is None:
             updating[rank] += end_s - start_s
@@ -283,4 +283,4 @@ def simulate_programs(programs: Sequence[Program]) -> StepTime:
     timeline = replace(
         Timeline.from_spans(len(programs), spans.values()), end_s=max((devices_s, *host_s)), computing_s=tuple(computing)
     )
-    return StepTime(timeline, tuple(simulator.exposed), tuple(computing), tuple(updating), devices_s, host_s)
+    return StepTime(timeline, tuple(simulator.exposed_waits), tuple(computing), tuple(updating), devices_s, host_s)
