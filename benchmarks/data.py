@@ -23,6 +23,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 START = """
 import resource, sys, time
+import torch  # the data imports it; imports are not counted
 from pathlib import Path
 from sley_core.api.data import DataContext
 from sley_data import streams

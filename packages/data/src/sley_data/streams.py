@@ -17,7 +17,6 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -34,7 +33,7 @@ from sley_data.documents import Document, TextDocument, find_copied_tokens, read
 from sley_data.files import DataFile, build_plan_error, find_cache_home, find_split_files, find_token_files, print_note
 from sley_data.formats import IntegerArray, read_blocks
 from sley_data.plugin import ChatConfig, TextConfig, TokensConfig
-from sley_data.tokenizer import Tokenizer
+from sley_data.tokenizer import Tokenizer, read_ahead
 
 _SCAN_TOKENS = 1 << 22
 """The number of tokens that are in memory at a time while a file is searched for documents."""
@@ -153,7 +152,6 @@ EncodedDocuments: TypeAlias = "tuple[array[int], array[int], Any]"
 """The concatenated tokens of documents, the length of each document (64 bits), and statistics as values that JSON supports."""
 
 D = TypeVar("D", bound=Document)
-T = TypeVar("T")
 
 
 class _PartPaths(NamedTuple):
@@ -281,7 +279,7 @@ def _write_parts(folder: Path, documents: Iterable[D], encode: Callable[[list[D]
             path.unlink()
     start = last_report = time.monotonic()
     num_parts = num_read = num_encoded = 0
-    for part_documents, part_bytes in _read_ahead(_split_parts(documents)):
+    for part_documents, part_bytes in read_ahead(_split_parts(documents)):
         part = _build_part_paths(folder, num_parts)
         num_parts += 1
         num_read += part_bytes
@@ -312,15 +310,6 @@ def _split_parts(documents: Iterable[D]) -> Iterator[tuple[list[D], int]]:
             part, num_bytes = [], 0
     if part:
         yield part, num_bytes
-
-
-def _read_ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yields `items`, none of which is None. A thread reads the next item while the caller processes one."""
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(next, items, None)
-        while (item := pending.result()) is not None:
-            pending = pool.submit(next, items, None)
-            yield item
 
 
 def _build_part_paths(folder: Path, number: int) -> _PartPaths:

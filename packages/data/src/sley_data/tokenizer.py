@@ -4,18 +4,21 @@ import codecs
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sley_core.api.data import TextIds
 from sley_core.api.files import deterministic_tokenizer_json
 from sley_core.api.plan import Table
 from sley_core.errors import PlanError, PluginError, install_hint
 from sley_data.plugin import BYTE_VOCAB_SIZE, TextConfig
+
+T = TypeVar("T")
 
 _BATCH_SIZE = 256
 """The number of documents per call of `tokenizers`, which runs one thread per core."""
@@ -63,8 +66,9 @@ class Tokenizer:
         prefix, suffix = array(typecode, self._prefix_ids), array(typecode, self._suffix_ids)
         ids, lengths = array(typecode), array("q")
         documents = iter(documents)
-        while texts := [_decode_text(name, content) for name, content in islice(documents, _BATCH_SIZE)]:
-            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+        batches = iter(lambda: [_decode_text(name, content) for name, content in islice(documents, _BATCH_SIZE)], [])
+        for encodings in read_ahead(self._tokenizer.encode_batch_fast(b, add_special_tokens=False) for b in batches):
+            for encoding in encodings:
                 start = len(ids)
                 ids += prefix
                 ids += array(typecode, encoding.ids)  # adding an array is twice as fast as adding a list
@@ -97,6 +101,15 @@ class Tokenizer:
             if indices:
                 return encoding.ids[: indices[0]], encoding.ids[indices[-1] + 1 :]
         return [], []
+
+
+def read_ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yields `items`, none of which is None. A thread reads the next item while the caller processes one."""
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(next, items, None)
+        while (item := pending.result()) is not None:
+            pending = pool.submit(next, items, None)
+            yield item
 
 
 def _load_tokenizer(path: Path) -> Any:
