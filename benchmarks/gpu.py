@@ -13,7 +13,7 @@ f  the host time that the engine adds to a step
 
 Each part runs in processes of its own, so that its memory is free for the next one. A part that fails, or a missed target, sets
 the exit code 1. The plan tables need the packages core, models and testing; transformers and peft are not used. Published
-figures are from an H100. TFLOP/s and MFU follow `sley_trainer.throughput.model_flops`, for the plain loop too.
+figures are from an H100. TFLOP/s and MFU follow `sley_trainer.row_metrics.model_flops`, for the plain loop too.
 """
 
 import argparse

@@ -98,7 +98,7 @@ def counts(tokens: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     contestant = Sley(tables(tokens, {}), backward_only=True)
     batch = contestant.batch()
-    communicator: Any = contestant.run.stepper.executor.weights
+    communicator: Any = contestant.run.stepper.executor.communicator
     for _ in range(3):
         contestant.step(batch)
     counted: dict[str, Any] = communicator.counts()

@@ -71,7 +71,7 @@ def counts(name: str) -> dict[str, Any]:
     batch = contestant.batch()
     for _ in range(3):
         contestant.step(batch)
-    communicator: Any = contestant.run.stepper.executor.weights
+    communicator: Any = contestant.run.stepper.executor.communicator
     counted: dict[str, Any] = communicator.counts()
     return counted
 

@@ -9,7 +9,7 @@ import torch
 
 from protocol import Step
 from sley_testing.live_bytes import memory_profile, peak_bytes
-from sley_trainer.throughput import memory_mb
+from sley_trainer.row_metrics import peak_memory_mb
 
 
 def peak_live_mb(work: Step) -> float:
@@ -24,6 +24,6 @@ def peak_resident_mb(work: Step) -> float:
     """MiB by which `work` raises the high-water mark of this process's resident memory."""
     torch.set_num_threads(1)
     gc.collect()
-    before = memory_mb(torch.device("cpu"))
+    before = peak_memory_mb(torch.device("cpu"))
     work()
-    return memory_mb(torch.device("cpu")) - before
+    return peak_memory_mb(torch.device("cpu")) - before

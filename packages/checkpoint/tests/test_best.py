@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_between_evaluations_goes_on_counting(texts: Path, 
     assert (first[-1], second[-1]) == (stop_at, 7)
     assert second[0] <= stop_at + 1
     assert run.best is not None
-    assert (run.best.step, run.best.num_since) == (4, 3)
+    assert (run.best.step, run.best.num_since_best) == (4, 3)
     assert saved_steps(tmp_path) == [4, 7]
 
 
@@ -111,7 +111,7 @@ def test_it_goes_on_in_another_layout_with_another_batch(ranks: Any, texts: Path
 def resume_and_summarize(tables: Tables, texts: Path, folder: Path) -> list[int]:
     run, _ = train(tables, texts, folder, resume=True)
     assert run.best is not None
-    return [run.best.step, run.best.num_since, run.num_steps_done]
+    return [run.best.step, run.best.num_since_best, run.num_steps_done]
 
 
 def test_another_number_begins_anew_and_says_so(texts: Path, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_what_a_check_imports_needs_no_torch() -> None:
     installed = {file.parent.name for file in files if find_spec(file.parent.name)} - {"sley_testing"}
     names = [f"{file.parent.name}.{file.stem}" for file in sorted(files) if file.parent.name in installed]
     assert {"sley_data.plugin", "sley_models.plugin"} <= set(names)
-    others = ["sley_isp.prefetch", "sley_pp.schedules", "sley_pp.partitioners"]
+    others = ["sley_isp.prefetch", "sley_pp.schedules"]
     names += [name for name in others if name.partition(".")[0] in installed]
     names += ["sley_core.api.plan", "sley_core.api.actions", "sley_core.actions.simulate", "sley_core.jsonl"]
     command = [sys.executable, "-c", NO_TORCH, str(ROOT / "examples/plans/quickstart.toml"), *names]

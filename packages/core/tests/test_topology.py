@@ -19,7 +19,7 @@ from sley_core.plan.plan import Plan
 from sley_core.records import ProcessGroupRecord
 from sley_core.topology import AXES, GroupEntry, Topology
 from sley_testing.plans import small_plan
-from sley_trainer.assemble import assemble, plugin_groups
+from sley_trainer.assemble import assemble, list_plugin_groups
 
 
 @st.composite
@@ -125,6 +125,6 @@ def test_groups_of_a_plugin_are_there_on_all_ranks(ranks, texts):
 def test_groups_that_cannot_be(monkeypatch, records, words):
     monkeypatch.setattr(Plan, "call", lists(*records))
     with pytest.raises(PluginError) as caught:
-        list(plugin_groups(plan_from_dict(PLAN, Path.cwd()), Topology.from_sizes(4)))
+        list(list_plugin_groups(plan_from_dict(PLAN, Path.cwd()), Topology.from_sizes(4)))
     assert words in str(caught.value)
     assert "plugin `zeta` (sley-zeta 1.0) failed in sley_process_groups" in str(caught.value)

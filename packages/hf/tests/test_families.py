@@ -15,7 +15,7 @@ from sley_hf.decoder import build_from_config, build_layers
 from sley_hf.export import compare_with_transformers, compute_logits, share_parameters, shrink_config
 from sley_hf.plugin import DecoderConfig
 from sley_hf.structure import find_structure
-from sley_trainer.throughput import model_flops
+from sley_trainer.row_metrics import model_flops
 
 BOUNDS = [[0, 5, 12, 12], [0, 3, 8, 12]]
 LENGTH = 12

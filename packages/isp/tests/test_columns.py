@@ -178,7 +178,7 @@ def record_step(tables: dict[str, Any], folder: Path) -> Any:
         with torch.no_grad():
             for layer in run.layers:
                 hidden = layer.module(hidden)
-        communicator, names = run.stepper.executor.weights, set()
+        communicator, names = run.stepper.executor.communicator, set()
         if communicator is None:
             return hidden
         run.step()

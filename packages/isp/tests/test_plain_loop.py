@@ -237,7 +237,7 @@ def record_counts(tables: dict[str, Any], folder: Path) -> Any:
     counts: dict[str, float] = {}
 
     def prepare(run: Any) -> None:
-        run.listeners.append(lambda _: counts.update(run.stepper.executor.weights.counts()))
+        run.listeners.append(lambda _: counts.update(run.stepper.executor.communicator.counts()))
 
     sharded_layer.MIN_BYTES = 0
     return record(tables, STEPS, folder=folder, batches=all_batches(), prepare=prepare), counts

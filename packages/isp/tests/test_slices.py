@@ -138,7 +138,7 @@ def full_gradients(plan, folder):
     """Returns this rank's slice of the gradient of full outputs."""
     gradients = []
     with running(plan, folder) as run:
-        whole = run.stepper.executor.whole
+        whole = run.stepper.executor.whole_sequences
 
         def watched(*args):
             output, fields = whole(*args)
@@ -146,7 +146,7 @@ def full_gradients(plan, folder):
             return output, fields
 
         watched.counts = whole.counts
-        run.stepper.executor.whole = watched
+        run.stepper.executor.whole_sequences = watched
         run.step()
     return torch.cat(gradients)
 

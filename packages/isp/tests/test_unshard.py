@@ -29,7 +29,7 @@ DEEP: dict[str, Any] = SHORT | {"model__num_layers": BLOCKS}
 @contextmanager
 def record_gathers(run: Run) -> Iterator[list[str]]:
     """Yields the list of the groups that are gathered within the block."""
-    communicator, names = run.stepper.executor.weights, []
+    communicator, names = run.stepper.executor.communicator, []
     all_gather = communicator._all_gather
 
     def spy(group: Any) -> Any:
@@ -48,14 +48,14 @@ def count_gathers(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, A
         with running(tables, folder) as run:
             run.step()
             run.step()
-            pool = run.stepper.executor.weights.groups[0].pool
+            pool = run.stepper.executor.communicator.groups[0].pool
             num_allocations = pool.num_allocations
             with record_gathers(run) as training, collectives() as calls:
                 run.step()
             assert pool.num_allocations == num_allocations, "the pool has all buffers after two steps"
             with record_gathers(run) as evaluating:
                 run.evaluate()
-            communicator = run.stepper.executor.weights
+            communicator = run.stepper.executor.communicator
             rest = communicator.groups[0].pool.num_lent, len(communicator.prefetch.unsharded)
             seen.append({"training": Counter(training), "evaluating": Counter(evaluating), "rest": rest})
             seen[-1] |= {"counts": communicator.counts(), "calls": list(calls)}
@@ -129,7 +129,7 @@ def write_within_step(tables: dict[str, Any], folder: Path) -> tuple[int, dict[s
                 run.registry["blocks.1.attention.query.weight"].parameter.mul_(1.5)
 
         handle = block.attention.register_forward_pre_hook(write)
-        if run.stepper.executor.weights is None:
+        if run.stepper.executor.communicator is None:
             run.step()
             return 0, weights(run)
         with record_gathers(run) as names:
@@ -151,7 +151,7 @@ def record_counted_gathers(tables: dict[str, Any], folder: Path) -> tuple[list[s
         run.step()
         with record_gathers(run) as names:
             run.step()
-        return names, run.stepper.executor.weights.counts()
+        return names, run.stepper.executor.communicator.counts()
 
 
 def test_groups_of_a_layer_are_prefetched_together(ranks: Any, own: Path) -> None:
@@ -192,7 +192,7 @@ def call_by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
                     param.parameter.mul_(2.0)
                 second = model_output(run)
             if run.world.size > 1:
-                run.stepper.executor.weights.groups[0].pool.trim()
+                run.stepper.executor.communicator.groups[0].pool.trim()
             with torch.inference_mode():
                 assert torch.equal(model_output(run), second)
             if run.world.size > 1:
@@ -207,14 +207,14 @@ def call_by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
             gradient = gather_full_tensors({param: gradient}, run.groups)[param] / run.world.size
             run.step()
             found.append((first, second, gradient, weights(run)))
-            communicator = run.stepper.executor.weights
+            communicator = run.stepper.executor.communicator
             assert communicator is None or communicator.groups[0].pool.num_lent == 0
     return found
 
 
 def call_with_errors(run: Run) -> None:
     """Calls layers with wrong shapes, and with an all-gather that cannot start. All buffers return to the pool."""
-    pool = run.stepper.executor.weights.groups[0].pool
+    pool = run.stepper.executor.communicator.groups[0].pool
     for graph in (False, True):
         with torch.set_grad_enabled(graph), pytest.raises(RuntimeError):
             run.layers[-1].module(torch.zeros(1, 99, dtype=torch.float64))
@@ -253,7 +253,7 @@ def count_reductions(plans: list[dict[str, Any]], folder: Path) -> list[dict[str
     seen = []
     for tables in plans:
         with running(tables, folder) as run:
-            communicator = run.stepper.executor.weights
+            communicator = run.stepper.executor.communicator
             for _ in range(2):
                 run.step()
             numbers = {"lent": communicator.groups[0].pool.num_lent, "gradients": run.store.num_bytes}

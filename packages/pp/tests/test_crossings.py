@@ -13,7 +13,7 @@ from sley_core.comm.group import Group
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_pp.channels import Channels
+from sley_pp.messages import Channels
 from sley_testing.contract import SQUARES
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import small_plan
@@ -165,7 +165,7 @@ def message_bytes(tables, own, longest, num_microbatches):
     `num_microbatches` in one step, and the number of later allocations.
     """
     with running(tables, own) as run:
-        link = run.stepper.executor.crossing.link
+        link = run.stepper.executor.boundaries.link
         for _ in range(2):
             run.step(batch_of(longest, num_microbatches))
         alone = link._pool.num_bytes

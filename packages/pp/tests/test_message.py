@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sley_core.api.comm import Device
 from sley_core.api.memory import DevicePool
-from sley_pp.message import Message, MessagePool, message_bytes
+from sley_pp.messages import Message, MessagePool, message_bytes
 
 LAYOUT = ((torch.float64, (4, 4)), (torch.float32, (3,)))
 CPU = torch.device("cpu")

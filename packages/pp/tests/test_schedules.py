@@ -11,16 +11,20 @@ from sley_core.actions.action import Action, Kind, Schedule, loop, v_placement
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, ScheduleSimulator, SimulatedStep, simulate
 from sley_core.errors import PlanError
-from sley_pp.partitioners import balanced_boundaries, build_balanced, build_explicit, build_uniform, uniform_boundaries
 from sley_pp.plugin import BalancedConfig, CsvConfig, ExplicitConfig, UniformConfig
 from sley_pp.schedules import (
+    balanced_boundaries,
+    build_balanced,
     build_csv,
+    build_explicit,
+    build_uniform,
     gpipe,
     insert_weight_gradients,
     interleaved,
     one_f_one_b,
     read_csv,
     round_sizes,
+    uniform_boundaries,
     zero_bubble_h1,
     zero_bubble_v,
 )

@@ -38,7 +38,7 @@ def sends_and_waits(tables, folder):
     events: list[str] = []
     with running(tables, folder) as run:
         names = {param.name for param in run.registry}
-        all_reduce, link = Group.all_reduce, run.stepper.executor.crossing.link
+        all_reduce, link = Group.all_reduce, run.stepper.executor.boundaries.link
         send = link.send
 
         def sent(transfer, *arguments):
@@ -77,7 +77,7 @@ def test_the_last_gradient_is_sent_before_any_reduction_is_awaited(ranks, small,
 def record_collectives(tables, folder):
     """Returns every collective of two steps and an evaluation, and the number of the link's buffers after each step."""
     with running(tables, folder) as run:
-        link = run.stepper.executor.crossing.link
+        link = run.stepper.executor.boundaries.link
         allocated = []
         with collectives() as calls:
             for _ in range(3):

@@ -21,7 +21,7 @@ from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_core.plugin import JsonlConfig, check_metrics
 from sley_testing.plans import small_plan
-from sley_trainer.throughput import Meter, ModelFlops, device_peak_flops, model_flops
+from sley_trainer.row_metrics import Meter, ModelFlops, device_peak_flops, model_flops
 
 ROW: dict[str, float | int] = {"step": 1, "loss": 5.5, "tokens": 4096, "lr": 3e-4}
 
@@ -118,7 +118,9 @@ def test_tokens_are_counted_only_where_a_field_has_token_ids(
 
 
 def test_an_ignored_label_of_ones_own_and_samples_of_flat_pictures() -> None:
-    assert Meter(CPU, TOKENS, labels="next", ignored=0).count({"mask": NEXT, "ids": ZEROS, "next": NEXT}).trained_tokens == 3
+    assert (
+        Meter(CPU, TOKENS, labels="next", ignore_index=0).count({"mask": NEXT, "ids": ZEROS, "next": NEXT}).trained_tokens == 3
+    )
     pictures = {"x": torch.zeros(4, 64), "y": torch.zeros(4)}
     for module in (nn.Conv1d(1, 1, 3), nn.Embedding(2, 3), Attention(2, 4)):
         flops = model_flops(layers(module, nn.Linear(2, 2)))
@@ -129,7 +131,7 @@ def test_attention_of_packed_documents_is_within_documents() -> None:
     """Rows of 3 + 5 and of 8 positions, in a model that reads where documents begin; another looks at the whole row."""
     info = DataInfo({"tokens": IDS, "labels": IDS, **BOUNDARY_FIELDS})
     batch = {"tokens": torch.zeros(2, 8), "labels": torch.zeros(2, 8), "cu_seqlens": torch.tensor([[0, 3, 8], [0, 8, 8]])}
-    assert Meter(CPU, info, ModelFlops(in_documents=True)).count(batch).pairs == 9 + 25 + 64
+    assert Meter(CPU, info, ModelFlops(reads_documents=True)).count(batch).pairs == 9 + 25 + 64
     assert Meter(CPU, info).count(batch).pairs == 64 + 64
 
 
@@ -175,7 +177,7 @@ def test_matrices_count_and_embeddings_norms_and_biases_do_not() -> None:
     head.weight = embed.weight
     block = nn.Sequential(nn.LayerNorm(8), Wrapper(nn.Linear(8, 24)), Attention(2, 4), nn.Conv1d(8, 8, 3))
     flops = model_flops(layers(embed, block, head))
-    assert flops == ModelFlops(6 * (8 * 24 + 8 * 8 * 3 + 8 * 100), 6 * 8, is_flat=False)
+    assert flops == ModelFlops(6 * (8 * 24 + 8 * 8 * 3 + 8 * 100), 6 * 8, has_only_linears=False)
 
 
 def test_a_small_llama_by_hand() -> None:

@@ -26,7 +26,7 @@ from sley_core.records import ModelRecord
 from sley_trainer.assemble import DTYPES, assemble, build_meta_model
 from sley_trainer.execute import describe_output
 from sley_trainer.run import Run
-from sley_trainer.stage import build_stage, count_layer_parameters
+from sley_trainer.stepper import build_stage, count_layer_parameters
 from train_cli.progress import format_bytes, format_parameters
 
 

@@ -52,10 +52,10 @@ class ShardedConfig(ReducerConfig):
     """
 
 
-SUMS = "sums"
+SUMS_CHANNEL = "sums"
 """The channel of a shards axis on which gradients are summed."""
 
-WEIGHTS = "weights"
+WEIGHTS_CHANNEL = "weights"
 """The channel of a shards axis on which weights are gathered. It is separate, so that a slow gather does not delay a sum."""
 
 
@@ -71,12 +71,11 @@ def copies_axis(reduce_group: str) -> str:
 
 @hookimpl
 def sley_gradient_handlers() -> list[GradientHandlerRecord]:
-    """Returns the two reducers."""
     return [
         GradientHandlerRecord(
             name="bucketed",
             config=BucketedConfig,
-            build="sley_dp.bucketed:BucketedReducer",
+            build="sley_dp.reducers:BucketedReducer",
             role="reducer",
             fixed_order=True,
             tolerance=lambda config: config.tolerance,
@@ -84,7 +83,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
         GradientHandlerRecord(
             name="sharded",
             config=ShardedConfig,
-            build="sley_dp.sharded:ShardedReducer",
+            build="sley_dp.reducers:ShardedReducer",
             role="reducer",
             result="shard",
             fixed_order=True,
@@ -100,7 +99,6 @@ def sley_estimate_hints() -> dict[str, Any]:
 
 @hookimpl
 def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroupRecord]:
-    """Yields the process groups that `dp.sharded` needs, if the plan uses it."""
     for handler in plan.gradient_handlers:
         if isinstance(handler.config, ShardedConfig):
             yield from shard_groups(handler.config.shards, topology)
@@ -135,10 +133,8 @@ def reduction_axes(topology: Topology) -> list[str]:
 
 
 def shard_groups(shards: int | None, topology: Topology) -> Iterator[ProcessGroupRecord]:
-    """Yields the groups of ranks that share a copy of optimizer states, and the groups of ranks that hold the same shard.
-
-    shards: a divisor of the size of every reduce group, or None for that size. For a reduce group of 8 ranks and shards = 4,
-    the ranks 0 1 2 3 and 4 5 6 7 share a copy, and 0 4, 1 5, 2 6, 3 7 hold the same shard.
+    """Yields the groups of ranks that share a copy of optimizer states, and the groups of ranks that hold the same shard. For
+    a reduce group of 8 ranks and shards = 4, 0 1 2 3 and 4 5 6 7 share a copy, and 0 4, 1 5, 2 6, 3 7 hold the same shard.
     """
     for axis in reduction_axes(topology):
         groups = list(topology.partition(axis))
@@ -146,7 +142,7 @@ def shard_groups(shards: int | None, topology: Topology) -> Iterator[ProcessGrou
         ranks_per_copy = tuple(
             ranks[start : start + num_shards] for ranks in groups for start in range(0, len(ranks), num_shards)
         )
-        yield ProcessGroupRecord(shards_axis(axis), ranks_per_copy, (SUMS, WEIGHTS), cross_memory=True)
+        yield ProcessGroupRecord(shards_axis(axis), ranks_per_copy, (SUMS_CHANNEL, WEIGHTS_CHANNEL), cross_memory=True)
         if num_shards < topology.size_of(axis):
             ranks_per_shard = tuple(ranks[shard::num_shards] for ranks in groups for shard in range(num_shards))
             yield ProcessGroupRecord(copies_axis(axis), ranks_per_shard, cross_memory=True)

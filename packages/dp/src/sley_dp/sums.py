@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sley_core.api.comm import Group, SentBytes, Transport, Work
 from sley_core.api.parts import GradientBuffer, Sums, round_up
-from sley_dp.plugin import SUMS, copies_axis
+from sley_dp.plugin import SUMS_CHANNEL, copies_axis
 
 MAX_ACTIVE = 2
 """The maximum number of sums in flight that need scratch memory: one is gathered while the next is exchanged."""
@@ -60,9 +60,7 @@ class Bf16Sums(Sums):
         self._sums: deque[_Bf16Sum] = deque()
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Converts a copy of `buffer` to bf16 and starts its exchange. If MAX_ACTIVE sums are in flight, first waits for the
-        oldest.
-        """
+        """Starts the exchange of `buffer` in bf16. If MAX_ACTIVE sums are in flight, first waits for the oldest."""
         if len(self._sums) == MAX_ACTIVE:
             self._sums.popleft().finish()
         for earlier_sum in self._sums:
@@ -95,9 +93,7 @@ class _Bf16Sum:
         self.work: Work = group.all_to_all(self.receive_row, self.send_row, label=describe_bucket(buffer))
 
     def gather(self) -> None:
-        """Waits for the exchange, sums this rank's slice in at least fp32, and starts the all-gather. A second call does
-        nothing.
-        """
+        """Waits for the exchange, sums this rank's slice in at least fp32, and starts the all-gather, once."""
         if self._has_gathered:
             return
         self._has_gathered = True
@@ -128,7 +124,7 @@ class ShardSums(Sums):
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         """Starts to sum `buffer` over `group`, the ranks that share a copy. Only this rank's shard remains defined."""
-        transport = group.transport(SUMS)
+        transport = group.transport(SUMS_CHANNEL)
         copies_group = self._groups.get(copies_axis(buffer.reduce_group))
         scratch = self._acquire_scratch(buffer, transport.num_scratch_rows(buffer.local_part.numel()))
         # Over the ranks that share a copy, on a separate channel. They start their buckets in the same order.
@@ -156,9 +152,8 @@ class ShardSums(Sums):
         self.finish()  # a collective that has started cannot be cancelled
 
     def _acquire_scratch(self, buffer: GradientBuffer, numel: int) -> Tensor:
-        """Returns scratch memory for peers' data: `numel` elements of the dtype of `buffer`.
-
-        If MAX_ACTIVE sums use scratch memory, waits for the oldest sum and reuses its memory if that is large enough.
+        """Returns `numel` elements of scratch memory for peers' data. If MAX_ACTIVE sums use scratch memory, waits for the
+        oldest sum and reuses its memory if that is large enough.
         """
         if numel and len(self._scratch_users) == MAX_ACTIVE:
             scratch, oldest_sum = self._scratch_users.pop(0)
@@ -171,10 +166,7 @@ class ShardSums(Sums):
 
 
 class _ShardSum:
-    """The sum of one bucket: a reduce-scatter and, if other ranks hold the same shard, an all-reduce over these ranks.
-
-    copies_transport: a function that returns the transport of that all-reduce. None if there is only one copy.
-    """
+    """The sum of one bucket: a reduce-scatter and, if there are several copies, an all-reduce by `copies_transport`."""
 
     def __init__(self, buffer: GradientBuffer, scatter: Work, copies_transport: Callable[[], Transport] | None) -> None:
         self.buffer = buffer

@@ -29,11 +29,21 @@ from torch import Tensor
 from sley_core.api.actions import Transfer, direction_of
 from sley_core.api.comm import Work
 from sley_core.api.parts import Description, Parts
-from sley_pp.channels import Channels, WalkCheck, has_separate_header, stages_differ_error
-from sley_pp.message import Message, MessagePool, boundary_mismatch_error, message_layout, receive_description, send_description
+from sley_pp.messages import (
+    Channels,
+    Message,
+    MessagePool,
+    WalkCheck,
+    boundary_mismatch_error,
+    has_separate_header,
+    message_layout,
+    receive_description,
+    send_description,
+    stages_differ_error,
+)
 from sley_pp.plugin import LinkConfig
 
-Key = tuple[Hashable, ...]
+BatchKey = tuple[Hashable, ...]
 """The phase and the shapes of a microbatch's fields. At one boundary, all messages with equal keys have the same layout."""
 
 MAX_SENDS = 8
@@ -41,8 +51,8 @@ MAX_SENDS = 8
 
 
 @dataclass
-class _Receive:
-    """Holds a receive in flight. `message` is None if `description` has no tensors, since the peer then sends nothing."""
+class _PendingReceive:
+    """`message` is None if `description` has no tensors, since the peer then sends nothing."""
 
     message: Message | None
     pending: list[Work]
@@ -53,11 +63,11 @@ class Link:
     """Sends and receives over the group `pp` of this rank's replica, at most one message per boundary and microbatch."""
 
     def __init__(self, config: LinkConfig) -> None:
-        self._descriptions: dict[tuple[str, int, int, int], dict[Key, Description]] = {}
-        self._queues: dict[str, deque[tuple[Transfer, Key]]] = {"up": deque(), "down": deque()}
+        self._descriptions: dict[tuple[str, int, int, int], dict[BatchKey, Description]] = {}
+        self._queues: dict[str, deque[tuple[Transfer, BatchKey]]] = {"up": deque(), "down": deque()}
         self._sends: deque[tuple[list[Work], Message]] = deque()  # oldest first
         self._announcements: deque[Work] = deque()
-        self._receives: dict[Transfer, _Receive] = {}
+        self._receives: dict[Transfer, _PendingReceive] = {}
         self._gradients_to_receive: dict[tuple[int, int], Description] = {}
         self._gradients_to_send: dict[tuple[int, int], Description] = {}
         self._has_backwards = False
@@ -72,27 +82,23 @@ class Link:
         self._pool = parts.pool
         self._message_pool = MessagePool(self._pool, self._device, separate_header=self._channels.separate_header)
         self._stage = self._channels.stage
-        self._walk = WalkCheck(self._channels)
+        self._walk_check = WalkCheck(self._channels)
         self._fake_description = parts.describe_output
 
-    def begin(self, keys: Sequence[Key], peers: Sequence[int]) -> None:
-        """Starts a walk and sends a digest of `keys`, the keys of its microbatches, to `peers`, without blocking.
-
-        Drops messages that a failed walk has left in flight. The peers' keys are compared before any of their messages is
-        received. If they differ, `receive` or `drain` raises RunError `stages-differ` on both ends.
+    def begin(self, keys: Sequence[BatchKey], peers: Sequence[int]) -> None:
+        """Starts a walk and sends a digest of `keys`, the keys of its microbatches, to `peers`, without blocking. Drops the
+        messages of a failed walk. If the peers' keys differ, `receive` or `drain` raises RunError `stages-differ` on both ends.
         """
-        self._discard()
+        self.abort()
         self._has_backwards = False
         self._phases, self._peers = frozenset(key[0] for key in keys), peers
         self._channels.uses_host = self._channels.separate_header and not self._phases <= self._finished_phases
         self._channels.sent.begin_step()
-        self._walk.begin(keys, peers)
+        self._walk_check.begin(keys, peers)
 
-    def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Key) -> None:
-        """Copies `tensors` into a message and starts to send it. The caller may free or overwrite the tensors at once.
-
-        Raises RunError `boundary-mismatch` if `description` does not fit the earlier one for this batch shape. The message then
-        reports the mismatch, and the receiver raises the same error.
+    def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: BatchKey) -> None:
+        """Copies `tensors` into a message and starts to send it. Raises RunError `boundary-mismatch`, on both ends, if
+        `description` does not fit the earlier one for this batch shape.
         """
         boundary = transfer.chunk, transfer.micro
         if transfer.flow == "backward":
@@ -108,9 +114,8 @@ class Link:
         self._gradients_to_receive[boundary] = description.gradients
         self._start_receives(direction_of(transfer.peer, self._stage))
 
-    def post_receive(self, transfer: Transfer, key: Key) -> None:
+    def post_receive(self, transfer: Transfer, key: BatchKey) -> None:
         """Starts the receive of `transfer`, or queues it until this receive and all earlier ones in its direction can start.
-
         Never blocks. In each direction, one end must post receives in the order in which the other end sends.
         """
         direction = direction_of(transfer.peer, self._stage)
@@ -119,10 +124,9 @@ class Link:
         self._start_receives(direction)
 
     def receive(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
-        """Blocks until the posted `transfer` has arrived, and returns its description and tensors.
-
-        The tensors' memory is reused once no tensor and no alias of one is alive. Raises RunError `boundary-mismatch` if the
-        sender reports a mismatch, and `stages-differ` if the sender runs another step.
+        """Blocks until the posted `transfer` has arrived, and returns its description and tensors, whose memory is reused once
+        no tensor and no alias of one is alive. Raises RunError `boundary-mismatch` if the sender reports a mismatch, and
+        `stages-differ` if the sender runs another step.
         """
         direction = direction_of(transfer.peer, self._stage)
         while transfer not in self._receives:
@@ -140,11 +144,10 @@ class Link:
         return description, tensors
 
     def drain(self) -> None:
-        """Blocks until all sends are complete and the digests of all peers are compared. Ends the walk.
-
-        `receive` must have returned every posted transfer. Raises RunError `stages-differ` if a peer runs another step.
+        """Blocks until all sends are complete and the digests of all peers are compared. Ends the walk, in which `receive` must
+        have returned every posted transfer. Raises RunError `stages-differ` if a peer runs another step.
         """
-        self._walk.finish()
+        self._walk_check.finish()
         while self._sends:
             self._finish_oldest_send()
         while self._announcements:
@@ -168,26 +171,22 @@ class Link:
         self._message_pool.release_unused()
         return self._pool.trim()
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str = "") -> None:
         """Drops everything in flight after a failure, without waiting for peers."""
-        self._discard()
-
-    def _discard(self) -> None:
         collections: list[Any] = [*self._queues.values(), self._sends, self._announcements, self._receives]
         for collection in (*collections, self._gradients_to_receive, self._gradients_to_send):
             collection.clear()
-        self._walk.discard()
+        self._walk_check.discard()
 
     def _send(self, transfer: Transfer, expected: Description, actual: Description, tensors: list[Tensor]) -> None:
-        """Sends `tensors` in a message with the layout of `expected`, or sends nothing if `expected` has no tensors. If
-        `actual`, their description, does not fit, sends a message that reports the mismatch, and raises RunError
-        `boundary-mismatch`.
+        """Sends `tensors`, which `actual` describes, in a message with the layout of `expected`, unless that has no tensors. If
+        `actual` does not fit, sends a message that reports the mismatch, and raises RunError `boundary-mismatch`.
         """
         label = self._label(transfer)
         fault = "" if actual.fits(expected) else f"{label}: expected {expected}, but got {actual}"
         if expected.leaves:
             message = self._message_pool.lease(message_layout(expected.leaves))
-            message.write_header(self._walk.number, transfer.micro, expected.flags if fault else actual.flags, fault)
+            message.write_header(self._walk_check.num_walks, transfer.micro, expected.flags if fault else actual.flags, fault)
             if not fault:
                 for target, tensor in zip(message.tensors, tensors, strict=True):
                     target.copy_(tensor)
@@ -200,10 +199,8 @@ class Link:
         self._release_messages()
 
     def _release_messages(self) -> None:
-        """Releases the messages whose sends are complete. With gloo, waits for the oldest sends if more than MAX_SENDS remain.
-
-        With gloo, only a wait shows that a send is complete. The peer's receive does not depend on later actions of this stage
-        (`sley_core.actions.lower`), so the wait delays this stage only if the peer is slower and would delay it anyway.
+        """Releases the messages whose sends are complete. With gloo, only a wait shows that, so waits for the oldest sends if
+        more than MAX_SENDS remain. The peer's receive does not depend on later actions of this stage (`sley_core.actions`).
         """
         if self._channels.reports_completion:
             while self._sends and self._sends[0][0][-1].is_completed():
@@ -222,7 +219,7 @@ class Link:
         """Blocks until the first queued receive of `direction` can start, then starts all that can. expected: for errors."""
         assert self._queues[direction], f"{expected} was never posted"
         transfer, key = self._queues[direction][0]
-        self._walk.confirm(transfer.peer, f"what {self._label(transfer)}")
+        self._walk_check.confirm(transfer.peer, f"what {self._label(transfer)}")
         if transfer.flow == "backward":
             boundary = transfer.chunk, transfer.micro
             assert boundary in self._gradients_to_receive, f"{transfer}: the gradients of an output that was not sent"
@@ -240,8 +237,8 @@ class Link:
             else:
                 description = self._gradients_to_receive.get((transfer.chunk, transfer.micro))
             label = f"what {self._label(transfer)}"
-            self._walk.start_receive(transfer.peer, label)
-            if description is None or not self._walk.is_confirmed(transfer.peer):
+            self._walk_check.start_receive(transfer.peer, label)
+            if description is None or not self._walk_check.is_confirmed(transfer.peer):
                 return  # later posts wait too, since both ends use a communicator in the same order
             queue.popleft()
             message, pending = None, []
@@ -249,11 +246,10 @@ class Link:
                 message = self._message_pool.lease(message_layout(description.leaves))
                 pending = self._channels.receive(message.pieces, transfer.peer, label)
                 if self._fake_description is not None:  # in a fake world no message arrives, so write the expected header
-                    message.write_header(self._walk.number, transfer.micro, description.flags)
-            self._receives[transfer] = _Receive(message, pending, description)
+                    message.write_header(self._walk_check.num_walks, transfer.micro, description.flags)
+            self._receives[transfer] = _PendingReceive(message, pending, description)
 
     def _receive_description(self, transfer: Transfer) -> Description:
-        """Returns the description of the output of `transfer`. Blocks until the peer has announced it."""
         if self._fake_description is not None:
             return self._fake_description(transfer.peer, transfer.peer_chunk)
         return receive_description(self._channels, transfer.peer, f"the announcement of what {self._label(transfer)}")
@@ -262,13 +258,15 @@ class Link:
         """Returns the flags of a received `message`. Raises RunError if it is an unexpected message or reports a mismatch."""
         walk, microbatch, flags, fault = message.read_header()
         label = self._label(transfer)
-        if (walk, microbatch) != (self._walk.number, transfer.micro):
-            raise stages_differ_error(f"{label}: got microbatch {microbatch} of walk {walk} in walk {self._walk.number}")
+        if (walk, microbatch) != (self._walk_check.num_walks, transfer.micro):
+            raise stages_differ_error(
+                f"{label}: got microbatch {microbatch} of walk {walk} in walk {self._walk_check.num_walks}"
+            )
         if fault:
             raise boundary_mismatch_error(f"{label}: {fault}")
         return flags
 
-    def _boundary_descriptions(self, transfer: Transfer) -> dict[Key, Description]:
+    def _boundary_descriptions(self, transfer: Transfer) -> dict[BatchKey, Description]:
         """Returns the descriptions of the outputs at the boundary of `transfer`, by batch shape. Callers add to the dict."""
         return self._descriptions.setdefault((transfer.op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
 

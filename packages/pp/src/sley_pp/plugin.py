@@ -77,12 +77,8 @@ class SharedModulesConfig(Table):
 
 
 def _schedule_record(name: str, table: type[Table]) -> ScheduleRecord:
-    return ScheduleRecord(
-        name=name,
-        config=table,
-        build="sley_pp.schedules:build_csv" if table is CsvConfig else "sley_pp.schedules:build",
-        ties="pp.shared_modules",
-    )
+    build = "sley_pp.schedules:build_csv" if table is CsvConfig else "sley_pp.schedules:build"
+    return ScheduleRecord(name=name, config=table, build=build, ties="pp.shared_modules")
 
 
 @hookimpl(optionalhook=True)
@@ -98,7 +94,6 @@ def sley_estimate_hints() -> dict[str, Any]:
 
 @hookimpl
 def sley_records() -> list[Record]:
-    """Returns the schedules, the stage link and the partitioners."""
     return [
         _schedule_record("one_f_one_b", OneFOneBConfig),
         _schedule_record("gpipe", GPipeConfig),
@@ -107,21 +102,20 @@ def sley_records() -> list[Record]:
         _schedule_record("zero_bubble_v", ZeroBubbleVConfig),
         _schedule_record("csv", CsvConfig),
         StageLinkRecord(name="link", config=LinkConfig, build="sley_pp.link:Link"),
-        PartitionerRecord(name="uniform", config=UniformConfig, build="sley_pp.partitioners:build_uniform"),
-        PartitionerRecord(name="balanced", config=BalancedConfig, build="sley_pp.partitioners:build_balanced"),
+        PartitionerRecord(name="uniform", config=UniformConfig, build="sley_pp.schedules:build_uniform"),
+        PartitionerRecord(name="balanced", config=BalancedConfig, build="sley_pp.schedules:build_balanced"),
         PartitionerRecord(
             name="measured",
             config=MeasuredConfig,
-            build="sley_pp.partitioners:build_balanced",
+            build="sley_pp.schedules:build_balanced",
             timer="sley_estimate.calibrate.bench:layer_seconds",
         ),
-        PartitionerRecord(name="explicit", config=ExplicitConfig, build="sley_pp.partitioners:build_explicit"),
+        PartitionerRecord(name="explicit", config=ExplicitConfig, build="sley_pp.schedules:build_explicit"),
     ]
 
 
 @hookimpl
 def sley_gradient_handlers() -> list[GradientHandlerRecord]:
-    """Returns the handler of parameters that several stages hold."""
     return [
         GradientHandlerRecord(
             name="shared_modules",

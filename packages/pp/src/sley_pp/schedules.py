@@ -1,19 +1,151 @@
-"""Pipeline schedules: functions `(stages, chunks, num_microbatches) -> one list of compute actions per stage`, without torch.
+"""Pipeline schedules and partitioners, which decide what each stage runs. They are pure functions, and import no torch.
 
-P is the number of stages and M the number of microbatches; the drawings show P = 4 and M = 4. F is a forward, B a backward. A
-split backward consists of I, which computes input gradients, and W, which computes weight gradients. The digit is the
-microbatch. Capital letters are chunk 0, small letters chunk 1. In the drawings, three characters are one unit of time. The time
-of an F is filled with `-`, that of a B or I with `=`, and that of a W with `~`; `.` is idle time.
+A partitioner splits layers into positions: `(costs, num_positions) -> boundaries`. A position is one chunk of the model; each
+stage holds one or more. With the boundaries (0, 3, 5, 9), position 0 has the layers 0 1 2, position 1 has 3 4, and position 2
+has 5 6 7 8.
+
+A schedule returns one list of compute actions per stage: `(num_stages, num_chunks, num_microbatches) -> lists`. In the drawings
+the number of stages P and the number of microbatches M are 4. F is a forward, B a backward. A split backward consists of I,
+which computes input gradients, and W, which computes weight gradients. The digit is the microbatch. Capital letters are chunk
+0, small letters chunk 1. Three characters are one unit of time. The time of an F is filled with `-`, that of a B or I with `=`,
+and that of a W with `~`; `.` is idle time.
 """
 
 import re
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, combinations, pairwise
+from math import inf
 
 from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, loop, v_placement
 from sley_core.errors import Place, PlanError
-from sley_pp.plugin import CsvConfig, GPipeConfig, InterleavedConfig, OneFOneBConfig, ZeroBubbleH1Config, ZeroBubbleVConfig
+from sley_pp.plugin import (
+    BalancedConfig,
+    CsvConfig,
+    ExplicitConfig,
+    GPipeConfig,
+    InterleavedConfig,
+    MeasuredConfig,
+    OneFOneBConfig,
+    UniformConfig,
+    ZeroBubbleH1Config,
+    ZeroBubbleVConfig,
+)
+
+Boundaries = tuple[int, ...]
+"""`num_positions + 1` strictly ascending numbers from 0 to the number of layers."""
+
+
+def check_num_layers(num_layers: int, num_positions: int) -> None:
+    """Raises PlanError "partition-empty" if there are fewer layers than positions."""
+    if num_layers < num_positions:
+        message = f"{num_layers} layers cannot be split into {num_positions} chunks, since each chunk needs a layer"
+        hint = f"use at most {num_layers} stages x chunks" if num_layers else "use a model with layers"
+        raise PlanError("partition-empty", message, path=("parallel", "pp"), hint=hint)
+
+
+def uniform_boundaries(num_layers: int, num_positions: int) -> Boundaries:
+    """Returns boundaries that give all positions the same number of layers, or to some in the middle one layer more, since
+    embedding and head usually cost more than a block. Raises PlanError "partition-empty" if there are too few layers.
+    """
+    check_num_layers(num_layers, num_positions)
+    size, num_larger = divmod(num_layers, num_positions)
+    first_larger = (num_positions - num_larger) // 2
+    boundaries = [0]
+    for position in range(num_positions):
+        boundaries.append(boundaries[-1] + size + (first_larger <= position < first_larger + num_larger))
+    return tuple(boundaries)
+
+
+def balanced_boundaries(costs: Sequence[float], num_positions: int) -> Boundaries:
+    """Returns the boundaries that minimise the cost of the most expensive position and, among these, the sum of the squared
+    costs. costs: a non-negative cost per layer. Raises PlanError "partition-empty" if there are fewer layers than positions.
+    """
+    check_num_layers(len(costs), num_positions)
+    prefix_sums = [0.0, *accumulate(costs)]
+    return _most_even_boundaries(prefix_sums, num_positions, _least_maximum(prefix_sums, num_positions))
+
+
+def _least_maximum(prefix_sums: Sequence[float], num_positions: int) -> float:
+    """Returns the least possible cost of the most expensive position. prefix_sums: costs of the first 0, 1, ... layers."""
+
+    def fits(limit: float) -> bool:
+        """Returns whether the layers fit into the positions if no position costs more than `limit`."""
+        start, num_used = 0.0, 1
+        for previous, total in pairwise(prefix_sums):
+            if total - start > limit:
+                start, num_used = previous, num_used + 1
+        return num_used <= num_positions
+
+    largest = max(end - start for start, end in pairwise(prefix_sums))
+    limits = sorted({end - start for start, end in combinations(prefix_sums, 2) if end - start >= largest})
+    return limits[bisect_left(limits, True, key=fits)]
+
+
+def _most_even_boundaries(prefix_sums: Sequence[float], num_positions: int, max_cost: float) -> Boundaries:
+    """Returns the boundaries with the least sum of squared costs for which no position costs more than `max_cost`."""
+    num_layers = len(prefix_sums) - 1
+    squares = [0.0] + [inf] * num_layers
+    all_starts: list[list[int]] = []
+    for position in range(num_positions):
+        next_squares, starts = [inf] * (num_layers + 1), [0] * (num_layers + 1)
+        for end in range(position + 1, num_layers + 1):
+            for start in range(end - 1, position - 1, -1):
+                cost = prefix_sums[end] - prefix_sums[start]
+                if cost > max_cost:
+                    break
+                if squares[start] + cost * cost < next_squares[end]:
+                    next_squares[end], starts[end] = squares[start] + cost * cost, start
+        squares = next_squares
+        all_starts.append(starts)
+    boundaries = [num_layers]
+    for starts in reversed(all_starts):
+        boundaries.append(starts[boundaries[-1]])
+    return tuple(reversed(boundaries))
+
+
+Partitioner = Callable[[Sequence[float], int], Boundaries]
+"""A function `(costs, num_positions) -> boundaries`, where `costs` has one number per layer."""
+
+
+def build_uniform(config: UniformConfig) -> Partitioner:
+    """Returns a partitioner that gives all positions numbers of layers that differ by at most one."""
+    return lambda costs, num_positions: uniform_boundaries(len(costs), num_positions)
+
+
+def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partitioner:
+    """Returns a partitioner that balances the table's `layer_costs`, or its argument `costs` if the table has none. It raises
+    PlanError "partition-length" if `layer_costs` does not have one number per layer, and as `balanced_boundaries`.
+    """
+
+    def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
+        layer_costs = costs if config.layer_costs is None else config.layer_costs
+        if len(layer_costs) != len(costs):
+            message = f"`layer_costs` must have one number for each of the {len(costs)} layers, but has {len(layer_costs)}"
+            raise PlanError("partition-length", message, path=("partition", "layer_costs"))
+        return balanced_boundaries(layer_costs, num_positions)
+
+    return partition
+
+
+def build_explicit(config: ExplicitConfig) -> Partitioner:
+    """Returns a partitioner that gives position i `config.layers[i]` layers. It raises PlanError "partition-length" if there is
+    not one number per position, and "partition-layers" if the numbers do not add up to the number of layers.
+    """
+
+    def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
+        layers, path = config.layers, ("partition", "layers")
+        if len(layers) != num_positions:
+            message = f"`layers` must have {num_positions} numbers (stages x chunks), but has {len(layers)}"
+            raise PlanError("partition-length", message, path=path)
+        if sum(layers) != len(costs):
+            message = f"`layers` must add up to the model's {len(costs)} layers, but adds up to {sum(layers)}"
+            raise PlanError("partition-layers", message, path=path)
+        return (0, *accumulate(layers))
+
+    return partition
+
 
 Symbol = tuple[Kind, int]
 """The type and chunk of an action, without its microbatch."""
@@ -28,13 +160,13 @@ def number_microbatches(symbols: Iterable[Symbol]) -> list[Action]:
     """Returns the actions of a pattern. The n-th occurrence of a symbol, counted from 0, becomes the action of microbatch n."""
     counts: Counter[Symbol] = Counter()
     actions = []
-    for action_type, chunk in symbols:
-        actions.append(Action(action_type, chunk, counts[action_type, chunk]))
-        counts[action_type, chunk] += 1
+    for kind, chunk in symbols:
+        actions.append(Action(kind, chunk, counts[kind, chunk]))
+        counts[kind, chunk] += 1
     return actions
 
 
-def one_f_one_b(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
+def one_f_one_b(num_stages: int, num_chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the 1F1B lists: one forward, then one backward (arXiv 2006.09503), with one chunk per stage.
 
         stage 0  F0-F1-F2-F3-..................B0====...B1====...B2====...B3====
@@ -45,13 +177,13 @@ def one_f_one_b(stages: int, chunks: int, num_microbatches: int) -> list[list[Ac
     The step is as long as that of GPipe, but stage s holds at most min(P - s, M) microbatches.
     """
     lists = []
-    for stage in range(stages):
-        warmup = min(stages - 1 - stage, num_microbatches)
+    for stage in range(num_stages):
+        warmup = min(num_stages - 1 - stage, num_microbatches)
         lists.append(number_microbatches([F] * warmup + [F, B] * (num_microbatches - warmup) + [B] * warmup))
     return lists
 
 
-def gpipe(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
+def gpipe(num_stages: int, num_chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the GPipe lists: all forwards, then all backwards (arXiv 1811.06965), with one chunk per stage.
 
         stage 0  F0-F1-F2-F3-...........................B0====B1====B2====B3====
@@ -61,10 +193,10 @@ def gpipe(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]
 
     This is the simplest schedule, but it needs the most memory, since each stage holds all M microbatches.
     """
-    return [number_microbatches([F] * num_microbatches + [B] * num_microbatches) for _ in range(stages)]
+    return [number_microbatches([F] * num_microbatches + [B] * num_microbatches) for _ in range(num_stages)]
 
 
-def interleaved(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
+def interleaved(num_stages: int, num_chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the interleaved 1F1B lists: several chunks per stage, placed in a loop (arXiv 2104.04473).
 
         stage 0  F0-F1-F2-F3-f0-f1-f2-f3-..................b0====...b1====...b2====...b3====B0====B1====B2====B3====
@@ -79,25 +211,25 @@ def interleaved(stages: int, chunks: int, num_microbatches: int) -> list[list[Ac
     With rounds of P microbatches and C chunks per stage, stage s holds at most P x C + P - 1 - 2s chunk inputs, and the bubble
     is that of 1F1B divided by C.
     """
-    rounds = round_sizes(stages, num_microbatches)
-    descending = range(chunks - 1, -1, -1)
-    forwards: list[Symbol] = [(Kind.FORWARD, chunk) for size in rounds for chunk in range(chunks) for _ in range(size)]
+    rounds = round_sizes(num_stages, num_microbatches)
+    descending = range(num_chunks - 1, -1, -1)
+    forwards: list[Symbol] = [(Kind.FORWARD, chunk) for size in rounds for chunk in range(num_chunks) for _ in range(size)]
     backwards: list[Symbol] = [(Kind.BACKWARD, chunk) for size in rounds for chunk in descending for _ in range(size)]
     lists = []
-    for stage in range(stages):
+    for stage in range(num_stages):
         # The forwards before the first backward: those of the first round's earlier chunks, and two for each later stage, since
         # the last chunk's forward must pass that stage and its backward must return through it.
-        warmup = min((chunks - 1) * rounds[0] + 2 * (stages - 1 - stage), len(forwards))
+        warmup = min((num_chunks - 1) * rounds[0] + 2 * (num_stages - 1 - stage), len(forwards))
         steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
         lists.append(number_microbatches([*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]))
     return lists
 
 
-def round_sizes(stages: int, num_microbatches: int) -> list[int]:
-    """Returns the sizes, in descending order, of as many rounds of at least `stages` microbatches as possible, but at least
+def round_sizes(num_stages: int, num_microbatches: int) -> list[int]:
+    """Returns the sizes, in descending order, of as many rounds of at least `num_stages` microbatches as possible, but at least
     one. The sizes differ by at most one.
     """
-    num_rounds = max(1, num_microbatches // stages)
+    num_rounds = max(1, num_microbatches // num_stages)
     size, num_larger = divmod(num_microbatches, num_rounds)
     return [size + 1] * num_larger + [size] * (num_rounds - num_larger)
 
@@ -151,7 +283,7 @@ def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placem
     return results
 
 
-def zero_bubble_h1(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
+def zero_bubble_h1(num_stages: int, num_chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the ZB-H1 lists: 1F1B with split backwards (arXiv 2401.10241, section 2.1), with one chunk per stage.
 
         stage 0  F0-F1-F2-F3-.........I0=W0~I1=W1~I2=W2~I3=W3~
@@ -164,13 +296,13 @@ def zero_bubble_h1(stages: int, chunks: int, num_microbatches: int) -> list[list
     that is a third of 1F1B's bubble.
     """
     lists = []
-    for stage in range(stages):
-        warmup = min(stages - 1 - stage, num_microbatches)
+    for stage in range(num_stages):
+        warmup = min(num_stages - 1 - stage, num_microbatches)
         lists.append(number_microbatches([F0] * warmup + [F0, I0] * (num_microbatches - warmup) + [I0] * warmup))
-    return insert_weight_gradients(lists, loop(stages), max_inputs=stages)
+    return insert_weight_gradients(lists, loop(num_stages), max_inputs=num_stages)
 
 
-def zero_bubble_v(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
+def zero_bubble_v(num_stages: int, num_chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the ZB-V lists: two chunks per stage in a V, with split backwards (arXiv 2401.10241, section 6).
     The drawing shows the start of a step with P = 4 and M >= 8; the module's docstring explains its symbols.
 
@@ -187,19 +319,20 @@ def zero_bubble_v(stages: int, chunks: int, num_microbatches: int) -> list[list[
     same. If F, I and W take the same time t and M >= P, the bubble is (P - 1) t, the time until the last stage starts.
     """
     patterns = [
-        number_microbatches(_zbv_pattern(stage, stages, max(num_microbatches, 2 * stages - 1))) for stage in range(stages)
+        number_microbatches(_zbv_pattern(stage, num_stages, max(num_microbatches, 2 * num_stages - 1)))
+        for stage in range(num_stages)
     ]
     lists = [[action for action in actions if action.micro < num_microbatches] for actions in patterns]
-    return insert_weight_gradients(lists, v_placement(stages), max_inputs=2 * stages)
+    return insert_weight_gradients(lists, v_placement(num_stages), max_inputs=2 * num_stages)
 
 
-def _zbv_pattern(stage: int, stages: int, num_microbatches: int) -> Iterator[Symbol]:
+def _zbv_pattern(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Symbol]:
     """Yields the symbols of stage `stage` of ZB-V, without weight gradients. `num_microbatches` must be at least 2P - 1."""
-    num_later = stages - 1 - stage
+    num_later = num_stages - 1 - stage
     yield from [F0] * (2 * num_later + 1)  # until the first sample returns to this stage
     yield from [F1, F0] * stage  # until the last stage has a gradient for this stage
     yield from [F1, I1] * (num_later + 1)  # until that gradient returns through chunk 0
-    yield from [F0, I0, F1, I1] * (num_microbatches - stages - num_later)  # the steady state
+    yield from [F0, I0, F1, I1] * (num_microbatches - num_stages - num_later)  # the steady state
     yield from [I0, F1, I1] * num_later  # after the last F0
     yield from [I0, I1] * stage  # after the last F1
     yield from [I0] * (num_later + 1)
@@ -218,7 +351,6 @@ def build(config: GPipeConfig | OneFOneBConfig | InterleavedConfig | ZeroBubbleH
 
 def build_csv(config: CsvConfig) -> Schedule:
     """Returns the schedule in the table's CSV file, which fits only one number of stages and one number of microbatches.
-
     Raises PlanError "schedule-file" if the file cannot be read or parsed. The schedule raises the same error for other numbers.
     """
     try:
@@ -228,15 +360,15 @@ def build_csv(config: CsvConfig) -> Schedule:
     placement, lists = read_csv(text, str(config.file))
     num_microbatches = 1 + max(action.micro for actions in lists for action in actions)
 
-    def place(stages: int, chunks: int) -> Placement:
-        if stages != placement.stages:
-            raise size_error(f"{placement.stages} stages", f"{stages}")
+    def place(num_stages: int, num_chunks: int) -> Placement:
+        if num_stages != placement.stages:
+            raise size_error(f"{placement.stages} stages", f"{num_stages}")
         return placement
 
-    def schedule(stages: int, chunks: int, plan_microbatches: int) -> list[list[Action]]:
-        if (stages, plan_microbatches) != (placement.stages, num_microbatches):
+    def generate(num_stages: int, num_chunks: int, plan_microbatches: int) -> list[list[Action]]:
+        if (num_stages, plan_microbatches) != (placement.stages, num_microbatches):
             raise size_error(
-                f"{placement.stages} stages and {num_microbatches} microbatches", f"{stages} and {plan_microbatches}"
+                f"{placement.stages} stages and {num_microbatches} microbatches", f"{num_stages} and {plan_microbatches}"
             )
         return lists
 
@@ -244,18 +376,16 @@ def build_csv(config: CsvConfig) -> Schedule:
         message = f"the schedule {config.file} is for {file_size}, but the plan has {plan_size}"
         return PlanError("schedule-file", message, path=("pipeline", "file"))
 
-    return Schedule(schedule, placement.chunks, place)
+    return Schedule(generate, placement.chunks, place)
 
 
-# -- schedules in files ------------------------------------------------------------------------------------------------
-
-ACTION_TYPES = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
+KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
 """The type of action for each letter in a file."""
 
-ACTION = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+ACTION_PATTERN = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 """Matches the text of an action: the position, the letter of its type, and the microbatch."""
 
-OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+OVERLAP_PATTERN = re.compile(r"\((.*)\)OVERLAP_F_B")
 """Matches a cell of actions that torch overlaps. The actions within it are separated by `;`."""
 
 CsvAction = tuple[int, Kind, int]
@@ -279,26 +409,26 @@ def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
     placement = _build_placement([{position for position, _, _ in row} for row in rows], Place(name))
     chunks = [{placement.position(stage, chunk): chunk for chunk in range(placement.chunks)} for stage in range(len(rows))]
     lists = [
-        [Action(action_type, chunks[stage][position], microbatch) for position, action_type, microbatch in row]
+        [Action(kind, chunks[stage][position], microbatch) for position, kind, microbatch in row]
         for stage, row in enumerate(rows)
     ]
     return placement, lists
 
 
-def _parse_row(line: str, name: str, number: int) -> list[CsvAction]:
-    """Returns the actions of `line`, which is line `number` of the file `name`. Overlapped actions are listed in order."""
+def _parse_row(line: str, name: str, line_number: int) -> list[CsvAction]:
+    """Returns the actions of `line`, which is line `line_number` of the file `name`. Overlapped actions are listed in order."""
     actions: list[CsvAction] = []
     start = 0
     for cell in line.split(","):
-        overlap = OVERLAP.fullmatch(cell.strip())
+        overlap = OVERLAP_PATTERN.fullmatch(cell.strip())
         for text in overlap[1].split(";") if overlap else [cell]:
             if text := text.strip():
-                match = ACTION.fullmatch(text)
+                match = ACTION_PATTERN.fullmatch(text)
                 if match is None:
-                    location = Place(name, number, line.index(text, start) + 1)
+                    location = Place(name, line_number, line.index(text, start) + 1)
                     fault = f"contains `{text}`, which must be a compute action such as `0F0`, `1B3`, `1I3` or `1W3`"
                     raise _file_error(fault, location)
-                actions.append((int(match[1]), ACTION_TYPES[match[2]], int(match[3])))
+                actions.append((int(match[1]), KINDS[match[2]], int(match[3])))
         start += len(cell) + 1
     return actions
 
@@ -308,11 +438,11 @@ def _build_placement(positions_per_rank: Sequence[set[int]], location: Place) ->
     number of positions, and each position is on exactly one rank.
     """
     holders = {position: rank for rank, positions in enumerate(positions_per_rank) for position in positions}
-    text = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(positions_per_rank[:8]))
+    positions_text = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(positions_per_rank[:8]))
     if len(holders) != sum(map(len, positions_per_rank)) or sorted(holders) != list(range(len(holders))):
-        raise _file_error(f"must place each chunk of the model, counted from 0, on one rank ({text})", location)
+        raise _file_error(f"must place each chunk of the model, counted from 0, on one rank ({positions_text})", location)
     if len({len(positions) for positions in positions_per_rank}) > 1:
-        raise _file_error(f"must place the same number of chunks on every rank ({text})", location)
+        raise _file_error(f"must place the same number of chunks on every rank ({positions_text})", location)
     return Placement(tuple(holders[position] for position in range(len(holders))))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sley_core.actions.action import Action, Placement
 from sley_core.data.dataset import DataContext, DataInfo, Field
-from sley_pp.schedules import ACTION_TYPES
+from sley_pp.schedules import KINDS
 from sley_testing.habits import Embed
 
 VOCAB = 16
@@ -20,7 +20,7 @@ Named = list[tuple[str, nn.Module]]
 
 def write_csv(lists: Sequence[Sequence[Action]], placement: Placement) -> str:
     """Returns the CSV text of compute lists, one line per stage, without empty cells."""
-    letters = {action_type: letter for letter, action_type in ACTION_TYPES.items()}
+    letters = {action_type: letter for letter, action_type in KINDS.items()}
     rows = [
         [f"{placement.position(stage, action.chunk)}{letters[action.kind]}{action.micro}" for action in actions]
         for stage, actions in enumerate(lists)

@@ -47,8 +47,8 @@ from sley_core.topology import Topology
 from sley_testing.plans import Tables, small_plan
 from sley_testing.ranks import Ranks
 from sley_testing.runs import assert_parity_of_parts, random_action_lists, record, record_reference
-from sley_trainer.assemble import make_parts
-from sley_trainer.execute import Crossing
+from sley_trainer.assemble import build_parts
+from sley_trainer.execute import StageBoundaries
 
 NUM_STEPS = 2
 NUM_MICRO_BATCHES = 5  # of the runs on two stages
@@ -277,7 +277,7 @@ def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tupl
     with World.join("cpu", timeout_s=timeout_s) as world:
         topology = Topology.from_sizes(world.size, pp=world.size)
         groups, registry = world.groups(topology, timeout_s), ParameterRegistry([[]])
-        link.prepare(make_parts(plan, world, topology, groups, (), registry))
+        link.prepare(build_parts(plan, world, topology, groups, (), registry))
         yield link, groups["pp"].coord
 
 
@@ -287,7 +287,7 @@ class Walker:
     def __init__(self, link: StageLink, placement: Placement, stage: int) -> None:
         self.placement = placement
         self.stage = stage
-        self._crossing = Crossing(placement, stage, link)
+        self._boundaries = StageBoundaries(placement, stage, link)
         self._walk_number = 0
         self._lengths: Sequence[int] = ()
         self._sent: dict[tuple[Flow, int, int], list[Tensor]] = {}
@@ -302,10 +302,10 @@ class Walker:
         self._walk_number += 1
         self._lengths = lengths
         steps = lower(lists, self.placement, len(lengths), training=training)[self.stage]
-        self._crossing.begin([("tokens", (2, length)) for length in lengths])
+        self._boundaries.begin([("tokens", (2, length)) for length in lengths])
         for step in steps:
             if isinstance(step, Transfer):
-                self._crossing.transfer(step)
+                self._boundaries.transfer(step)
                 if step.op == "send":
                     # Overwrite the sent tensors at once, which must not change the received ones.
                     for tensor in self._sent.pop((step.flow, step.chunk, step.micro)):
@@ -314,7 +314,7 @@ class Walker:
                 self._forward(step)
             elif step.kind in INPUT_GRADIENT_KINDS:
                 self._backward(step)
-        self._crossing.end()
+        self._boundaries.end()
         self._sent.clear()
 
     def check_kept_tensors(self) -> None:
@@ -340,7 +340,7 @@ class Walker:
 
     def _receive(self, flow: Flow, action: Action, origin: int) -> Description:
         """Receives the message of the chunk at position `origin`, checks its content, and returns its description."""
-        description, tensors = self._crossing.receive(flow, action.chunk, action.micro)
+        description, tensors = self._boundaries.receive(flow, action.chunk, action.micro)
         is_sent = self.placement.holder(origin).stage != self.stage
         label = f"stage {self.stage}, walk {self._walk_number}, {flow} of {action}"
         if flow == "forward":
@@ -358,7 +358,7 @@ class Walker:
 
     def _send(self, flow: Flow, action: Action, description: Description, tensors: list[Tensor]) -> None:
         self._sent[flow, action.chunk, action.micro] = tensors
-        self._crossing.send(flow, action.chunk, action.micro, (description, tensors))
+        self._boundaries.send(flow, action.chunk, action.micro, (description, tensors))
 
     def _keep(self, tensors: list[Tensor], expected: list[Tensor], micro_batch: int) -> None:
         versions = [tensor._version for tensor in tensors[1:]]

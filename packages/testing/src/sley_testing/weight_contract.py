@@ -75,7 +75,7 @@ def inspect_run(plan: Tables) -> Inspection:
             for _ in range(NUM_STEPS):
                 run.step()
                 with collectives() as calls:
-                    inspection.counts.append(read_counts(run.stepper.executor.weights))
+                    inspection.counts.append(read_counts(run.stepper.executor.communicator))
                 assert not calls, f"`counts` must not communicate, but calls {calls[0]}"
             run.evaluate()
             inspection.errors += _weight_errors(run)

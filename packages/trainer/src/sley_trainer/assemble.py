@@ -48,13 +48,13 @@ from sley_core.plugin import CrossEntropyConfig
 from sley_core.protocols import SequenceCommunicator, WeightCommunicator
 from sley_core.records import OffloadManagerRecord, ProcessGroupRecord, steps_on_host
 from sley_core.topology import AXES, GroupEntry, Topology
-from sley_trainer.attach import StepProfiler, build_run_memory, build_samples, build_stepper, components_with_objects
+from sley_trainer.attach import StepProfiler, build_run_memory, build_samples, build_stepper, list_built_components
+from sley_trainer.row_metrics import DOCUMENTS
 from sley_trainer.run import Run
 from sley_trainer.run_memory import OffloadMetrics
 from sley_trainer.run_state import RunState
-from sley_trainer.stage import Stage, build_stage, count_layer_parameters, needs_timed_costs, tie_groups, time_layers
 from sley_trainer.state_dict import check_extra_states, collect_names, load_weights
-from sley_trainer.throughput import DOCUMENTS
+from sley_trainer.stepper import Stage, build_stage, count_layer_parameters, list_tie_groups, needs_timed_costs, time_layers
 
 
 def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Draft | None" = None) -> Run:
@@ -79,7 +79,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
         dataset, model, notes = draft.dataset, draft.model, draft.notes
         names, sizes = collect_names(model.layers), model.num_parameters()
         stage = draft.stage.for_stage(topology.coordinates(world.rank).stage)
-        groups = make_groups(plan, world, topology, model, stage, dataset)
+        groups = build_groups(plan, world, topology, model, stage, dataset)
         simulation = world.simulation
         communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
         if communicator is not None:
@@ -90,11 +90,11 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
         if simulation is None:
             notes += describe_attention(plan, model, world.device.torch_device)
         reduction_class(plan.parallel.reduction).check_model(stage.layers_by_position, model.per_rank_buffers)
-        announced, has_values = None, True
+        has_values, describe_output = simulation is None, None
         if simulation is None:
             shards = _initialize_weights(plan, world, model, stage, shards)
         else:
-            announced, has_values = simulation.announced(plan, stage, dataset, weight_dtypes(plan)[0]), False
+            describe_output = simulation.announced(plan, stage, dataset, weight_dtypes(plan)[0])
         sequence: SequenceCommunicator | None = None
         if plan.sequence is not None and topology.sp > 1:
             sequence = plan.sequence.build(groups["sp"])
@@ -110,13 +110,15 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
             head = find_head(plan, model.layers)
             if head is None and communicator is not None and shards:
                 head = communicator.head
-            parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced, head)
+            parts = build_parts(plan, world, topology, groups, stage.layers, registry, describe_output, head)
             managers: list[OffloadManager] = [component.build() for component in plan.offload]
             if managers:  # before all ranks agree on the names of metrics
                 tables = ((cast("OffloadManagerRecord", table.record), table.config) for table in plan.offload)
                 offloaded = [part for record, config in tables for part in record.parts(config)]
                 OffloadMetrics(parts.numbers, groups["all"].size, managers, offloaded)
-            stepper = build_stepper(plan, parts, model, stage, dataset.info, communicator, undo, sequence, checks=has_values)
+            stepper = build_stepper(
+                plan, parts, model, stage, dataset.info, communicator, undo, sequence, has_values=has_values
+            )
             samples = build_samples(plan, parts, model, dataset, stepper, has_feed=has_values)
             memory = build_run_memory(parts, stepper, managers, undo)
         if has_values:
@@ -131,7 +133,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
             samples.feed,
             memory,
             model.per_rank_buffers,
-            components_with_objects(plan, stepper),
+            list_built_components(plan, stepper),
             folder,
             draft.plan_values,
             notes,
@@ -143,30 +145,28 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
 
 
 def _initialize_weights(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
-    """Initialises this rank's layers, and returns `shards` keyed by the ids of the new parameters. Raises the same errors as
-    `HostModel`.
-    """
+    """Initialises this rank's layers, and returns `shards` keyed by the ids of the new parameters. Raises as `HostModel`."""
     with world.all_or_none(plan.limits.collective_timeout_s), world.device.in_use():
-        host, owned = HostModel(model), {layer.name for layer in stage.layers}
-        shard_functions = {key: shard.cut for key, shard in shards.items()}
-        final = host.load_values(owned, dtype=weight_dtypes(plan)[1], device=world.device.torch_device, shard=shard_functions)
-        host.drop_unowned(final, owned)
+        host, layer_names = HostModel(model), {layer.name for layer in stage.layers}
+        cuts, dtype = {key: shard.cut for key, shard in shards.items()}, weight_dtypes(plan)[1]
+        parameters = host.load_values(layer_names, dtype=dtype, device=world.device.torch_device, shard=cuts)
+        host.drop_unowned(parameters, layer_names)
     if plan.run.keep_freed_memory and world.device.type == "cpu":
         keep_freed_memory()  # not earlier, so that the values of other ranks' layers are returned to the system
-    return {id(final[key]): shard for key, shard in shards.items() if key in final}
+    return {id(parameters[key]): shard for key, shard in shards.items() if key in parameters}
 
 
-def make_parts(
+def build_parts(
     plan: Plan,
     world: World,
     topology: Topology,
     groups: Groups,
     layers: Sequence[Layer],
     registry: ParameterRegistry,
-    announced: Callable[[int, int], Description] | None = None,
+    describe_output: Callable[[int, int], Description] | None = None,
     head: HeadChunks | None = None,
 ) -> Parts:
-    """Builds the parts to which plugins are attached. The gradient store has no buffers if no rank shares its weights."""
+    """Builds the parts to which plugins are attached. describe_output, head: as in `Parts`."""
     planner = plan_without_buffers if groups["stage"].size == 1 else group_by_reduce_group
     reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
     gradients = DTYPES[plan.precision.gradients]
@@ -187,18 +187,16 @@ def make_parts(
         StepNumbers(groups),
         DevicePool(),
         is_compiled=bool(plan.model.config.compile),
-        describe_output=announced,
+        describe_output=describe_output,
         head=head,
     )
 
 
-def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stage: Stage, dataset: AnyDataset) -> Groups:
-    """Creates and returns this rank's groups. All ranks must call it.
-
-    model: the model on meta. Raises PluginError "plugin-failed" if a plugin lists invalid groups, and RunError "ranks-disagree"
-    on every rank if ranks have different plans, versions, groups, samples or models.
+def build_groups(plan: Plan, world: World, topology: Topology, model: Model, stage: Stage, dataset: AnyDataset) -> Groups:
+    """Creates and returns this rank's groups. All ranks must call it. Raises PluginError "plugin-failed" if a plugin lists
+    invalid groups, and RunError "ranks-disagree" on every rank if they have different plans, versions, samples or models.
     """
-    extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
+    extra = [*list_tie_groups(stage, topology), *list_plugin_groups(plan, topology)]
     cross_memory = plan.parallel.cross_memory_attach
     groups = world.groups(topology, plan.limits.collective_timeout_s, extra, cross_memory=cross_memory)
     if world.simulation is not None:
@@ -229,7 +227,7 @@ def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stag
     return groups
 
 
-def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
+def list_plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
     """Yields the entries of the plugins' process groups, in the plan's order. Raises PluginError "plugin-failed"."""
     owners: dict[str, Plugin] = {}
     for plugin, records in plan.call("sley_process_groups", plan=plan, topology=topology):
@@ -244,7 +242,7 @@ def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
 
 
 def _group_fault(record: object, topology: Topology, owners: dict[str, Plugin]) -> str:
-    """Describes why a plugin's group is invalid; returns "" for a valid group. owners: the plugins of earlier groups."""
+    """Returns why a plugin's group is invalid, or "". owners: the plugins of earlier groups, by axis."""
     if not isinstance(record, ProcessGroupRecord):
         return f"{record!r} must be a ProcessGroupRecord"
     group = f"the group {record.axis!r}"
@@ -320,8 +318,8 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
 
 
 def find_head(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
-    """Returns the head's chunks if the plan has `[loss] chunk_tokens`, else None. layers: all layers of the model. Raises the
-    errors of `HeadChunks.find`. The first forward checks that the head's layer returns its output.
+    """Returns the head's chunks if the plan has `[loss] chunk_tokens`, else None. layers: all layers of the model. Raises as
+    `HeadChunks.find`.
     """
     config = plan.loss.config
     if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
@@ -356,15 +354,13 @@ def describe_dtypes(plan: Plan, model: Model) -> list[str]:
         faults += [f"`{name}` stores all weights in one buffer of one dtype" for name in flat]
     if faults:
         hint = "use names that `train-cli show` prints, or a handler and a manager that do not need one dtype"
-        raise PlanError.from_diagnostics(
-            [plan.diagnostic("precision-keep", fault, ("precision", "keep"), hint) for fault in faults]
-        )
+        path = ("precision", "keep")
+        raise PlanError.from_diagnostics([plan.diagnostic("precision-keep", fault, path, hint) for fault in faults])
     if working == master:
         return []
-    note = (
-        f"{len(parameters) - len(wide)} parameters compute in {_dtype_name(working)}, and are updated in {_dtype_name(master)}"
-    )
-    note += f"; {len(wide)} stay in {_dtype_name(master)}" if wide else ""
+    working_name, master_name = (str(dtype).removeprefix("torch.") for dtype in (working, master))
+    note = f"{len(parameters) - len(wide)} parameters compute in {working_name}, and are updated in {master_name}"
+    note += f"; {len(wide)} stay in {master_name}" if wide else ""
     buffers = [buffer for layer in model.layers for buffer in layer.module.buffers()]
     if num_kept := sum(buffer.is_floating_point() and buffer.dtype != working for buffer in buffers):
         note += f"; {num_kept} buffers keep their dtypes"
@@ -372,10 +368,8 @@ def describe_dtypes(plan: Plan, model: Model) -> list[str]:
 
 
 def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[str]:
-    """Returns a note that names torch's kernel for the model's attention.
-
-    Returns [] if `[model] attention` names no kernel of torch, except for "auto" on a device other than a CPU if a module has
-    a `head_dim`.
+    """Returns a note that names torch's kernel for the model's attention. Returns [] if `[model] attention` names no kernel of
+    torch, except for "auto" on a device other than a CPU if a module has a `head_dim`.
 
     Raises PlanError "attention-kernel" if the kernel in `[model] attention` cannot compute the attention.
     """
@@ -390,25 +384,16 @@ def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[s
     return [f"attention uses torch's kernel `{kernel}`"]
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's malloc.h."""
-
-_MAX_MMAP_THRESHOLD = 32 << 20
-"""The largest threshold that glibc accepts on 64-bit systems. glibc always maps larger blocks."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD = -1, -3, 32 << 20
+"""`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's malloc.h, and the largest threshold in bytes that it accepts."""
 
 _TUNING_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 """The environment variables that tune glibc's malloc."""
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep the freed memory of this process, and returns whether this succeeded. Does nothing and returns False if
-    environment variables tune malloc, or if the C library has no `mallopt`.
-
-    By default glibc maps the large blocks of each step again, or returns the top of its heap to the system. This causes
+    """Makes glibc keep the freed memory of this process, and returns whether it does. Returns False if environment variables
+    tune malloc, or if the C library has no `mallopt`. By default glibc maps the large blocks of each step again, which causes
     thousands of page faults, up to 4 % of a step's time (docs/measurements.md).
     """
     if any(name in os.environ for name in _TUNING_VARIABLES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):

@@ -34,11 +34,10 @@ from sley_core.plan.plan import Component, Plan
 from sley_core.plan.tables import CompileConfig
 from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
 from sley_trainer.evaluation import EvaluationFeed, Metrics, build_evaluation_feeds, build_metrics, local_rows
-from sley_trainer.execute import Crossing, Executor
+from sley_trainer.execute import Executor, StageBoundaries
+from sley_trainer.row_metrics import Meter, SourceSums
 from sley_trainer.run_memory import RunMemory
-from sley_trainer.stage import Stage
-from sley_trainer.stepper import Stepper
-from sley_trainer.throughput import Meter
+from sley_trainer.stepper import Stage, Stepper
 from sley_trainer.update import AVERAGE, Averages, Update, list_averages, named_tensors, optimizer_states
 
 NamedTensors = Iterator[tuple[str, Tensor]]
@@ -54,12 +53,10 @@ def build_stepper(
     undo: ExitStack,
     sequence: protocols.SequenceCommunicator | None = None,
     *,
-    checks: bool,
+    has_values: bool,
 ) -> Stepper:
-    """Attaches all plugins' objects to `parts`, and returns this rank's stepper. `undo` detaches the objects.
-
-    communicator: the weight communicator, or None. sequence: the attention over split sequences; None if
-    sequences are not split. checks: whether to check the model's code at run time, which needs the values of tensors.
+    """Attaches all plugins' objects to `parts`, and returns this rank's stepper. `undo` detaches the objects. has_values:
+    whether tensors have values, so that the model's code is checked at run time.
     """
     topology = parts.topology
     hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
@@ -88,7 +85,7 @@ def build_stepper(
     for layer in parts.layers:
         if isinstance(layer.module, protocols.AttachedModule):
             layer.module.attach_to_run(parts)
-    update = make_update(plan, parts, model, checks=checks)
+    update = build_update(plan, parts, model, has_values=has_values)
     if communicator is not None:
         communicator.attach(parts)
         undo.callback(communicator.detach)
@@ -97,11 +94,11 @@ def build_stepper(
     parts.numbers.agree()
     step_progress = parts.groups.progress.step_progress = parts.store.state.step_progress
     fields = sliced_info(info, topology.sp).fields
-    additivity = whole = None
+    additivity = whole_sequences = None
     if topology.sp > 1:
         if needs_whole_sequences(plan):
-            whole = WholeSequences(fields, parts.groups["sp"])
-        elif checks and not (isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits):
+            whole_sequences = WholeSequences(fields, parts.groups["sp"])
+        elif has_values and not (isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits):
             additivity = PositionAdditivity(loss, fields)  # core's own loss is a sum over positions
     caller = LayerCaller(
         parts.world.device,
@@ -112,12 +109,12 @@ def build_stepper(
         parts.waits,
         step_progress,
         plan.limits.data_timeout_s,
-        WriteWatch(parts, model.per_rank_buffers) if checks else None,
-        sequence if checks else None,
+        WriteWatch(parts, model.per_rank_buffers) if has_values else None,
+        sequence if has_values else None,
     )
-    crossing = Crossing(stage.action_lists.placement, stage.action_lists.stage, link)
-    executor = Executor(parts, stage.chunks, crossing, caller, loss, fields, communicator, additivity, whole)
-    compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
+    boundaries = StageBoundaries(stage.action_lists.placement, stage.action_lists.stage, link)
+    executor = Executor(parts, stage.chunks, boundaries, caller, loss, fields, communicator, additivity, whole_sequences)
+    compare = CopyComparison(parts, model.per_rank_buffers) if has_values else None
     stepper = Stepper(parts, executor, stage.action_lists, handlers, update, undo, compare, plan.model.config.attention)
     undo.callback(patch_layers(parts, splits=stage.action_lists.splits_backward(plan.num_microbatches(topology))))
     if parts.head is not None:
@@ -128,10 +125,10 @@ def build_stepper(
     return stepper
 
 
-def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Update:
+def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) -> Update:
     """Builds the master weights and the optimizer of the trainable parameters, and casts frozen ones to the working dtype.
 
-    model: the whole model. checks: whether to probe a user's optimizer, which may raise PlanError "optimizer-unfit".
+    has_values: whether tensors have values. A user's optimizer is then probed, which may raise PlanError "optimizer-unfit".
     """
     config: Any = plan.optimizer.config
     device = parts.world.device
@@ -155,7 +152,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     groups_of = partial(parameter_groups, config=config, more=UNIFORM_ROUNDING if is_uniform else None, roles=roles)
     factor = learning_rate_factor(plan)
     traits = TORCH_TRAITS
-    if checks and not plan.optimizer.name.startswith("core."):
+    if has_values and not plan.optimizer.name.startswith("core."):
         from sley_trainer.optimizer_probe import probe_optimizer  # few plans need it
 
         traits = probe_optimizer(plan, parts, model, factor, masters.dtype, optimizer_device)
@@ -167,11 +164,10 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     return Update(parts, config, masters, optimizer, groups_of, factor, traits, averages)
 
 
-def components_with_objects(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
-    """Returns pairs of a component of the plan and its object in this run."""
+def list_built_components(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
     pairs = [
-        (plan.weights, stepper.executor.weights),
-        (plan.link, stepper.executor.crossing.link),
+        (plan.weights, stepper.executor.communicator),
+        (plan.link, stepper.executor.boundaries.link),
         *zip(plan.gradient_handlers, stepper.handlers, strict=True),
         *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
         (plan.activations, stepper.executor.caller.policy),
@@ -181,46 +177,38 @@ def components_with_objects(plan: Plan, stepper: Stepper) -> list[tuple[Componen
 
 @dataclass(frozen=True)
 class Samples:
-    """Holds the data of a run.
-
-    splitter: splits samples into microbatches. reads: the names of the fields that layers read. feed: yields the next samples;
-    None in a fake world. evaluated: the feeds of `[evaluation]` by set name; the held-out split has the name "". metrics: the
-    metrics of evaluations.
+    """The data of a run. splitter: splits samples into microbatches. read_fields: the names of the fields that layers read.
+    feed: yields the next samples; None in a fake world. evaluation_feeds: the feeds of `[evaluation]` by set name; the held-out
+    split has the name "". metrics: the metrics of evaluations.
     """
 
     dataset: AnyDataset
     splitter: BatchSplitter
     meter: Meter
-    reads: frozenset[str]
+    read_fields: frozenset[str]
     feed: Feed | None = None
-    evaluated: Mapping[str, EvaluationFeed] = field(default_factory=dict)
+    evaluation_feeds: Mapping[str, EvaluationFeed] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
-
-    @property
-    def held_out(self) -> Feed | None:
-        """The feed of the held-out split, if `[evaluation]` has it."""
-        return self.evaluated[""].feed if "" in self.evaluated else None
 
 
 class StepProfiler:
     """Records the steps from `steps[0]` to `steps[1]` (counted from 1, both included) in `folder/trace-rank{rank}.json`."""
 
     def __init__(self, steps: Sequence[int], folder: Path, rank: int, device: Device) -> None:
-        self.first, self.last = steps
+        self.first_step, self.last_step = steps
         self.path = folder / f"trace-rank{rank}.json"
         self._cuda = device.type == "cuda"
         self._profile: profile | None = None
 
-    def before_step(self, number: int) -> None:
-        """Starts the recording if `number` is the first step to record."""
-        if number == self.first:
+    def before_step(self, step: int) -> None:
+        if step == self.first_step:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
             # There is only one cycle, but without `acc_events` torch 2.11 warns that it drops events of earlier cycles.
             self._profile = profile(activities=activities, acc_events=True)
             self._profile.start()
 
-    def after_step(self, number: int) -> None:
-        if number == self.last:
+    def after_step(self, step: int) -> None:
+        if step == self.last_step:
             self.close()
 
     def close(self) -> None:
@@ -233,33 +221,31 @@ class StepProfiler:
 
 def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
     """Returns the training samples, their meter and the evaluation. has_feed: whether the run reads samples."""
-    executor, topology, whole = stepper.executor, parts.topology, stepper.executor.whole
-    loss = executor.loss if executor.has_loss and whole is None else None
+    executor, topology = stepper.executor, parts.topology
+    weighs_whole = executor.whole_sequences is not None
+    loss = executor.loss if executor.has_loss and not weighs_whole else None
     slices = SequenceSlicer(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
-    weighs = executor.has_loss and (whole is None or whole.counts)
+    weighs = executor.has_loss and (executor.whole_sequences is None or executor.whole_sequences.counts)
     splitter = BatchSplitter(
         dataset.info,
         plan.batch.micro_size,
         slices,
         executor.loss,
         weighs=weighs,
-        weighs_whole=whole is not None,
+        weighs_whole=weighs_whole,
         weighs_micros=parts.store.reduction.fixed_order,
     )
-    reads = frozenset(name for layer in model.layers for name in layer.fields)
-    samples = Samples(dataset, splitter, Meter.for_run(plan, parts, model.layers, dataset.info), reads)
+    read_fields = frozenset(name for layer in model.layers for name in layer.fields)
+    samples = Samples(dataset, splitter, Meter.for_run(plan, parts, model.layers, dataset.info), read_fields)
     if not has_feed:
         return samples
     if names := getattr(dataset, "sources", ()):
-        from sley_trainer.source_losses import SourceSums  # few plans need it
-
-        sources = SourceSums(names, parts, executor.fields, executor.loss, weighs=weighs, weighs_whole=whole is not None)
+        sources = SourceSums(names, parts, executor.fields, executor.loss, weighs=weighs, weighs_whole=weighs_whole)
         executor.sources = stepper.update.sources = sources
     config: Any = plan.data.config
     info = dataset.info
 
     def feed(dataset: AnyDataset, batch_size: int, **options: bool) -> Feed:
-        """Returns a feed of this rank's rows, which checks token ids."""
         return Feed(
             dataset,
             seed=plan.run.seed,
@@ -273,14 +259,14 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
     return replace(
         samples,
         feed=feed(dataset, plan.batch.global_size, shuffle=config.shuffle, will_save=plan.checkpoint is not None),
-        evaluated=build_evaluation_feeds(plan, parts, dataset.info, feed),
+        evaluation_feeds=build_evaluation_feeds(plan, parts, dataset.info, feed),
         metrics=build_metrics(plan, parts, dataset.info, has_tokens=samples.meter.unit == "tokens"),
     )
 
 
 def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager], undo: ExitStack) -> RunMemory:
     """Attaches the offload managers after all other parts, and returns the run's memory. `undo` detaches the managers."""
-    update, crossing = stepper.update, stepper.executor.crossing
+    update, boundaries = stepper.update, stepper.executor.boundaries
 
     def buffers() -> NamedTensors:
         for layer in parts.layers:
@@ -307,8 +293,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
                 yield from list_tensors()
 
     def trim() -> int:
-        """Frees unused memory of the link and then of the pool, and returns the number of freed bytes."""
-        trim_link: Callable[[], int] = getattr(crossing.link, "trim", lambda: 0)
+        trim_link: Callable[[], int] = getattr(boundaries.link, "trim", lambda: 0)
         return trim_link() + parts.pool.trim()
 
     sources: dict[Part, Callable[[], Iterable[tuple[str, Tensor]]]] = {
@@ -329,5 +314,4 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
 
 
 def _prefix_names(name: str, tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:
-    """Prefixes the name of each tensor with `name.`; an empty name becomes `name`."""
     return ((f"{name}.{inner}" if inner else name, tensor) for inner, tensor in tensors)

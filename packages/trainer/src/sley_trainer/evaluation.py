@@ -30,7 +30,6 @@ from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import call_factory
 
 Metric: TypeAlias = Callable[[Any, Mapping[str, Tensor]], Mapping[str, tuple[Tensor | float, Tensor | float]]]
-
 """A function `(output, fields)` for one microbatch that returns {name: (sum, count)}."""
 
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -38,30 +37,27 @@ _METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True)
 class Metrics:
-    """Selects the metrics of an evaluation. labels: the config of the cross-entropy of token ids, for the accuracy of next
-    tokens; None for other losses. custom: the user's function, or None. whole: gathers full sequences for `custom`; None if
-    it takes this rank's slices.
+    """Selects the metrics of an evaluation. loss_config: the cross-entropy of token ids, for the accuracy of next tokens; None
+    for other losses. custom_metric: the user's function. whole_sequences: gathers full sequences for it, or None for slices.
     """
 
-    labels: CrossEntropyConfig | None = None
-    custom: Metric | None = None
-    whole: WholeSequences | None = None
+    loss_config: CrossEntropyConfig | None = None
+    custom_metric: Metric | None = None
+    whole_sequences: WholeSequences | None = None
 
     @property
     def has_perplexity(self) -> bool:
-        return self.labels is not None and not self.labels.label_smoothing
+        return self.loss_config is not None and not self.loss_config.label_smoothing
 
     @property
-    def names(self) -> list[str]:
+    def builtin_names(self) -> list[str]:
         """The names that are known before the user's function is called."""
-        return ["accuracy"] if self.labels is not None else []
+        return ["accuracy"] if self.loss_config is not None else []
 
-    def accuracy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the number of labels [...] whose class has the highest of `logits` [..., classes], and the number of labels
-        that count.
-        """
-        assert self.labels is not None
-        counts = (labels >= 0) & (labels != self.labels.ignore_index)
+    def count_correct(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns two int64 scalars: how many labels [...] have the highest of `logits` [..., classes], and how many count."""
+        assert self.loss_config is not None
+        counts = (labels >= 0) & (labels != self.loss_config.ignore_index)
         return ((logits.argmax(-1) == labels) & counts).sum(), counts.sum()
 
 
@@ -76,32 +72,33 @@ class Tally:
         self.names: list[str] | None = None
         self._batches: list[tuple[Tensor, dict[tuple[str, int], Tensor]]] = []
 
-    def begin(self, like: Tensor) -> None:
-        """Begins a batch. like: a float64 tensor in the form of the batch's loss: a scalar, or one element per microbatch."""
-        self._batches.append((torch.zeros_like(like), {}))
+    def begin(self, loss: Tensor) -> None:
+        """Begins a batch. loss: the batch's loss, float64: a scalar, or one element per microbatch."""
+        self._batches.append((torch.zeros_like(loss), {}))
 
     def reads(self, field: str) -> bool:
         """Returns whether the metrics may read a batch field; the user's function may read every field."""
-        return self.metrics.custom is not None or (self.metrics.labels is not None and field == self.metrics.labels.labels)
+        return self.metrics.custom_metric is not None or (
+            self.metrics.loss_config is not None and field == self.metrics.loss_config.labels
+        )
 
-    def add(self, micro: int, output: Any, fields: Mapping[str, Tensor], batch: Batch, *, counts: bool) -> None:
-        """Adds the results of a microbatch. Raises RunError "metric-result" if the user's function writes in place to its
-        arguments, or does not return pairs of numbers.
+    def add(self, micro: int, output: Any, fields: Mapping[str, Tensor], batch: Batch, *, is_counted: bool) -> None:
+        """Adds the results of a microbatch, or with `is_counted=False` only joins the collectives. Raises RunError
+        "metric-result" if the user's function writes in place to its arguments, or does not return pairs of numbers.
 
-        output: the model's output, with full logits. fields: this rank's slices, on the device. batch: the same fields on the
-        host. counts: whether the results are added; if not, this rank only joins the collectives.
+        output: the model's output, with full logits. fields: this rank's slices, on the device. batch: these, on the host.
         """
         metrics, results = self.metrics, dict[str, Any]()
         versions = [(tensor, version_of(tensor)) for tensor in tensors_in((output, fields))]
-        if metrics.custom is not None:
-            arguments = (output, fields) if metrics.whole is None else metrics.whole(output, fields, batch)
-            if metrics.whole is None or metrics.whole.counts:
-                results = self._check_results(metrics.custom(*arguments))
+        if metrics.custom_metric is not None:
+            arguments = (output, fields) if metrics.whole_sequences is None else metrics.whole_sequences(output, fields, batch)
+            if metrics.whole_sequences is None or metrics.whole_sequences.counts:
+                results = self._check_results(metrics.custom_metric(*arguments))
         if any(version_of(tensor) != version for tensor, version in versions):
             raise _metric_error("writes in place to the output or the batch, which the loss also uses")
-        if metrics.labels is not None:
-            results["accuracy"] = metrics.accuracy(output, fields[metrics.labels.labels])
-        if not counts:
+        if metrics.loss_config is not None:
+            results["accuracy"] = metrics.count_correct(output, fields[metrics.loss_config.labels])
+        if not is_counted:
             return
         zeros, sums = self._batches[-1]
         for name, pair in results.items():
@@ -115,11 +112,11 @@ class Tally:
         return [sums.get((name, index), zeros) for zeros, sums in self._batches]
 
     def agree_names(self, control: Group) -> list[str]:
-        """Returns the names of all metrics. With a user's function all ranks must call it; some may have counted no sample.
-        Raises RunError "metric-result" on all ranks if names differ between ranks, or if no rank has counted a sample.
+        """Returns the names of all metrics. With a user's function all ranks must call it, and all raise RunError
+        "metric-result" if names differ between ranks, or if no rank has counted a sample.
         """
-        if self.metrics.custom is None:
-            return self.metrics.names
+        if self.metrics.custom_metric is None:
+            return self.metrics.builtin_names
         gathered = control.gather_objects(self.names, label="the names of metrics")
         known = [(rank, names) for rank, names in zip(control.ranks, gathered, strict=True) if names is not None]
         if not known:
@@ -129,12 +126,10 @@ class Tally:
             if names != first_names:
                 described = f"{', '.join(names)} on rank {rank}, but {', '.join(first_names)} on rank {first_rank}"
                 raise _metric_error(f"returns {described}")
-        return [*self.metrics.names, *first_names]
+        return [*self.metrics.builtin_names, *first_names]
 
     def _check_results(self, results: Any) -> dict[str, Any]:
-        """Returns a copy of the user's results for one microbatch. Raises RunError "metric-result" unless they are pairs of
-        numbers and have the same names as those of earlier microbatches.
-        """
+        """Returns a copy of the user's `results`, which must be pairs of numbers under the names of earlier microbatches."""
         if not isinstance(results, Mapping) or not results:
             raise _metric_error(f"returns {f'a {type(results).__name__}' if not isinstance(results, Mapping) else 'nothing'}")
         for name, pair in results.items():
@@ -150,10 +145,8 @@ class Tally:
 
 
 def _metric_error(fault: str) -> RunError:
-    hint = (
-        "return new tensors as `{name: (sum, count)}`, such as `{'exact': (num_right, num_samples)}`, with the same names for "
-    )
-    hint += "every microbatch, and a count above 0 for at least one"
+    hint = "return new tensors as `{name: (sum, count)}`, such as `{'exact': (num_right, num_samples)}`, with the same names "
+    hint += "for every microbatch, and a count above 0 for at least one"
     return RunError("metric-result", f"the [evaluation] metric {fault}", path=("evaluation", "metric"), hint=hint)
 
 
@@ -165,7 +158,7 @@ def _is_number(value: Any) -> bool:
 class EvaluationFeed:
     """Yields the samples of one evaluation set, the same in each evaluation.
 
-    feed: yields this rank's rows of each global batch of `batch_size` samples. first: the index of the first of these rows.
+    feed: yields this rank's rows of each global batch of `batch_size` samples. first_row: the index of the first of these rows.
     num_samples: the number of samples to count over all ranks. The last batch may have more, since the feed restarts at the end
     of the data. fields: the names of the batch fields.
     """
@@ -173,17 +166,17 @@ class EvaluationFeed:
     feed: Feed
     num_samples: int
     batch_size: int
-    first: int
+    first_row: int
     fields: Collection[str]
 
     def batches(self, splitter: BatchSplitter) -> Iterator[StepBatch]:
         """Yields this rank's part of each batch, starting with the first sample of the set."""
         self.feed.restore({"samples": 0})
         splitter = splitter.select_fields(self.fields)
-        for done in range(0, self.num_samples, self.batch_size):
+        for start in range(0, self.num_samples, self.batch_size):
             batch = self.feed.next()
             batch = {name: batch[name] for name in splitter.info.fields}
-            yield splitter.split_feed(batch, self.num_samples - done - self.first)
+            yield splitter.split_feed(batch, self.num_samples - start - self.first_row)
         self.feed.close()
 
 
@@ -197,8 +190,7 @@ def local_rows(global_size: int, parts: Parts) -> range:
 def build_evaluation_feeds(
     plan: Plan, parts: Parts, info: DataInfo, build_feed: Callable[..., Feed]
 ) -> dict[str, EvaluationFeed]:
-    """Returns the feed of each evaluation set by name; the name of the held-out split is "". If there are other sets, all ranks
-    must call it together.
+    """Returns the feed of each evaluation set by name; the name of the held-out split is "". All ranks call it together.
 
     info: the declaration of the training data. build_feed: `build_feed(dataset, batch_size, shuffle=...)` returns the feed of
     this rank's rows. Raises PlanError "evaluation-set" if a set is empty, has other fields, or is a stream without `steps`.
@@ -210,7 +202,7 @@ def build_evaluation_feeds(
     info_by_set: dict[str, str] = {}
     for name, evaluation_set in plan.evaluation_sets.items():
         try:
-            dataset, num_samples = _open_set(name, evaluation_set, plan, parts, info)
+            dataset, num_samples = _open_evaluation_set(name, evaluation_set, plan, parts, info)
         except SleyError as error:
             raise plan.add_places(error) from error.__cause__
         info_by_set[f"samples of the set {name}:"] = str(num_samples)
@@ -229,7 +221,9 @@ def build_evaluation_feeds(
     return feeds
 
 
-def _open_set(name: str, evaluation_set: EvaluationSet, plan: Plan, parts: Parts, info: DataInfo) -> tuple[AnyDataset, int]:
+def _open_evaluation_set(
+    name: str, evaluation_set: EvaluationSet, plan: Plan, parts: Parts, info: DataInfo
+) -> tuple[AnyDataset, int]:
     """Opens the data of a set, and returns the dataset and the number of samples to evaluate. Raises PlanError."""
     component, keys = evaluation_set.data, evaluation_set.keys
     dataset = open_dataset(component, DataContext(plan.run.seed, "held_out" if keys.split == "held_out" else "train"))
@@ -252,16 +246,14 @@ def _open_set(name: str, evaluation_set: EvaluationSet, plan: Plan, parts: Parts
     count = len(cast("Dataset", dataset))
     component.config.check_num_samples(count, path)
     if not count:
-        raise PlanError(
-            "evaluation-set", f"the set `{name}` has no samples", path=path, hint="use other data, or remove the set"
-        )
+        message, hint = f"the set `{name}` has no samples", "use other data, or remove the set"
+        raise PlanError("evaluation-set", message, path=path, hint=hint)
     return dataset, min(count, max_samples or sys.maxsize)
 
 
 def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool) -> Metrics:
-    """Returns the metrics of evaluations. has_tokens: whether the data are token ids.
-
-    Raises PlanError "keep-best" if `keep_best` names a metric that these evaluations do not have.
+    """Returns the metrics of evaluations. has_tokens: whether the data are token ids. Raises PlanError "keep-best" if
+    `keep_best` names a metric that these evaluations do not have.
     """
     evaluation = plan.evaluation
     if evaluation is None:
@@ -274,7 +266,7 @@ def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool)
     loss = plan.loss.config
     loss_config = loss if has_tokens and isinstance(loss, CrossEntropyConfig) else None
     metrics = Metrics(loss_config, custom_metric, whole_sequences)
-    names = ["loss", *metrics.names, *(["perplexity"] if metrics.has_perplexity else [])]
+    names = ["loss", *metrics.builtin_names, *(["perplexity"] if metrics.has_perplexity else [])]
     if evaluation.best is not None and custom_metric is None and metric_of(evaluation.best.metric) not in names:
         message = f"an evaluation of this data and this loss has no metric `{evaluation.best.metric}`"
         hint = f"use one of {', '.join(names)}; perplexity and accuracy need token ids and plain cross-entropy"
@@ -283,7 +275,6 @@ def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool)
 
 
 def _build_custom_metric(plan: Plan) -> Metric:
-    """Calls the user's factory of `[evaluation] metric` and returns the resulting function."""
     assert plan.evaluation is not None
     assert plan.evaluation.metric is not None
     table, path = plan.evaluation.metric, ("evaluation", "metric")
@@ -297,12 +288,11 @@ def _build_custom_metric(plan: Plan) -> Metric:
     return cast("Metric", metric)
 
 
-class Best:
+class BestEvaluation:
     """Tracks the best value of one evaluation metric. The state is the same on all ranks, and checkpoints save it.
 
     patience: the number of consecutive evaluations without improvement that ends the run; None for no limit. value, step: the
-    best value and its step; None and 0 before the first. num_since: the number of evaluations since
-    the best one.
+    best value and its step; None and 0 before the first. num_since_best: the number of evaluations since then.
     """
 
     def __init__(self, table: BestTable, patience: int | None) -> None:
@@ -310,12 +300,11 @@ class Best:
         self.patience = patience
         self.value: float | None = None
         self.step = 0
-        self.num_since = 0
+        self.num_since_best = 0
 
     def add(self, step: int, row: Mapping[str, float]) -> bool:
-        """Adds the results of the evaluation after `step`; returns whether its value is finite and the best so far.
-
-        Raises RunError "keep-best" on all ranks if the results do not have the metric.
+        """Adds the results of the evaluation after `step`; returns whether its value is finite and the best so far. Raises
+        RunError "keep-best" on all ranks if the results do not have the metric.
         """
         name = self.table.metric
         if name not in row:
@@ -324,27 +313,28 @@ class Best:
         value = row[name]
         is_better = self.value is None or (value > self.value if self.table.is_max else value < self.value)
         if math.isfinite(value) and is_better:
-            self.value, self.step, self.num_since = value, step, 0
+            self.value, self.step, self.num_since_best = value, step, 0
             return True
-        self.num_since += 1
+        self.num_since_best += 1
         return False
 
     @property
     def stop_reason(self) -> str:
         """The reason why the run must end, or "" as long as `patience` allows more steps."""
-        if self.patience is None or self.num_since < self.patience:
+        if self.patience is None or self.num_since_best < self.patience:
             return ""
         best = "" if self.value is None else f"; the best, {self.value:.6g}, is of step {self.step}"
-        return f"{self.table.metric} has not improved in {self.num_since} evaluation{'s' if self.num_since > 1 else ''}{best}"
+        plural = "s" if self.num_since_best > 1 else ""
+        return f"{self.table.metric} has not improved in {self.num_since_best} evaluation{plural}{best}"
 
     def state(self) -> dict[str, Any]:
         """Returns the state as JSON."""
         metric = {"metric": self.table.metric, "is_max": self.table.is_max}
-        return {**metric, "value": self.value, "step": self.step, "num_since": self.num_since}
+        return {**metric, "value": self.value, "step": self.step, "num_since": self.num_since_best}
 
     def restore(self, state: Mapping[str, Any]) -> str:
         """Restores what `state` returned, and returns "". If the metric has changed, returns a note for the user instead."""
         if (state["metric"], state["is_max"]) != (self.table.metric, self.table.is_max):
             return f"`keep_best` was `{state['metric']}` in the checkpoint, so the best evaluation is not restored"
-        self.value, self.step, self.num_since = state["value"], int(state["step"]), int(state["num_since"])
+        self.value, self.step, self.num_since_best = state["value"], int(state["step"]), int(state["num_since"])
         return ""

@@ -4,9 +4,9 @@
     previous chunk ──link, or this rank's memory──> inputs ──> chunk ──> output ──> next chunk, or the loss
                                                      └ gradients            └ edges: where the backward starts
 
-Between forward and backward a chunk holds its inputs and the `GradientEdge`s of its outputs, so the storage of a sent output is
-freed once nothing else needs it. Received tensors may lie in the link's memory, which the link reuses once nothing refers to
-them. The fields of a microbatch leave the device after its last action.
+Between forward and backward a chunk holds its inputs and the `GradientEdge`s of its outputs, so a sent output is freed once
+nothing else needs it. Received tensors may lie in the link's memory. The fields of a microbatch leave the device after its last
+action.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -32,7 +32,7 @@ from sley_core.model.layers import Layer
 from sley_core.model.tensors import version_of
 from sley_core.protocols import Loss, SchedulerHook, SplitLogits, StageLink, WeightCommunicator
 from sley_trainer.evaluation import Tally
-from sley_trainer.source_losses import SourceSums
+from sley_trainer.row_metrics import SourceSums
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class ListRun:
     each microbatch, on ranks with the loss; None to discard them. A training list stores copies, since the loss may write in
     place. An evaluation with `outputs` computes no loss. tally: counts the metrics of the outputs. num_counted: only the losses
     of the first `num_counted` microbatches are added; None for all. fields: the fields of each microbatch in progress, on the
-    device. in_flight: the values of each chunk and microbatch between their first and last actions. total: the sum of the
+    device. chunk_states: the values of each chunk and microbatch between their first and last actions. total: the sum of the
     losses, or one loss per microbatch.
     """
 
@@ -55,7 +55,7 @@ class ListRun:
     tally: Tally | None = None
     num_counted: int | None = None
     fields: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False)
-    in_flight: "dict[tuple[int, int], InFlight]" = field(default_factory=dict, init=False)
+    chunk_states: "dict[tuple[int, int], ChunkState]" = field(default_factory=dict, init=False)
     total: Tensor = field(init=False)
 
     @property
@@ -67,24 +67,24 @@ class ListRun:
 class Executor:
     """Executes lists of actions over `chunks`, this rank's layers per model chunk.
 
-    crossing: moves values between chunks. fields: the declared batch fields. position_check: checks the loss if ranks have
-    slices of sequences. whole: gathers full sequences for the loss. sources: sums the losses by data source. left_in_flight:
-    whether a list is running or has failed, so that its messages and gathers may be in flight until the next list begins.
-    keeps_micro_losses: whether `run` returns the loss of each microbatch, [microbatches], instead of their sum. has_loss:
-    whether this rank holds the model's last chunk.
+    boundaries: moves values between chunks. fields: the declared batch fields. position_check: checks the loss if ranks have
+    slices of sequences. whole_sequences: gathers full sequences for the loss. sources: sums the losses by data source.
+    is_unfinished: whether a list is running or has failed, so that its messages and gathers may be in flight until the next
+    list begins. keeps_micro_losses: whether `run` returns the loss of each microbatch, [microbatches], instead of their sum.
+    has_loss: whether this rank holds the model's last chunk.
     """
 
     parts: Parts
     chunks: Sequence[Sequence[Layer]]
-    crossing: "Crossing"
+    boundaries: "StageBoundaries"
     caller: LayerCaller
     loss: Loss
     fields: Mapping[str, Field]
-    weights: WeightCommunicator | None
+    communicator: WeightCommunicator | None
     position_check: PositionAdditivity | None
-    whole: WholeSequences | None
+    whole_sequences: WholeSequences | None
     sources: SourceSums | None = field(default=None, init=False)
-    left_in_flight: bool = field(default=False, init=False)
+    is_unfinished: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.device, self.queue, self.head = self.parts.world.device, self.parts.queue, self.parts.head
@@ -97,7 +97,7 @@ class Executor:
             read_fields.update(self.fields if loss_fields is None else loss_fields)
         self._field_names = frozenset(read_fields)
 
-    def run(self, steps: Lowered, state: StepState, run: ListRun) -> Tensor:
+    def run(self, entries: Lowered, state: StepState, run: ListRun) -> Tensor:
         """Runs a list with its exchanges; an evaluation runs under `torch.no_grad`. Returns the sum of the loss over this
         rank's samples, or with `keeps_micro_losses` one loss per microbatch: float64 on the device. Discards a failed list
         first.
@@ -106,68 +106,67 @@ class Executor:
         run.total = torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
         if run.tally is not None:
             run.tally.begin(run.total)
-        actions = select_actions(steps)
-        self.left_in_flight = True
+        actions = select_actions(entries)
+        self.is_unfinished = True
         self.queue.clear()
-        if self.weights is not None:
-            self.weights.begin(actions, run.phase)
+        if self.communicator is not None:
+            self.communicator.begin(actions, run.phase)
         self.caller.policy.begin(actions, run.phase)
         # The keys hold everything that determines the shapes at the boundaries of each microbatch.
-        has_link = self.crossing.link is not None
-        self.crossing.begin(
+        has_link = self.boundaries.link is not None
+        self.boundaries.begin(
             [(run.phase, *(tuple(value.shape) for value in micro.values())) for micro in run.batch] if has_link else []
         )
-        self._run_entries(steps, actions, state, run)
-        self.crossing.end()
-        self.left_in_flight = False
+        self._run_entries(entries, actions, state, run)
+        self.boundaries.end()
+        self.is_unfinished = False
         return run.total
 
-    def _run_entries(self, steps: Lowered, actions: Sequence[Action], state: StepState, run: ListRun) -> None:
-        """Runs the entries of a list in order. actions: the entries that are actions, in the same order."""
+    def _run_entries(self, entries: Lowered, actions: Sequence[Action], state: StepState, run: ListRun) -> None:
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         is_profiled = torch._C._autograd._profiler_enabled()
-        for step in steps:
-            state.step_progress.begin_entry(f"{step} in the evaluation" if run.store is None else step)
-            if isinstance(step, Transfer):
-                self.crossing.transfer(step)
+        for entry in entries:
+            state.step_progress.begin_entry(f"{entry} in the evaluation" if run.store is None else entry)
+            if isinstance(entry, Transfer):
+                self.boundaries.transfer(entry)
                 continue
-            if step.kind is Kind.CHUNK_DONE:
-                assert run.store is not None, step
-                run.store.chunk_done(step.chunk)
+            if entry.kind is Kind.CHUNK_DONE:
+                assert run.store is not None, entry
+                run.store.chunk_done(entry.chunk)
                 continue
-            micro = state.micro_step(step, run.phase)
-            state.enter(step)
+            micro = state.micro_step(entry, run.phase)
+            state.enter(entry)
             with (
-                record_function(str(step)) if is_profiled else nullcontext(),
-                nullcontext() if self.weights is None else self.weights.wrap_action(step),
+                record_function(str(entry)) if is_profiled else nullcontext(),
+                nullcontext() if self.communicator is None else self.communicator.wrap_action(entry),
             ):
-                self._run_action(step.kind, micro, run)
-            state.leave(step)
-            if last_of_chunk[step.chunk, step.micro] == step:
-                del run.in_flight[step.chunk, step.micro]
-            if last_of_micro[step.micro] == step:
-                run.fields.pop(step.micro, None)
+                self._run_action(entry.kind, micro, run)
+            state.leave(entry)
+            if last_of_chunk[entry.chunk, entry.micro] == entry:
+                del run.chunk_states[entry.chunk, entry.micro]
+            if last_of_micro[entry.micro] == entry:
+                run.fields.pop(entry.micro, None)
 
     def _run_action(self, kind: Kind, micro: MicroStep, run: ListRun) -> None:
         key = micro.chunk, micro.micro
         match kind:
             case Kind.FORWARD:
-                flight = run.in_flight[key] = InFlight()
+                chunk_state = run.chunk_states[key] = ChunkState()
                 with nullcontext() if self.head is None else self.head.expect_loss(run.weight):
-                    self._forward(micro, flight, run)
+                    self._forward(micro, chunk_state, run)
             case Kind.BACKWARD:
-                self._backward(micro, run.in_flight[key], run.weight)
+                self._backward(micro, run.chunk_states[key], run.weight)
             case Kind.INPUT_GRADIENT:
                 with self.queue.collect(key):
-                    self._backward(micro, run.in_flight[key], run.weight)
+                    self._backward(micro, run.chunk_states[key], run.weight)
             case Kind.WEIGHT_GRADIENT:  # computes the products that INPUT_GRADIENT deferred; no tensor crosses a stage boundary
                 weights_step = replace(micro, phase=Phase.WEIGHTS)
                 call_hooks(self.hooks, "before_backward", weights_step, None)
                 self.queue.run(key)
                 call_hooks(self.hooks, "after_backward", weights_step, None)
 
-    def _forward(self, micro: MicroStep, flight: "InFlight", run: ListRun) -> None:
+    def _forward(self, micro: MicroStep, chunk_state: "ChunkState", run: ListRun) -> None:
         """Runs the chunk's forward, and computes the loss or sends the output. Keeps the graph edges for the backward."""
         batch = run.batch[micro.micro]
         if micro.micro not in run.fields:
@@ -176,52 +175,48 @@ class Executor:
         fields = run.fields[micro.micro]
         layers = self.chunks[micro.chunk]
         args: tuple[Any, ...] = ()
-        if self.crossing.placement.previous(self.crossing.stage, micro.chunk) is not None:
-            args = (flight.build_input(*self.crossing.receive("forward", micro.chunk, micro.micro)),)
+        if self.boundaries.placement.previous(self.boundaries.stage, micro.chunk) is not None:
+            args = (chunk_state.build_input(*self.boundaries.receive("forward", micro.chunk, micro.micro)),)
         call_hooks(self.hooks, "before_forward", micro, args[0] if args else None)
         versions = [version_of(value) for value in fields.values()]
         for layer in layers:
             args = (self.caller(layer, args, {name: fields[name] for name in layer.fields}, micro),)
-        if self.crossing.link is not None:
+        if self.boundaries.link is not None:
             check_fields(layers, fields, versions)
         (output,) = args
-        flight.check_inputs_unwritten(layers[0].name)
+        chunk_state.check_inputs_unmodified(layers[0].name)
         call_hooks(self.hooks, "after_forward", micro, output)
         if not self._is_last_chunk(micro.chunk):
             description, tensors = describe_output(output, layers[-1].name)
-            flight.edges = gradient_edges(description, tensors)
-            self.crossing.send("forward", micro.chunk, micro.micro, (description, [tensor.detach() for tensor in tensors]))
+            chunk_state.edges = find_gradient_edges(description, tensors)
+            self.boundaries.send("forward", micro.chunk, micro.micro, (description, [tensor.detach() for tensor in tensors]))
             return
         is_prediction = run.outputs is not None and run.store is None
         if run.outputs is not None:
-            run.outputs[micro.micro] = _detach_output(output, layers[-1].name, copies=not is_prediction)
+            run.outputs[micro.micro] = _detach_output(output, layers[-1].name, clone=not is_prediction)
         if is_prediction:
             return
         is_counted = run.num_counted is None or micro.micro < run.num_counted
         if run.tally is not None:
-            self._count_metrics(run.tally, micro, output, batch, counts=is_counted)
-        flight.loss = self._compute_loss(micro, output, fields, batch)
-        if is_counted and (self.whole is None or self.whole.counts):
+            self._count_metrics(run.tally, micro, output, batch, is_counted=is_counted)
+        chunk_state.loss = self._compute_loss(micro, output, fields, batch)
+        if is_counted and (self.whole_sequences is None or self.whole_sequences.counts):
             loss_sum = run.total[micro.micro] if self.keeps_micro_losses else run.total
-            loss_sum += flight.loss.detach()
+            loss_sum += chunk_state.loss.detach()
 
-    def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, counts: bool) -> None:
-        """Adds the metrics of a microbatch to `tally`. Runs before the loss, which may write in place."""
-        with self.caller.hold_generators("the metrics", micro, tally.metrics.custom):
-            output = _detach_output(output, self.chunks[micro.chunk][-1].name, copies=False)
+    def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, is_counted: bool) -> None:
+        with self.caller.hold_generators("the metrics", micro, tally.metrics.custom_metric):
+            output = _detach_output(output, self.chunks[micro.chunk][-1].name, clone=False)
             fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
-            tally.add(micro.micro, output, fields, batch, counts=counts)
+            tally.add(micro.micro, output, fields, batch, is_counted=is_counted)
 
     def _compute_loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Returns the loss of one microbatch, or of its full sequences. Calls the hooks `before_loss` and `after_loss`.
-
-        batch: all fields of the microbatch, on the host.
-        """
+        """Returns the loss of one microbatch, or of its full sequences. batch: all fields of the microbatch, on the host."""
         call_hooks(self.hooks, "before_loss", micro, output)
-        if self.whole is not None:
-            output, fields = self.whole(output, fields, batch)
+        if self.whole_sequences is not None:
+            output, fields = self.whole_sequences(output, fields, batch)
         with self.caller.hold_generators("the loss", micro, self.loss):
-            if self.whole is not None:
+            if self.whole_sequences is not None:
                 self.caller.seed_loss(micro)
             loss = self.loss.loss(output, fields)
             if self.sources is not None and self.sources.weighs and micro.phase is Phase.TRAIN:
@@ -231,45 +226,42 @@ class Executor:
         call_hooks(self.hooks, "after_loss", micro, loss)
         return loss
 
-    def _backward(self, micro: MicroStep, flight: "InFlight", weight: BatchWeight | None) -> None:
+    def _backward(self, micro: MicroStep, chunk_state: "ChunkState", weight: BatchWeight | None) -> None:
         """Runs the chunk's backward from the loss or the output gradients, and passes input gradients to the previous chunk."""
-        if flight.loss is not None:
+        if chunk_state.loss is not None:
             assert weight is not None, "the loss, but not its weight"
-            gradients = [weight.inverse(flight.loss)]
+            gradients = [weight.inverse(chunk_state.loss)]
         else:
-            _, gradients = self.crossing.receive("backward", micro.chunk, micro.micro)
-        call_hooks(self.hooks, "before_backward", micro, gradients if flight.loss is None else gradients[0])
-        input_gradients = flight.backward(gradients)
-        call_hooks(self.hooks, "after_backward", micro, None if flight.description is None else input_gradients)
-        if flight.description is not None:
-            self.crossing.send("backward", micro.chunk, micro.micro, (flight.description.gradients, input_gradients))
+            _, gradients = self.boundaries.receive("backward", micro.chunk, micro.micro)
+        call_hooks(self.hooks, "before_backward", micro, gradients if chunk_state.loss is None else gradients[0])
+        input_gradients = chunk_state.backward(gradients)
+        call_hooks(self.hooks, "after_backward", micro, None if chunk_state.description is None else input_gradients)
+        if chunk_state.description is not None:
+            self.boundaries.send("backward", micro.chunk, micro.micro, (chunk_state.description.gradients, input_gradients))
 
     def _is_last_chunk(self, chunk: int) -> bool:
-        return self.crossing.placement.next(self.crossing.stage, chunk) is None
+        return self.boundaries.placement.next(self.boundaries.stage, chunk) is None
 
 
 @torch.no_grad()
-def _detach_output(output: Any, layer: str, *, copies: bool) -> Any:
+def _detach_output(output: Any, layer: str, *, clone: bool) -> Any:
     """Returns the model's output without its graph. If ranks share the classes, they gather full logits in a collective.
-    layer: the model's last layer. copies: whether to copy tensors, since the loss may write in place. Raises RunError
-    `boundary-type`.
+    layer: the model's last layer. clone: whether to copy tensors. Raises RunError `boundary-type`.
     """
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         return output.logits()
     tensors, structure = flatten(output, layer)
-    return unflatten([tensor.detach().clone() if copies else tensor.detach() for tensor in tensors], structure)
+    return unflatten([tensor.detach().clone() if clone else tensor.detach() for tensor in tensors], structure)
 
 
-class Input:
+@dataclass(eq=False, slots=True)
+class ChunkInput:
     """Holds one input tensor of a chunk until the forward, and its gradient after the backward."""
 
-    __slots__ = ("device", "gradient", "leaf", "tensor")
-
-    def __init__(self, leaf: Leaf, tensor: Tensor) -> None:
-        self.leaf = leaf
-        self.device = tensor.device
-        self.tensor: Tensor | None = tensor
-        self.gradient: Tensor | None = None
+    leaf: Leaf
+    device: torch.device
+    tensor: Tensor | None
+    gradient: Tensor | None = None
 
     def pop_tensor(self) -> Tensor:
         """Returns the tensor and drops the reference. If it has a gradient, its graph starts here."""
@@ -298,14 +290,14 @@ class _GraphStart(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, _root: Tensor, entry: Input) -> Tensor:
+    def forward(ctx: Any, _root: Tensor, entry: ChunkInput) -> Tensor:
         assert entry.tensor is not None, entry.leaf
         ctx.entry = entry
         return entry.tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        entry: Input = ctx.entry
+        entry: ChunkInput = ctx.entry
         (gradient,) = gradients
         entry.gradient = gradient if entry.gradient is None else entry.gradient + gradient
         return None, None
@@ -315,14 +307,12 @@ _ROOT = torch.empty(0, requires_grad=True)
 
 
 @dataclass
-class InFlight:
-    """Holds the values of one chunk and one microbatch between forward and backward.
-
-    inputs, description: the received tensors and their description; empty and None on the first chunk. loss: the sum of the
-    losses over the microbatch, on the last chunk. edges: the graph edges of outputs with a gradient, on the other chunks.
+class ChunkState:
+    """Holds the values of one chunk and one microbatch between forward and backward: the received inputs and their description,
+    except on the first chunk, and the loss, or on earlier chunks the graph edges of outputs with a gradient.
     """
 
-    inputs: list[Input] = field(default_factory=list)
+    inputs: list[ChunkInput] = field(default_factory=list)
     description: Description | None = None
     edges: list[GradientEdge] = field(default_factory=list)
     loss: Tensor | None = None
@@ -331,7 +321,9 @@ class InFlight:
     def build_input(self, description: Description, tensors: Sequence[Tensor]) -> Any:
         """Rebuilds the chunk's input from the received `tensors`, at which its graph starts, and returns it."""
         self.description = description
-        self.inputs = [Input(*pair) for pair in zip(description.leaves, tensors, strict=True)]
+        self.inputs = [
+            ChunkInput(leaf, tensor.device, tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True)
+        ]
         tensors_in_graph: list[Tensor] = []
         for entry in self.inputs:
             same_as = entry.leaf.same_as
@@ -340,17 +332,14 @@ class InFlight:
                 self._watched.append((tensors_in_graph[-1], version_of(tensors_in_graph[-1])))
         return unflatten(tensors_in_graph, description.structure)
 
-    def check_inputs_unwritten(self, layer: str) -> None:
+    def check_inputs_unmodified(self, layer: str) -> None:
         """Raises RunError `boundary-overlap` if the chunk wrote to an input that overlapped with another on its stage."""
         watched, self._watched = self._watched, []
         if any(version_of(tensor) != version for tensor, version in watched):
-            raise RunError(
-                "boundary-overlap",
-                f"the layer {layer!r}, the first of its stage, writes in place to a received tensor that "
-                "overlaps with another one; the tensors received from another stage are copies that do not "
-                "overlap",
-                hint="write to a `clone()` of the tensor, or return a `clone()` from the previous layer",
-            )
+            message = f"the layer {layer!r}, the first of its stage, writes in place to a received tensor that overlaps with "
+            message += "another one; the tensors received from another stage are copies that do not overlap"
+            hint = "write to a `clone()` of the tensor, or return a `clone()` from the previous layer"
+            raise RunError("boundary-overlap", message, hint=hint)
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Runs this chunk's backward from `gradients` of its outputs, and frees its graph. Returns the gradients of its inputs,
@@ -381,8 +370,8 @@ def describe_output(value: Any, layer: str = "") -> tuple[Description, list[Tens
     return Description(tuple(leaves), structure), tensors
 
 
-def gradient_edges(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
-    """Returns the gradient edge of each tensor that will receive a gradient, from which the backward starts."""
+def find_gradient_edges(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
+    """Returns the gradient edge of each tensor that will receive a gradient."""
     return [get_gradient_edge(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
 
 
@@ -391,7 +380,7 @@ ValueKey = tuple[Flow, int, int]
 """Identifies a value by its flow, the chunk of this stage, and the microbatch."""
 
 
-class Crossing:
+class StageBoundaries:
     """Moves values across the boundaries of one stage's chunks. link: the stage link; None with only one stage."""
 
     def __init__(self, placement: Placement, stage: int, link: StageLink | None) -> None:
@@ -413,14 +402,14 @@ class Crossing:
         if self.link is not None:
             self.link.begin(keys, self._neighbours)
 
-    def transfer(self, step: Transfer) -> None:
-        """Starts the receive or the send that the list entry `step` describes. Does not block."""
-        assert self.link is not None, f"{step} without a link"
-        if step.op == "post":
-            self.link.post_receive(step, self._keys[step.micro])
+    def transfer(self, entry: Transfer) -> None:
+        """Starts the receive or the send that a list entry describes. Does not block."""
+        assert self.link is not None, f"{entry} without a link"
+        if entry.op == "post":
+            self.link.post_receive(entry, self._keys[entry.micro])
         else:
-            description, tensors = self._outgoing.pop((step.flow, step.chunk, step.micro))
-            self.link.send(step, description, tensors, self._keys[step.micro])
+            description, tensors = self._outgoing.pop((entry.flow, entry.chunk, entry.micro))
+            self.link.send(entry, description, tensors, self._keys[entry.micro])
 
     def receive(self, flow: Flow, chunk: int, micro: int) -> Payload:
         """Waits for the previous chunk's output, or for the gradients of this chunk's output, and returns them."""
@@ -432,9 +421,7 @@ class Crossing:
         return self.link.receive(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
 
     def send(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
-        """Stores a value for the neighbour of `chunk`. If the neighbour is on another stage, the next list entry sends the
-        value.
-        """
+        """Stores a value for the neighbour of `chunk`. If that is on another stage, the next list entry sends the value."""
         peer = self._peer("backward" if flow == "forward" else "forward", chunk)
         if peer.stage == self.stage:
             self._local[flow, peer.chunk, micro] = payload
@@ -455,7 +442,6 @@ class Crossing:
             self.link.abort(reason)
 
     def _peer(self, flow: Flow, chunk: int) -> StageChunk:
-        """Returns the chunk and stage from which `chunk` receives values of `flow`."""
         source = self.placement.previous if flow == "forward" else self.placement.next
         peer = source(self.stage, chunk)
         assert peer is not None, f"chunk {chunk} of stage {self.stage} is at the model's end"

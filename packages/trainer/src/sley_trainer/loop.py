@@ -37,11 +37,11 @@ MAX_EXP = 709.0
 class PendingStep:
     """A step whose totals are not on the host yet.
 
-    number: the step number, from 1. counts: the counts over all ranks' samples. data_wait_s: the seconds that this rank waited
-    for data. samples: the numbers of this rank's samples in the data; empty if a program passed the batch.
+    step: the number of the step, from 1. counts: the counts over all ranks' samples. data_wait_s: how many seconds this rank
+    waited for data. samples: the numbers of this rank's samples in the data; empty if a program passed the batch.
     """
 
-    number: int
+    step: int
     totals: StepTotals
     lr: float
     counts: BatchCounts
@@ -80,7 +80,8 @@ class Loop:
         self.stepper = stepper
         self.caller = stepper.executor.caller
         self.samples = samples
-        self.dataset, self.feed, self.held_out = samples.dataset, samples.feed, samples.held_out
+        self.dataset, self.feed = samples.dataset, samples.feed
+        self.held_out = samples.evaluation_feeds[""].feed if "" in samples.evaluation_feeds else None
         self.writers, self.profiler = writers, profiler
         self.num_parameters, self.num_trained = sizes
         self.best, self.notes = state.best, state.notes
@@ -100,7 +101,7 @@ class Loop:
         }
         self._outcome: Outcome = "finished"
         self._has_begun = self._is_closed = self._is_training = False
-        self._is_first = True  # whether no step has run in this process; also True after a resume
+        self._is_first_step = True  # whether no step has run in this process; also True after a resume
         self._activity = ""  # "a step" or "an evaluation" while one runs
         self._has_listeners = False
         self._is_stop_requested = False
@@ -108,13 +109,12 @@ class Loop:
         self._pending_step: PendingStep | None = None
 
     def launch(self, inputs: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
-        """Starts a step on the samples of `inputs`, by default the feed's next samples. On CUDA it continues asynchronously.
-
-        outputs: filled with the model's outputs in this step; None to discard them.
+        """Starts a step on `inputs`, by default the feed's next samples. On CUDA it continues asynchronously. outputs: filled
+        with the model's outputs in this step.
         """
         self.memory.require("a step", STEP_PARTS)  # a listener may have offloaded some of the parts
         self._state.attempt.begin(self.num_steps_done)
-        number, profiler, meter = self.num_steps_done + 1, self.profiler, self.samples.meter
+        step, profiler, meter = self.num_steps_done + 1, self.profiler, self.samples.meter
         with self.device.preserve_random_state(), self._override_attribute("_activity", "a step"):
             if inputs is not None:
                 batch, wait_s, numbers = self.samples.splitter.split_input(inputs), 0.0, tuple[int, ...]()
@@ -123,8 +123,8 @@ class Loop:
                 batch = self.samples.splitter.split_feed(self.feed.next())
                 wait_s, numbers = self.feed.wait_s, self.feed.samples
             if profiler is not None:
-                profiler.before_step(number)
-            if self._is_first:
+                profiler.before_step(step)
+            if self._is_first_step:
                 self.parts.registry.check_complete(self.parts.layers)
             if outputs is not None:
                 outputs.micros = batch.micros
@@ -132,18 +132,17 @@ class Loop:
             votes = Votes(self._is_stop_requested, self._checkpointer.wants_save())
             by_micro = None if outputs is None else outputs.by_micro
             totals = self.stepper.step(self.num_steps_done, batch, votes=votes, outputs=by_micro)
-        self._is_first = False
+        self._is_first_step = False
         if profiler is not None:
-            profiler.after_step(number)
-        self.num_steps_done = number
-        return PendingStep(number, totals, self.stepper.update.lr, self.stepper.agreement.counts, wait_s, numbers)
+            profiler.after_step(step)
+        self.num_steps_done = step
+        return PendingStep(step, totals, self.stepper.update.lr, self.stepper.agreement.counts, wait_s, numbers)
 
     def _evaluate_sets(self) -> Row:
-        """Returns the results of `[evaluation]` keyed as in a row: those of the held-out split, then those of each set."""
         row: Row = {}
         metrics = self.samples.metrics
         with self._evaluation_mode():
-            for set_name, feed in self.samples.evaluated.items():
+            for set_name, feed in self.samples.evaluation_feeds.items():
                 results = self.stepper.measure(feed.batches(self.samples.splitter), metrics)
                 if metrics.has_perplexity:
                     perplexity = math.exp(results["loss"]) if results["loss"] < MAX_EXP else math.inf
@@ -159,7 +158,6 @@ class Loop:
 
     @contextmanager
     def _use_evaluation_weights(self) -> Iterator[None]:
-        """Switches to the weights for evaluations and saves within the block (`Update.use_evaluation_weights`)."""
         update = self.stepper.update
         if update.switches_weights:
             self._checkpointer.copy_unwritten_state()
@@ -175,9 +173,8 @@ class Loop:
             self._emit(pending)
 
     def _emit(self, pending: PendingStep) -> Row:
-        """Waits for the step's totals, evaluates if due, and writes and returns the row.
-
-        Raises RunError on all ranks for a refused step, unless the plan allows the run to skip it.
+        """Waits for the step's totals, evaluates if due, and writes and returns the row. Raises RunError on all ranks for a
+        refused step, unless the plan allows the run to skip it.
         """
         step_progress, skips = self.parts.store.state.step_progress, self.stepper.update.skips
         step_progress.begin_entry(DEVICE)
@@ -192,17 +189,17 @@ class Loop:
         if result.is_refused and not is_skipped:
             raise build_refusal(
                 self.parts,
-                pending.number,
+                pending.step,
                 result,
                 pending.totals,
                 pending.samples,
-                is_latest=pending.number == self.num_steps_done,
+                is_latest=pending.step == self.num_steps_done,
                 num_skipped=0 if skips is None else max(0, skips.num_in_a_row - 1),
             )
         self.was_stopped = result.wants_stop
         if result.wants_save:
             self._checkpointer.request_save()
-        row: Row = {"step": pending.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": pending.lr}
+        row: Row = {"step": pending.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": pending.lr}
         if result.loss_scale is not None:
             row["loss_scale"] = result.loss_scale
         if result.loss_scale is not None or skips is not None:
@@ -213,9 +210,9 @@ class Loop:
             row |= sources.row(result.numbers[count:])
         row |= self.samples.meter.measure(pending.counts, seconds, pending.data_wait_s)
         try:
-            if self._is_evaluation_due(pending.number):
+            if self._is_evaluation_due(pending.step):
                 row |= self._evaluate_sets()
-                if self.best is not None and self.best.add(pending.number, row):
+                if self.best is not None and self.best.add(pending.step, row):
                     self._checkpointer.request_save()
                 self._restart_timer()
         finally:  # the step has run, even if its evaluation fails
@@ -235,12 +232,9 @@ class Loop:
             raise run_closed_error("run")
 
     def _finish_pending(self) -> None:
-        """Emits the row of the pending step, if any, and waits for weights in flight.
+        """Emits the row of the pending step, if any, and waits for weights in flight. Public methods call it first.
 
-        Every public method that reads or changes the run calls it first.
-
-        Raises RunError "step-running" within a step or an evaluation. On CUDA a listener also gets this error while `train` has
-        launched the next step, since the weights then already belong to that step.
+        Raises RunError "step-running" within a step or an evaluation, and on CUDA in a listener while the next step runs.
         """
         self._check_open()
         if self._activity or (self._is_training and self._pending_step is not None):
@@ -249,23 +243,20 @@ class Loop:
         self.parts.weights.settle()
 
     def _check_idle(self) -> None:
-        """Copies unwritten checkpoint state, so that memory can be offloaded.
-
-        Raises StateError "step-failed" if exchanges of a failed step or evaluation may still use this run's memory.
+        """Copies unwritten checkpoint state, so that memory can be offloaded. Raises StateError "step-failed" if exchanges of a
+        failed step or evaluation may still use this run's memory.
         """
         stepper = self.stepper
-        if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
-            label = "step" if stepper.left_in_flight else "evaluation"
-            message = (
-                f"the last {label} failed, and its communication with other ranks may still use the memory to be offloaded"
-            )
+        if self.world.size > 1 and (stepper.is_unfinished or stepper.executor.is_unfinished):
+            label = "step" if stepper.is_unfinished else "evaluation"
+            message = f"the last {label} failed, and its exchanges with other ranks may still use the memory to be offloaded"
             raise StateError("step-failed", message, hint="run a step first, or close the run")
         self._checkpointer.copy_unwritten_state()
 
-    def _is_evaluation_due(self, number: int) -> bool:
-        if self.plan.evaluation is None or not self.samples.evaluated:
+    def _is_evaluation_due(self, step: int) -> bool:
+        if self.plan.evaluation is None or not self.samples.evaluation_feeds:
             return False
-        return number % self.plan.evaluation.every == 0 or number == self.plan.run.steps
+        return step % self.plan.evaluation.every == 0 or step == self.plan.run.steps
 
     def _save_if_due(self) -> None:
         """Saves a checkpoint if one is due, which all ranks decide alike. No step may be in flight."""
@@ -284,7 +275,6 @@ class Loop:
 
     @contextmanager
     def _override_attribute(self, name: str, value: object) -> Iterator[None]:
-        """Sets the attribute `name` to `value` within the block."""
         before = getattr(self, name)
         setattr(self, name, value)
         try:

@@ -8,6 +8,7 @@ them, without a stop or resumed from a checkpoint. The last comparison reveals s
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,9 +52,7 @@ class OptimizerFault(NamedTuple):
 
 
 class ToyParameters(NamedTuple):
-    """Describes the parameters of a trial. options: the options of each parameter's group. ndims: the number of
-    dims of each parameter.
-    """
+    """Describes the parameters of a trial: the options of the group and the number of dims of each."""
 
     options: Sequence[dict[str, Any]]
     ndims: Sequence[int]
@@ -78,10 +77,8 @@ class Trial:
         self.keeps_gradients = self.draws = False
 
     def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> "Trial":
-        """Takes `steps` and returns this trial. Every trial gets the same gradients and random numbers.
-
-        factor: step n, from 0, multiplies the learning rate by factor ** (n + 1). one_by_one: whether to step each parameter
-        separately.
+        """Takes `steps` and returns this trial. Every trial gets the same gradients and random numbers. Step n, from 0,
+        multiplies the learning rate by factor ** (n + 1). one_by_one: whether to step each parameter separately.
         """
         for step in steps:
             self._step(step, factor ** (step + 1), one_by_one=one_by_one)
@@ -101,7 +98,7 @@ class Trial:
         before = comparable_state(), cuda_generator and cuda_generator.manual_seed(number).get_offset()
         if one_by_one:
             step = shared.copy_gradients_first(self.optimizer, self.optimizer.step)
-            params: Any = [_OptimizerParam(parameter) for parameter in self.parameters]
+            params: Any = [SimpleNamespace(parameter=parameter) for parameter in self.parameters]
             step_buckets(self.optimizer, params, lambda params: ([param] for param in params[::-1]), step)
         else:
             self.optimizer.step()
@@ -112,7 +109,6 @@ class Trial:
         self.keeps_gradients |= any(storage_id(tensor) in storages for tensor in gradients if tensor.numel())
 
     def values(self) -> list[Tensor]:
-        """Returns one flat tensor with the current values for each parameter."""
         return [torch.cat([part.detach().reshape(-1) for part in parts]) for parts in self._parameters]
 
     def _draw_parts(self, shape: Shape) -> list[Tensor]:
@@ -124,17 +120,11 @@ class Trial:
         return [flat[part.first : part.last].clone().view(part.optimizer_shape(shape)) for part in ranges]
 
 
-class _OptimizerParam(NamedTuple):
-    parameter: nn.Parameter
-
-
 def probe_optimizer(
     plan: Plan, parts: Parts, model: Model, factor: Callable[[int], float], dtype: torch.dtype, device: torch.device
 ) -> Traits:
-    """Returns the traits of the plan's optimizer.
-
-    factor: returns the factor of the learning rate at a step. dtype, device: those of the parameters that the optimizer steps.
-    Raises PlanError "optimizer-unfit" on every rank if a run could not step the optimizer correctly.
+    """Returns the traits of the plan's optimizer. factor: returns the factor of the learning rate at a step. dtype, device:
+    of the parameters that it steps. Raises PlanError "optimizer-unfit" on every rank if a run could not step it correctly.
     """
     ndims = {param.ndim for layer in model.layers for param in layer.module.parameters() if param.requires_grad}
     lr_changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))
@@ -164,9 +154,8 @@ def try_optimizer(
 ) -> tuple[Traits, list[OptimizerFault]]:
     """Returns the traits and faults of the plan's optimizer. Does not change the states of random generators.
 
-    ndims: the numbers of dims of the model's parameters; the two small parameters have the largest and the
-    smallest of them.
-    lr_changes: whether the learning rate changes during the run.
+    ndims: the numbers of dims of the model's parameters, of which the trials use the largest and the smallest. lr_changes:
+    whether the learning rate changes during the run.
     """
     config: Any = plan.optimizer.config
     options = [{"lr": config.lr, "initial_lr": config.lr, "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
@@ -229,7 +218,6 @@ def try_optimizer(
 
 
 def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
-    """Resumes a trial from the checkpoint of another trial, runs its remaining steps, and returns it."""
     first, second = Trial(build, toys).run(range(RESUME_STEP)), Trial(build, toys)
     states = {}
     with torch.no_grad():

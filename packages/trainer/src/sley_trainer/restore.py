@@ -75,9 +75,8 @@ def encode_state(value: Any, parameter: str, name: str) -> Any:
 
 
 def name_leaves(state: Any) -> Any:
-    """Returns a copy of the nested dicts, lists and tuples of `state`, with a name for each leaf, such as `momenta.0`.
-
-    Raises RunError `optimizer-state` for a key that is not a string or contains a slash.
+    """Returns a copy of the nested dicts, lists and tuples of `state`, with a name for each leaf, such as `momenta.0`. Raises
+    RunError `optimizer-state` for a key that is not a string or contains a slash.
     """
 
     def name(path: Sequence[Any], _: object) -> str:
@@ -132,9 +131,7 @@ class RunRestorer:
                 yield name
 
     def restore(self) -> None:
-        """Restores weights, master weights, averages, buffers, optimizer states, and states of plugins and modules, without
-        communication.
-        """
+        """Restores all states of this rank, without communication. Adds notes on those that are not restored."""
         self._restore_weights()
         self._restore_averages()
         self._restore_buffers()
@@ -143,7 +140,6 @@ class RunRestorer:
         self._restore_extra_states()
 
     def _restore_weights(self) -> None:
-        """Restores weights and master weights; adds a note if the checkpoint has different dtypes."""
         masters = self.state.update.masters
         dtypes = set()
         for param in self.state.parts.registry:
@@ -158,7 +154,6 @@ class RunRestorer:
             self.notes.append(f"weights of the checkpoint were {', '.join(saved_dtypes)}, and are {master_dtype} here")
 
     def _restore_averages(self) -> None:
-        """Restores the averages of the weights; adds a note if only the checkpoint or only the plan has averages."""
         update, has_averages = self.state.update, any(name.startswith(AVERAGES) for name in self.names)
         if update.averages is None:
             if has_averages:
@@ -185,7 +180,6 @@ class RunRestorer:
             buffer.copy_(self._read_local(rank_name if has_rank_value else BUFFERS + name, Region(tuple(buffer.shape))))
 
     def _restore_optimizer(self) -> None:
-        """Restores the optimizer states with `load_state_dict`, which chooses their devices and dtypes."""
         update = self.state.update
         params_by_id = {id(entry.parameter): entry for entry in update.masters.optimizer_params}
         states = {key: self._read_state(entry) for key, entry in params_by_id.items()}
@@ -201,7 +195,6 @@ class RunRestorer:
         )
 
     def _restore_stateful_objects(self) -> None:
-        """Restores the states of plugins if the layout is the same; otherwise resets them and adds a note."""
         for path, stateful_object in self.state.stateful_objects.items():
             prefix = self.state.rank_name(f"{path}/")
             names = [name for name in self.saved.names if name.startswith(prefix)] if self.is_same_layout else []
@@ -210,9 +203,7 @@ class RunRestorer:
                 self.notes.append(f"the state of {path} is reset, because the checkpoint has a different layout")
 
     def _restore_extra_states(self) -> None:
-        """Restores extra states of modules: this rank's states if the layout is the same, else those of one rank, and
-        adds a note. Raises RunError "checkpoint-mismatch" if the checkpoint lacks one.
-        """
+        """Restores extra states of modules: this rank's states if the layout is the same, else those of one rank."""
         saved_names = extra_state_names(self.saved)
         if saved_names and not self.is_same_layout:
             self.notes.append("extra states of modules are those of one rank, because the checkpoint has a different layout")
@@ -228,7 +219,6 @@ class RunRestorer:
         return join_leaves(decode_value(self.saved.description.trees.get(optimizer_param.name)), leaves)
 
     def _read_leaf(self, optimizer_param: OptimizerParam, name: str) -> Any:
-        """Reads a leaf of an optimizer state: a value, a whole tensor, or this rank's part of a tensor."""
         if name in self.saved.description.values:
             return decode_value(self.saved.description.values[name])
         shape = self.saved.kind(name).shape
@@ -244,9 +234,8 @@ class RunRestorer:
         return {key: decode_value(value) for key, value in options[0].items()} if options else {}
 
     def _read_local(self, name: str, region: Region, like: Tensor | None = None) -> Tensor:
-        """Reads this rank's part of a tensor, on the host, in the file's dtype, padded with zeros.
-
-        like: a tensor whose strides the result gets, since fused optimizers process a parameter and its states in memory order.
+        """Reads this rank's part of a tensor, on the host, in the file's dtype, padded with zeros. The result has the strides
+        of `like`, since fused optimizers process a parameter and its states in memory order.
         """
         dtype = BY_NAME[self.saved.kind(name).dtype]
         if like is None:

@@ -26,11 +26,11 @@ from sley_core.memory import Part
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Counts, RestoreResult, RewindableWriter
 from sley_core.weight_files.write import FILE_BYTES
-from sley_trainer.attach import components_with_objects
+from sley_trainer.attach import list_built_components
 from sley_trainer.evaluation import local_rows
 from sley_trainer.loop import Loop, Row
 from sley_trainer.loop import Outcome as Outcome
-from sley_trainer.run_memory import EVALUATION_PARTS, LOAD_PARTS, RESTORE_PARTS, SAVE_PARTS, STEP_PARTS, count_moves
+from sley_trainer.run_memory import EVALUATION_PARTS, LOAD_PARTS, RESTORE_PARTS, SAVE_PARTS, STEP_PARTS, summarize_moves
 from sley_trainer.run_state import AUTO
 from sley_trainer.state_dict import LoadedWeights, Precision, WeightSaver
 
@@ -54,8 +54,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         return self._state.resolved_plan
 
     def train(self) -> Outcome:
-        """Runs steps until the plan's last step, until `[evaluation] patience` ends the run, or until a rank asks to stop;
-        returns the outcome.
+        """Runs steps until the plan's last, until `[evaluation] patience` ends the run, or until a rank asks to stop.
 
         Raises RunError on all ranks: "checkpoint-folder" before the first step, "not-finite" for the loss or the gradient norm,
         and "nothing-counts" for a batch whose loss weight is 0. A step that raises one of the last two changes no weight.
@@ -78,7 +77,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                         previous, self._pending_step = self._pending_step, self.launch(None)
                         if previous is not None:
                             self._emit(previous)
-                        is_due = self._is_evaluation_due(self._pending_step.number) or self._checkpointer.is_due(
+                        is_due = self._is_evaluation_due(self._pending_step.step) or self._checkpointer.is_due(
                             self.num_steps_done
                         )
                         if is_due or not self.device.is_async:
@@ -137,7 +136,9 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._require_memory("an evaluation", EVALUATION_PARTS)
         splitter = self.samples.splitter
         with self._evaluation_mode():
-            batches = [splitter.split_input(batch)] if batch is not None else self.samples.evaluated[""].batches(splitter)
+            batches = (
+                [splitter.split_input(batch)] if batch is not None else self.samples.evaluation_feeds[""].batches(splitter)
+            )
             return self.stepper.measure(batches)["loss"]
 
     @on_stream
@@ -146,7 +147,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         on every rank. Does not change the run. Raises the same errors as `evaluate`, and RunError "metric-result".
         """
         self._finish_pending()
-        if not self.samples.evaluated:
+        if not self.samples.evaluation_feeds:
             hint = "add [evaluation] with `every = 100`"
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
         self._require_memory("an evaluation", EVALUATION_PARTS)
@@ -168,8 +169,8 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._finish_pending()
         self._require_memory("a prediction", EVALUATION_PARTS)
         with self._evaluation_mode():
-            step_batch = self.samples.splitter.split_prediction(batch, self.samples.reads)
-            outputs = ModelOutputs(step_batch.micros, self.stepper.outputs(step_batch))
+            step_batch = self.samples.splitter.split_prediction(batch, self.samples.read_fields)
+            outputs = ModelOutputs(step_batch.micros, self.stepper.predict(step_batch))
             return self._format_outputs(outputs, batch, join=join)
 
     @on_stream
@@ -222,7 +223,6 @@ class Run(Loop, AbstractContextManager["Run"]):
         WeightSaver(self.parts, self.stepper.update.masters).check(Path(folder).absolute())
 
     def _prepare_weights(self, precision: Precision) -> None:
-        """Prepares the memory that a save of `precision` reads. Raises StateError "memory-away"."""
         self.memory.require("saving weights", SAVE_PARTS[precision])
         if precision == "full":
             self.memory.update_masters("saving weights")
@@ -279,9 +279,11 @@ class Run(Loop, AbstractContextManager["Run"]):
         """The statistics of the run's parts on this rank (`protocols.Counts` and offload managers), keyed by the part's name in
         the plan. If several parts have the same name, the second key ends with " 2", and so on.
         """
-        plan, parts = self.plan, components_with_objects(self.plan, self.stepper)
+        plan, parts = self.plan, list_built_components(self.plan, self.stepper)
         stats = [(component.name, dict(part.counts())) for component, part in parts if isinstance(part, Counts)]
-        stats += [(table.name, count_moves(manager)) for table, manager in zip(plan.offload, self.memory.managers, strict=True)]
+        stats += [
+            (table.name, summarize_moves(manager)) for table, manager in zip(plan.offload, self.memory.managers, strict=True)
+        ]
         counts: dict[str, dict[str, float]] = {"core.pool": self.parts.pool.counts()}
         for name, numbers in stats:
             num_same = sum(key.split(" ")[0] == name for key in counts)
@@ -301,7 +303,7 @@ class Run(Loop, AbstractContextManager["Run"]):
             return
         self._is_closed = True
         parts = [*self.writers, self.stepper, self.profiler, self.feed]
-        feeds = (samples.feed for samples in self.samples.evaluated.values())
+        feeds = (samples.feed for samples in self.samples.evaluation_feeds.values())
         with ExitStack() as stack:  # closes the last part first
             for part in (*parts, *feeds, self._checkpointer):
                 if part is not None:
@@ -325,8 +327,5 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._outcome = "interrupted" if self.was_stopped else "finished"
 
     def _require_memory(self, label: str, parts: Sequence[Part]) -> None:
-        """Makes the device wait for transfers of `parts`; also of weights and optimizer states if evaluations switch weights.
-
-        Raises StateError "memory-away".
-        """
+        """Does `memory.require` for `parts`, and for weights and optimizer states if evaluations switch weights."""
         self.memory.require(label, (*parts, *(RESTORE_PARTS if self.stepper.update.switches_weights else ())))

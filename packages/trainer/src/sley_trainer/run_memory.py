@@ -29,9 +29,7 @@ class Move:
         self._offloaded_from = offloaded_from
 
     def wait(self) -> None:
-        """Waits on the host until all copies are done. After an offload on CUDA it also empties the cache of torch's allocator,
-        so that other programs can use the memory.
-        """
+        """Waits on the host until all copies are done. After an offload on CUDA it also empties the allocator's cache."""
         for wait in self._waits:
             wait()
         if self._offloaded_from is not None and self._offloaded_from.type == "cuda":
@@ -85,10 +83,7 @@ class RunMemory:
 
     @on_stream
     def onload(self, *parts: Part) -> Move:
-        """Starts to move `parts`, or all, back to the device. Skips parts on the device.
-
-        Raises RunError "step-running" within a step, and the UsageErrors of `offload`.
-        """
+        """Starts to move `parts`, or all, back to the device. Skips parts on the device. Raises as `offload`."""
         self.wait_until_idle()
         return Move([manager.onload(part) for part, manager in self._select(parts)])
 
@@ -102,11 +97,10 @@ class RunMemory:
                 managers[part].require(part, caller)
 
     def update_masters(self, reader: str | None = None) -> None:
-        """Updates the master weights after a program has written weights, if both are on the device.
-
-        Must be called before master weights are read. reader: the purpose of the read, such as "a checkpoint"; None if nothing
-        reads them now. With a reader, raises StateError "memory-away" if a program has written weights and one of the two is
-        offloaded. Raises RunError "weight-replaced".
+        """Updates the master weights after a program has written weights, if both are on the device. Called before they are
+        read. reader: the purpose of the read, such as "a checkpoint"; None if nothing reads them now. With a reader, raises
+        StateError "memory-away" if a program has written weights and one of the two is offloaded. Raises RunError
+        "weight-replaced".
         """
         try:
             self.require(f"{reader} after a program has written weights", ("weights", "masters"))
@@ -145,11 +139,9 @@ class RunMemory:
         return ((name, value(tensor)) for name, tensor in self.inventory.all_tensors(part))
 
     def memory_lookup(self) -> Callable[[Tensor], Tensor]:
-        """Returns a function that maps a tensor of the run to its current memory: the tensor itself, or the host's copy
-        while the tensor is offloaded or in transfer.
-
-        Copies nothing, but waits for copies to the host. The function raises StateError "memory-away" if this rank's host has
-        only a part of the copy.
+        """Waits for copies to the host. Returns a function that maps a tensor of the run to its current memory: the tensor
+        itself, or the host's copy while it is offloaded or in transfer. The function raises StateError "memory-away" if this
+        rank's host has only a part of the copy.
         """
         return partial(_current_memory, self._copies())
 
@@ -175,9 +167,8 @@ class RunMemory:
 
 
 def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a part of the run") -> Tensor:
-    """Returns `tensor`, or a view of the host's copy if there is one. part: the name of the part, for the error.
-
-    Raises StateError "memory-away" if the memory is freed and the host has no complete copy.
+    """Returns `tensor`, or a view of the host's copy if there is one. Raises StateError "memory-away" if the memory is freed
+    and the host has no complete copy.
     """
     copy = copies.get(storage_id(tensor))
     if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -185,10 +176,7 @@ def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a
     return tensor if copy is None else view_in_copy(tensor, copy)
 
 
-GB = 10**9
-
-
-def count_moves(manager: OffloadManager) -> dict[str, float]:
+def summarize_moves(manager: OffloadManager) -> dict[str, float]:
     """Returns the nonzero costs of the manager's transfers, keyed by `<part>_<cost>`."""
     costs = {part: asdict(manager.moved(part)) for part in manager.parts}
     return {f"{part}_{name}": value for part, numbers in costs.items() for name, value in numbers.items() if value}
@@ -196,10 +184,8 @@ def count_moves(manager: OffloadManager) -> dict[str, float]:
 
 class OffloadMetrics:
     """Adds the transfers since the previous row to each metrics row of a run that has `[[offload]]`: in total, and for each of
-    `parts` that has a copy on the host.
-
-    offload/gb, offload/weights_gb, ...: the bytes copied in both directions, summed over ranks. offload/s, ...: the mean over
-    ranks of the seconds of the copies that the host has seen finish. offload/gb_per_s, ...: the mean rate of these copies.
+    `parts` that has a copy on the host (`offload/gb`, `offload/weights_gb`, ...). gb: the 10^9 bytes copied in both directions,
+    summed over ranks. s: the mean over ranks of the seconds of finished copies. gb_per_s: the mean rate of these copies.
     """
 
     def __init__(self, numbers: StepNumbers, num_ranks: int, managers: Sequence[OffloadManager], parts: Iterable[str]) -> None:
@@ -224,7 +210,7 @@ class OffloadMetrics:
         self._totals[name, part] = totals
         num_bytes, num_timed, seconds = (new - old for new, old in zip(totals, previous, strict=True))
         if name == "gb":
-            return num_bytes / GB
+            return num_bytes / 1e9
         if name == "s":
             return seconds / self._num_ranks
-        return num_timed / GB / seconds / self._num_ranks if seconds else 0.0
+        return num_timed / 1e9 / seconds / self._num_ranks if seconds else 0.0

@@ -33,7 +33,7 @@ from sley_core.protocols import Checkpointer, RestoreResult, Stateful
 from sley_core.records import CheckpointerRecord
 from sley_core.saved_weights import BASE, OPTIONS, SHARED, base_error
 from sley_core.weight_files.write import DTYPES
-from sley_trainer.evaluation import Best
+from sley_trainer.evaluation import BestEvaluation
 from sley_trainer.restore import (
     RunRestorer,
     encode_state,
@@ -46,7 +46,7 @@ from sley_trainer.restore import (
     state_region,
 )
 from sley_trainer.run_memory import RunMemory
-from sley_trainer.state_dict import extra_state, modules_with_extra_state
+from sley_trainer.state_dict import encode_extra_state, modules_with_extra_state
 from sley_trainer.update import Update, list_averages
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class RunState(checkpointing.TrainingState):
         self._control = parts.groups["control"]
         evaluation = plan.evaluation
         table = None if evaluation is None else evaluation.best
-        self.best = None if evaluation is None or table is None else Best(table, evaluation.patience)
+        self.best = None if evaluation is None or table is None else BestEvaluation(table, evaluation.patience)
 
     @property
     def resolved_plan(self) -> Plan:
@@ -149,13 +149,13 @@ class RunState(checkpointing.TrainingState):
                     region = state_region(entry) if is_elementwise else checkpointing.Region(shape)
                     yield state_name(entry.name, name), region, value
         for name, buffer, is_per_rank in self.buffers():
-            for saved_name in (
-                checkpointing.BUFFERS + name,
-                *([self.rank_name(checkpointing.BUFFERS + name)] if is_per_rank else []),
-            ):
-                yield saved_name, checkpointing.Region(tuple(buffer.shape)), buffer
+            saved_name = checkpointing.BUFFERS + name
+            for saved in (saved_name, self.rank_name(saved_name)) if is_per_rank else (saved_name,):
+                yield saved, checkpointing.Region(tuple(buffer.shape)), buffer
         states = {path: stateful_object.saved_state() for path, stateful_object in self.stateful_objects.items()}
-        states["extra"] = {name: extra_state(name, module) for name, module in modules_with_extra_state(self.parts.layers)}
+        states["extra"] = {
+            name: encode_extra_state(name, module) for name, module in modules_with_extra_state(self.parts.layers)
+        }
         for path, tensors in states.items():
             for name, tensor in tensors.items():
                 yield self.rank_name(f"{path}/{name}"), checkpointing.Region(tuple(tensor.shape)), tensor
@@ -194,7 +194,6 @@ class RunState(checkpointing.TrainingState):
         return {"values": values, "trees": trees, "rank": rank}
 
     def _optimizer_values(self) -> dict[str, Any]:
-        """Returns the optimizer's values that are not tensors, as JSON: leaves of states and options of groups."""
         values = {}
         for entry, state in self._optimizer_states():
             for name, value in state_leaves(state):
@@ -241,17 +240,15 @@ class RunState(checkpointing.TrainingState):
     def restore(self, saved: checkpointing.CheckpointReader) -> list[str]:
         changes = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
         check_changes(changes)
-        restoring = RunRestorer(self, saved, is_same_layout=saved.description.layout == self._layout)
-        restoring.notes += (f"the plan has changed since the checkpoint: {change}" for change in changes)
-        self._check_checkpoint(restoring)
-        self.all_or_none(restoring.restore, "load the checkpoint")
-        self._restore_values(saved.description, restoring.notes)
-        return restoring.notes
+        restorer = RunRestorer(self, saved, is_same_layout=saved.description.layout == self._layout)
+        restorer.notes += (f"the plan has changed since the checkpoint: {change}" for change in changes)
+        self._check_checkpoint(restorer)
+        self.all_or_none(restorer.restore, "load the checkpoint")
+        self._restore_values(saved.description, restorer.notes)
+        return restorer.notes
 
     def _restore_values(self, description: checkpointing.SavedRun, notes: list[str]) -> None:
-        """Restores the loss scale, skips, best evaluation, position in the data and generators. Appends a note for each state
-        that cannot be restored.
-        """
+        """Restores the small states of a run. Appends a note for each that cannot be restored."""
         update, state, world = self.update, description.state, self.parts.world
         self.parts.store.state.was_taken = bool(state["was_taken"])
         if update.scale is not None:
@@ -268,23 +265,18 @@ class RunState(checkpointing.TrainingState):
         if description.layout["world"] == world.size:
             restore_generators(description.ranks[world.rank]["generators"], world.device)
         else:
-            notes.append(
+            note = (
                 f"{description.layout['world']} ranks wrote the checkpoint, so the states of the program's generators (Python, "
-                "numpy and torch) are not restored"
             )
+            notes.append(note + "numpy and torch) are not restored")
 
-    def _check_checkpoint(self, restoring: RunRestorer) -> None:
+    def _check_checkpoint(self, restorer: RunRestorer) -> None:
         """Raises RunError "checkpoint-mismatch", on all ranks, if the model or optimizer differs. Raises PlanError
         "data-changed" if the data certainly differ; adds a note if they may differ.
         """
-        saved, description = restoring.saved, restoring.saved.description
+        saved, description = restorer.saved, restorer.saved.description
         data_change = self._describe_data_change(description.state["data"])
-        report = [
-            list(restoring.expected_shapes()),
-            list(restoring.mismatches()),
-            data_change,
-            list(restoring.base_mismatches()),
-        ]
+        report = [list(restorer.expected_shapes()), list(restorer.mismatches()), data_change, list(restorer.base_mismatches())]
         reports = self._control.gather_objects(report, label="whether the checkpoint fits")
         problems = list(dict.fromkeys(line for _, lines, _, _ in reports for line in lines))
         model_names = {name for names, _, _, _ in reports for name in names}
@@ -306,7 +298,7 @@ class RunState(checkpointing.TrainingState):
             if self._feed.is_digest_exact:
                 hint = "restore the data, or start a run with another name; `run.load_weights` loads only weights"
                 raise PlanError("data-changed", data_change, path=("data",), hint=hint)
-            restoring.notes.append(data_change)  # only a note, since the dataset may be random
+            restorer.notes.append(data_change)  # only a note, since the dataset may be random
 
     def _describe_data_change(self, state: Any) -> str:
         """Describes how this rank's data differ from the checkpoint's, or why they cannot be read; "" if they are equal."""
@@ -323,13 +315,13 @@ AUTO = "auto"
 
 
 def build_checkpointer(state: RunState) -> Checkpointer:
-    """Returns the checkpointer of the plan's `[checkpoint]`, or `NoCheckpointer` without this table."""
+    """Returns the checkpointer of the plan's `[checkpoint]`, or `LazyCheckpointer` without this table."""
     component = state.plan.checkpoint
-    checkpointer: Checkpointer = NoCheckpointer(state) if component is None else component.build(state)
+    checkpointer: Checkpointer = LazyCheckpointer(state) if component is None else component.build(state)
     return checkpointer
 
 
-class NoCheckpointer(Checkpointer):
+class LazyCheckpointer(Checkpointer):
     """The checkpointer of a plan without `[checkpoint]`: loads the default checkpointer when a program first saves or loads."""
 
     def __init__(self, state: RunState) -> None:
@@ -341,9 +333,7 @@ class NoCheckpointer(Checkpointer):
         return self._load_default().save(path, step)
 
     def load(self, path: str | Path, *, allow_fresh_start: bool) -> RestoreResult | None:
-        """Loads with the default checkpointer. If it is not installed and the run has saved no checkpoint, "auto" returns
-        None.
-        """
+        """Loads with the default checkpointer. If it is missing and the run has saved no checkpoint, "auto" returns None."""
         try:
             default = self._load_default()
         except PluginError:

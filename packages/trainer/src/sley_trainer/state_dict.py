@@ -12,9 +12,8 @@ Full tensors are loaded on every rank, which copies its own part. Every rank kno
 distinguish a misspelt name from a name of another stage. Ranks exchange their faults and a checksum of each value, since
 replicas that load different values would stay different.
 
-The extra state of modules (`get_extra_state`) has torch's name in files of weights and in checkpoints. In torch's state
-dict it can be any object, but files hold only tensors. So it is written as text (uint8 [bytes]) and must be plain data: None,
-numbers, strings, bytes, tensors, and lists, tuples and dicts of them.
+Files hold only tensors, so the extra state of a module (`get_extra_state`) is written as text (uint8 [bytes]), under torch's
+name for it. It must be plain data: None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them.
 """
 
 import json
@@ -64,7 +63,7 @@ def modules_with_extra_state(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.
                 yield f"{name}.{EXTRA_STATE_KEY}", module
 
 
-def extra_state(name: str, module: nn.Module) -> Tensor:
+def encode_extra_state(name: str, module: nn.Module) -> Tensor:
     """Returns the extra state of `module`, uint8 [bytes] on the host. Raises RunError `extra-state` unless it is plain data."""
     try:
         text = json.dumps(encode_value(module.get_extra_state()))
@@ -79,11 +78,11 @@ def check_extra_states(layers: Iterable[Layer]) -> None:
     """Raises RunError `extra-state` for modules whose extra state cannot be saved; skips states created on first use."""
     for name, module in modules_with_extra_state(layers):
         with suppress(AttributeError):
-            extra_state(name, module)
+            encode_extra_state(name, module)
 
 
 def set_extra_state(module: nn.Module, value: Tensor) -> None:
-    """Restores the extra state of `module` from the result of `extra_state`."""
+    """Restores the extra state of `module` from the result of `encode_extra_state`."""
     module.set_extra_state(decode_value(json.loads(value.cpu().numpy().tobytes())))
 
 
@@ -116,8 +115,8 @@ class WeightSaver:
         self._shards = {param: buffer.shard for buffer in parts.store.buffers if buffer.shard for param in buffer.params}
 
     def check(self, folder: Path) -> None:
-        """Raises the same RunError on all ranks: "weights-unsaved" if `folder` has other files, "checkpoint-folder" if a
-        writing rank cannot see its parent folder. Every rank must call it. Visibility is not tested if only one rank writes.
+        """Raises the same RunError on all ranks: "weights-unsaved" if `folder` has other files, "checkpoint-folder" if one of
+        several writing ranks cannot see its parent folder. Every rank must call it.
         """
         failure = _describe_failure(partial(check_replaceable, folder), folder) if self._parts.world.rank == 0 else ""
         self._exchange_files([], failure, folder, {})
@@ -128,9 +127,8 @@ class WeightSaver:
     def __call__(
         self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None], metadata: Mapping[str, str]
     ) -> None:
-        """Saves the weights as `Run.save_weights` describes. Every rank calls it. Ranks exchange failures over `control` after
-        each part, so that all ranks raise and none hangs. require: raises if memory that is read here is offloaded. metadata:
-        the files' metadata; only those of rank 0 count.
+        """Saves the weights as `Run.save_weights` describes. Ranks exchange failures over `control` after each part, so that
+        all raise and none hangs. require: raises if memory that is read here is offloaded. metadata: only rank 0's counts.
         """
         Agreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
         is_first, sources = self._parts.world.rank == 0, list[_SavedTensor]()
@@ -164,12 +162,8 @@ class WeightSaver:
         """
         # All ranks join this exchange: each of them gets here three times, even after a failure.
         messages = self._control.gather_objects([failure, files, dict(metadata)], label="the files to save")
-        failures = [
-            f"rank {rank}: {failure_of_rank}"
-            for rank, (failure_of_rank, _, _) in zip(self._control.ranks, messages, strict=True)
-            if failure_of_rank
-        ]
-        if failures:
+        reasons = zip(self._control.ranks, (reason for reason, _, _ in messages), strict=True)
+        if failures := [f"rank {rank}: {reason}" for rank, reason in reasons if reason]:
             if self._parts.world.rank == 0:
                 discard_folder(folder)
             hint = "use a folder that every rank can write to"
@@ -179,11 +173,8 @@ class WeightSaver:
             for rank, (_, lists, _) in zip(self._control.ranks, messages, strict=True)
             for specs in lists
         ]
-        named = [
-            (name, *rank_and_specs)
-            for name, rank_and_specs in zip(file_names(len(files_of_ranks)), files_of_ranks, strict=False)
-        ]
-        return named, messages[0][2]
+        names = file_names(len(files_of_ranks))
+        return [(name, *file) for name, file in zip(names, files_of_ranks, strict=False)], messages[0][2]
 
     def _list_sources(self, precision: Precision) -> Iterator[_SavedTensor]:
         """Yields the tensors that this rank's stage writes, in the registry's order, which is the same on all its ranks."""
@@ -199,7 +190,7 @@ class WeightSaver:
                 for name, buffer in module._buffers.items()
                 if buffer is not None and name not in module._non_persistent_buffers_set
             ]
-            buffers += [(name, extra_state(name, module)) for name, module in modules_with_extra_state([layer])]
+            buffers += [(name, encode_extra_state(name, module)) for name, module in modules_with_extra_state([layer])]
             for name, buffer in buffers:
                 yield _SavedTensor(Spec.from_dtype(name, buffer.dtype, buffer.shape), None, buffer)
 
@@ -219,12 +210,12 @@ class WeightSaver:
         failure = ""
         with TensorFiles(scratch_folder(folder), files, metadata) as tensor_files:
             for source in sources:
-                value = self._gather_full(source, precision)
+                value = self._gather_full_tensor(source, precision)
                 if value is not None and not failure:
                     failure = _describe_failure(partial(tensor_files.add, source.spec.name, value), folder)
             return failure or _describe_failure(tensor_files.close, folder)
 
-    def _gather_full(self, source: _SavedTensor, precision: Precision) -> Tensor | None:
+    def _gather_full_tensor(self, source: _SavedTensor, precision: Precision) -> Tensor | None:
         """Returns the full tensor on the rank that writes it, and None on others. All ranks of the stage must call it."""
         if source.param is None:
             return source.buffer if self._writes else None
@@ -232,12 +223,9 @@ class WeightSaver:
         if not self._is_first_copy:
             return None
         # All ranks of `wp` in the first replica join this collective.
-        whole = (
-            value
-            if source.param.shard is None
-            else gather_full_tensors({source.param: value}, self._parts.groups)[source.param]
-        )
-        return whole if self._writes else None
+        if source.param.shard is not None:
+            value = gather_full_tensors({source.param: value}, self._parts.groups)[source.param]
+        return value if self._writes else None
 
     def _master_shard(self, param: Param) -> Tensor:
         """Returns the master weight of this rank's shard of `param`, gathered from the ranks that update parts of it."""
@@ -279,9 +267,7 @@ class LoadedWeights(NamedTuple):
 
 
 class ModelNames(NamedTuple):
-    """The names of a full model. parameters: maps each name of a parameter to its name in the registry. buffers: the names of
-    buffers and extra states.
-    """
+    """The names in a full model: of parameters, with their names in the registry, and of buffers and extra states."""
 
     parameters: Mapping[str, str]
     buffers: set[str]
@@ -313,21 +299,21 @@ def load_weights(
 
 
 class _WeightLoader:
-    """Holds the state of one call of `load_weights` on this rank. sums: the checksums of the values, keyed by name."""
+    """Holds the state of one call of `load_weights` on this rank. checksums: of the values, by name."""
 
     def __init__(self, names: ModelNames, parts: Parts, masters: MasterWeights) -> None:
         self.names = names
         self.masters = masters
         self.control = parts.groups["control"]
         self.params = {param.name: param for param in parts.registry}
-        self.base = parts.registry.base
+        self.base_checksums = parts.registry.base
         self.buffers = {
             name: buffer for layer in parts.layers for name, buffer in layer.module.named_buffers(layer.name, True, False)
         }
-        self.extra = dict(modules_with_extra_state(parts.layers))
+        self.extra_state_modules = dict(modules_with_extra_state(parts.layers))
         self.faults: list[str] = []
-        self.unknown: list[str] = []
-        self.sums: dict[str, int] = {}
+        self.unknown_names: list[str] = []
+        self.checksums: dict[str, int] = {}
         self.received_names: set[str] = set()
 
     def check_pairs(self, pairs: Pairs, *, writes: bool = False) -> None:
@@ -345,25 +331,25 @@ class _WeightLoader:
         """Copies `value` into this rank's weight, weight shard or buffer of this name, if there is one."""
         param, buffer = self.params.get(self.names.parameters.get(name, name)), self.buffers.get(name)
         if param is not None:
-            if param.name in self.base:
-                self.base[param.name] = self.sums[param.name]
+            if param.name in self.base_checksums:
+                self.base_checksums[param.name] = self.checksums[param.name]
             local_value = value.detach() if param.shard is None else param.shard.cut(value.detach())
             self.masters.set(param, local_value)
         elif buffer is not None:
             buffer.copy_(value)
-        elif name in self.extra:
-            set_extra_state(self.extra[name], value)
+        elif name in self.extra_state_modules:
+            set_extra_state(self.extra_state_modules[name], value)
 
     def exchange_reports(self, strict: bool) -> LoadedWeights:
-        """Exchanges faults, names and checksums over all ranks, and returns missing and unknown names. Raises the same RunError
-        on all ranks.
-        """
+        """Exchanges faults, names and checksums. Returns missing and unknown names, or raises one RunError on all ranks."""
         control = self.control
         missing = [name for name in self.params if name not in self.received_names]
         if strict:
-            self.faults += [f"{name!r} is missing" for name in missing] + [f"{name!r} is unknown" for name in self.unknown]
+            self.faults += [f"{name!r} is missing" for name in missing] + [
+                f"{name!r} is unknown" for name in self.unknown_names
+            ]
         # all ranks join this exchange, even those with faults
-        report = [self.faults, missing, self.unknown, self.sums]
+        report = [self.faults, missing, self.unknown_names, self.checksums]
         *lists, sums_of_ranks = zip(*control.gather_objects(report, label="the reports on loaded weights"), strict=True)
         faults, missing, unknown = (list(dict.fromkeys(chain.from_iterable(lists_of_ranks))) for lists_of_ranks in lists)
         if faults:
@@ -383,7 +369,7 @@ class _WeightLoader:
         registry_name = self.names.parameters.get(name, name)
         self.received_names.add(registry_name)
         if name not in self.names.parameters and name not in self.names.buffers:
-            self.unknown.append(name)
+            self.unknown_names.append(name)
         param, buffer = self.params.get(registry_name), self.buffers.get(name)
         if param is not None:
             shape = param.shape
@@ -402,7 +388,7 @@ class _WeightLoader:
             fault = "is on meta and has no values"
         else:
             digest = checksum(value)
-            if self.sums.setdefault(registry_name, digest) != digest:
+            if self.checksums.setdefault(registry_name, digest) != digest:
                 fault = "has different values than the parameter that it is tied to"
         if fault:
             self.faults.append(f"{name!r} {fault}")

@@ -1,4 +1,6 @@
-"""Runs one optimizer step, from this rank's samples to updated weights.
+"""Runs one optimizer step of a stage, from this rank's samples to updated weights.
+
+layers of the model ──partition──> positions ──placement──> chunks of each stage
 
 begin ──> forward and backward actions ──> handlers finish ──> norm, clip, optimizer ──> weights_updated
                gradients become ready ^
@@ -8,27 +10,163 @@ begin ──> forward and backward actions ──> handlers finish ──> norm,
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sley_core.actions.action import Lowered, select_actions
+from sley_core.actions.action import Action, Kind, Lowered, Placement, forward_only, loop, select_actions, sequential
+from sley_core.actions.lower import lower
 from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
+from sley_core.comm.world import World
+from sley_core.data.dataset import DataInfo
 from sley_core.engine import replicas
 from sley_core.engine.agreement import Agreement, collect_exchanges, exchange_difference, exchange_mismatch_error
 from sley_core.engine.parts import Parts, StepState
-from sley_core.engine.registry import Param
+from sley_core.engine.registry import Param, Stages, tie_axis, ties
 from sley_core.engine.step_batch import BatchWeight, StepBatch
 from sley_core.engine.totals import StepTotals, Votes
-from sley_core.errors import RunError, run_closed_error
+from sley_core.errors import PlanError, RunError, run_closed_error
 from sley_core.model.attention import attention_kernel
+from sley_core.model.layers import Layer, Model
+from sley_core.plan.check import has_tie_handler
+from sley_core.plan.plan import Plan
 from sley_core.protocols import GradientHandler
+from sley_core.records import PartitionerRecord, ScheduleRecord
+from sley_core.topology import DEFAULT_CHANNEL, GroupEntry, Topology
 from sley_trainer.evaluation import Metrics, Tally
 from sley_trainer.execute import Executor, ListRun
-from sley_trainer.stage import ActionLists
 from sley_trainer.update import Update
+
+ActionGenerator = Callable[[int], Sequence[Sequence[Action]]]
+"""A function that takes the number of microbatches and returns every stage's compute actions."""
+
+
+class ActionLists:
+    """Generates, lowers and caches the action lists of `stage`. Each stage lowers the lists of all stages, so that every rank
+    detects a wrong schedule.
+
+    generate: returns the compute actions of all stages, which are not cached. lower_all_stages: returns the lowered training
+    lists of all stages.
+    """
+
+    def __init__(self, generate: ActionGenerator, placement: Placement, stage: int) -> None:
+        self.generate = generate
+        self.placement = placement
+        self.stage = stage
+        self.lower_all_stages = lru_cache(maxsize=64)(lambda micros: lower(generate(micros), placement, micros))
+        self._lower_evaluations = lru_cache(maxsize=64)(
+            lambda micros: lower(list(map(forward_only, generate(micros))), placement, micros, training=False)
+        )
+
+    def for_stage(self, stage: int) -> "ActionLists":
+        """Returns the lists of stage `stage`, which share the cache of this object."""
+        lists = copy(self)
+        lists.stage = stage
+        return lists
+
+    def splits_backward(self, num_microbatches: int) -> bool:
+        """Returns whether this stage's training list splits backwards into input gradients (I) and weight gradients (W)."""
+        return any(action.kind is Kind.WEIGHT_GRADIENT for action in select_actions(self.training_list(num_microbatches)))
+
+    def training_list(self, num_microbatches: int) -> Lowered:
+        """Returns this stage's lowered list for a training step."""
+        return self.lower_all_stages(num_microbatches)[self.stage]
+
+    def evaluation_list(self, num_microbatches: int) -> Lowered:
+        """Returns this stage's lowered list without backwards."""
+        return self._lower_evaluations(num_microbatches)[self.stage]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage's part of the model. layers_by_position: the stage and the layers of each position, in model order."""
+
+    action_lists: ActionLists
+    layers_by_position: Stages
+
+    def for_stage(self, stage: int) -> "Stage":
+        """Returns the part of the model on `stage`, which shares this stage's cache of lists."""
+        return Stage(self.action_lists.for_stage(stage), self.layers_by_position)
+
+    @cached_property
+    def chunks(self) -> list[Sequence[Layer]]:
+        """The layers of each of this stage's model chunks."""
+        placement, stage = self.action_lists.placement, self.action_lists.stage
+        return [self.layers_by_position[placement.position(stage, chunk)][1] for chunk in range(placement.chunks)]
+
+    @property
+    def layers(self) -> list[Layer]:
+        """This stage's layers, chunk by chunk."""
+        return [layer for chunk in self.chunks for layer in chunk]
+
+    @property
+    def tied_stages(self) -> list[tuple[int, ...]]:
+        """The stages that hold each tied parameter, without duplicate tuples."""
+        return ties(self.layers_by_position)
+
+
+def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
+    """Returns the part of `model` (on meta) that `rank` holds. costs: the cost of each layer, for the partition. Raises
+    PlanError for errors of the partitioner, and "handler-missing" if stages share a parameter whose gradients no handler sums.
+    """
+    stage_index = topology.coordinates(rank).stage
+    if plan.pipeline is None:  # forward and backward of one microbatch after the other
+        lists = ActionLists(lambda micros: [sequential(micros)], loop(1), 0)
+        return Stage(lists, [(0, model.layers)])
+    assert plan.partition is not None, "a pipeline has a partition"
+    schedule = plan.pipeline.build()
+    placement = schedule.placement(topology.pp)
+    lists = ActionLists(lambda micros: schedule.lists(topology.pp, micros), placement, stage_index)
+    try:
+        boundaries = plan.partition.build()(costs, placement.num_positions)
+    except PlanError as error:
+        raise plan.add_places(error) from None
+    positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
+    layers_by_position = [(placement.holder(position).stage, layers) for position, layers in enumerate(positions)]
+    stage = Stage(lists, layers_by_position)
+    if stage.tied_stages and not has_tie_handler(plan):
+        message = f"stages {list(stage.tied_stages[0])} share a parameter, and no gradient handler sums its gradients"
+        tie_handler = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None
+        handler_text = f'`use = "{tie_handler}"`' if tie_handler else '`use = "pp.shared_modules"`, of sley-pp,'
+        hint = f"add [[gradient_handlers]] with {handler_text} behind the reducer"
+        raise PlanError.from_diagnostics([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])
+    return stage
+
+
+def list_tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
+    """Returns the groups that sum ties: for each tie and rank offset, the ranks at that offset in the stages of the tie."""
+    size = topology.ranks_per_stage
+    return [
+        GroupEntry(tie_axis(stages), DEFAULT_CHANNEL, tuple(number * size + offset for number in stages))
+        for stages in stage.tied_stages
+        for offset in range(size)
+    ]
+
+
+def count_layer_parameters(model: Model) -> list[float]:
+    """Returns the number of parameters of each layer; a tied parameter counts in each of its layers."""
+    return [float(sum(p.numel() for p in layer.module.parameters())) for layer in model.layers]
+
+
+def needs_timed_costs(plan: Plan) -> bool:
+    """Returns whether the plan's partition needs the seconds of each layer and the plan does not have them yet."""
+    if plan.partition is None or not isinstance(plan.partition.record, PartitionerRecord):
+        return False
+    return plan.partition.record.timer is not None and plan.partition.config.layer_costs is None
+
+
+def time_layers(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
+    """Returns the seconds of each layer by the partitioner's timer, equal on every rank. All ranks must call it together."""
+    record = plan.partition.record if plan.partition else None
+    assert isinstance(record, PartitionerRecord), record
+    seconds: list[float] = record.load(record.timer)(plan, world, build_model, dtype)
+    return seconds
+
 
 NO_VOTES = Votes()
 NO_METRICS = Metrics()
@@ -39,10 +177,9 @@ class Stepper:
     """Runs optimizer steps and forward-only passes. `handlers` are called in the plan's order, so that their collectives have
     the same order on all ranks.
 
-    undo: detaches everything from the model, in reverse order, when the stepper is closed. compare: compares the replicas of
-    weights and buffers, before the first step and then every `COMPARE_EVERY` steps; None to skip this. attention: the name of
-    the kernel for attention. left_in_flight: whether a step failed before its handlers were done, so that their exchanges may
-    be in flight until the next step.
+    undo: detaches everything from the model when the stepper is closed. compare: compares the replicas of weights and buffers,
+    before the first step and then every `COMPARE_EVERY` steps; None to skip this. attention_name: the kernel. is_unfinished:
+    whether a step failed before its handlers were done, so that their exchanges may be in flight.
     """
 
     parts: Parts
@@ -52,8 +189,8 @@ class Stepper:
     update: Update
     undo: ExitStack
     compare: Callable[[], None] | None
-    attention: str
-    left_in_flight: bool = field(default=False, init=False)
+    attention_name: str
+    is_unfinished: bool = field(default=False, init=False)
     is_closed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -77,12 +214,12 @@ class Stepper:
         """
         if self.is_closed:
             raise run_closed_error("stepper")
-        with self.device.in_use(), attention_kernel(self.attention):
+        with self.device.in_use(), attention_kernel(self.attention_name):
             loss = self._run(step, batch, outputs)
             self.state.step_progress.begin_entry(REDUCTION)
             for handler in self.handlers:
                 handler.finish_step(self.state)
-            self.left_in_flight = False
+            self.is_unfinished = False
             self.state.step_progress.begin_entry(UPDATE)
             for event in self.events.gradients_done:
                 event()
@@ -106,9 +243,9 @@ class Stepper:
     def _run(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None) -> Tensor:
         """Runs all forwards and backwards of the step. Returns the sum of the loss over this rank's samples."""
         num_microbatches = batch.num_microbatches
-        steps = self.lists.training(num_microbatches)
-        self.state.begin(step, select_actions(steps), num_microbatches, self.groups["dp"].coord * num_microbatches)
-        self.left_in_flight = True
+        entries = self.lists.training_list(num_microbatches)
+        self.state.begin(step, select_actions(entries), num_microbatches, self.groups["dp"].coord * num_microbatches)
+        self.is_unfinished = True
         self.store.begin_step()
         for event in self.events.began:
             event()
@@ -132,10 +269,9 @@ class Stepper:
         weight = None  # only ranks with the loss know the divisor of gradients
         if self.executor.has_loss:
             weight = BatchWeight(self._global_weight, self.update.scale.value if self.update.scale else 1.0)
-        return self.executor.run(steps, self.state, ListRun(batch.micros, self.store, weight, outputs))
+        return self.executor.run(entries, self.state, ListRun(batch.micros, self.store, weight, outputs))
 
     def _global_weight(self) -> float:
-        """Waits for the sum of all ranks' loss weights, which the agreement exchanges, and returns it."""
         self.agreement.check()
         return self.agreement.weight
 
@@ -148,10 +284,10 @@ class Stepper:
             for group in self.groups.values():
                 group.log.clear()
             for index, batch in enumerate(batches):
-                steps = self._begin_forward("an evaluation", index, batch, state)
-                counts = tally if metrics.names or metrics.custom is not None else None
+                entries = self._begin_forward("an evaluation", index, batch, state)
+                counts = tally if metrics.builtin_names or metrics.custom_metric is not None else None
                 run = ListRun(batch.micros, tally=counts, num_counted=batch.num_counted)
-                losses.append(self.executor.run(steps, state, run))
+                losses.append(self.executor.run(entries, state, run))
                 weight += self.agreement.weight  # of all ranks
             names = tally.agree_names(self.groups["control"])
             sums = [losses, *(tally.sums_by_batch(name, index) for name in names for index in (0, 1))]
@@ -176,27 +312,30 @@ class Stepper:
         means = (total / count if count else math.nan for total, count in pairs)
         return {"loss": mean, **dict(zip(names, means, strict=True))}
 
-    def outputs(self, batch: StepBatch) -> dict[int, Any]:
+    def predict(self, batch: StepBatch) -> dict[int, Any]:
         """Returns {microbatch: the model's output}; empty on ranks without the last layer. All ranks must call it."""
         with self._evaluation_mode() as state:
-            steps = self._begin_forward("a prediction", 0, batch, state)
+            entries = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}
-            self.executor.run(steps, state, ListRun(batch.micros, outputs=outputs))
+            self.executor.run(entries, state, ListRun(batch.micros, outputs=outputs))
             state.step_progress.begin_entry(BETWEEN)
         return outputs
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[StepState]:
-        """Yields the state of an evaluation. Within the block all modules are in evaluation mode, and autograd
-        records nothing.
-        """
+        """Yields the state of an evaluation. Within the block all modules are in evaluation mode, without autograd."""
         modules = [layer.module for layers in self.executor.chunks for layer in layers]
         all_modules = [submodule for module in modules for submodule in module.modules()]
         training = [module.training for module in all_modules]
         for module in modules:
             module.eval()
         try:
-            with self.device.in_use(), attention_kernel(self.attention), self.device.preserve_random_state(), torch.no_grad():
+            with (
+                self.device.in_use(),
+                attention_kernel(self.attention_name),
+                self.device.preserve_random_state(),
+                torch.no_grad(),
+            ):
                 step_progress = self.groups.progress.step_progress
                 state = StepState(within=step_progress)
                 step_progress.begin_entry(EVALUATION)
@@ -207,13 +346,12 @@ class Stepper:
                 module.training = was_training
 
     def _begin_forward(self, label: str, index: int, batch: StepBatch, state: StepState) -> Lowered:
-        """Begins the forward of batch `index`, and returns its list of actions."""
         # This checks that all ranks evaluate equal models, and that stages and slices have the same samples.
         self.agreement.begin(label, batch).check()
-        steps = self.lists.evaluation(batch.num_microbatches)
+        entries = self.lists.evaluation_list(batch.num_microbatches)
         first_micro = self.groups["dp"].coord * batch.num_microbatches
-        state.begin(index, select_actions(steps), batch.num_microbatches, first_micro)
-        return steps
+        state.begin(index, select_actions(entries), batch.num_microbatches, first_micro)
+        return entries
 
     def close(self) -> None:
         """Detaches all parts from the model, even if one of them fails to detach. No step may follow."""

@@ -7,9 +7,8 @@ depends on overflows, and optimizers that cannot skip a step on the device. Ther
 If the loss or the norm is not finite, or the loss weight of the batch is 0, no rank updates: weights, masters and optimizer
 states do not change, and the code that reads the totals raises, or counts a skipped step (`Skips`).
 
-The average of a weight (`[averaging]`) is elementwise, so each rank averages only the elements that its optimizer updates,
-without communication, and averages have the same bits in every layout in which the weights have the same bits. Evaluations and
-saved weights use the averages; training keeps the raw weights.
+The average of a weight (`[averaging]`) is elementwise, so each rank averages only the elements that its optimizer updates.
+Evaluations and saved weights use the averages; training keeps the raw weights.
 """
 
 import math
@@ -33,7 +32,7 @@ from sley_core.errors import RunError
 from sley_core.generators import GENERATOR_LOCK, derive_seed, optimizer_generators, seed_generators
 from sley_core.optim import shared
 from sley_core.optim.build import scale_learning_rate
-from sley_trainer.source_losses import SourceSums
+from sley_trainer.row_metrics import SourceSums
 
 CLIP_EPSILON = 1e-6
 """The number added to the norm before the division, as in `torch.nn.utils.clip_grad_norm_`."""
@@ -44,7 +43,7 @@ class Update:
     """Runs `optimizer`, which holds the parameters of `masters`, with the gradients in `parts.store`.
 
     config: the plan's [optimizer] table. parameter_groups: returns torch.optim's groups for parameters that are unfrozen later.
-    factor: returns the learning rate's factor at a step. traits: the optimizer's behaviour. averages: the averages of the
+    lr_factor: returns the learning rate's factor at a step. traits: the optimizer's behaviour. averages: the averages of the
     weights, if the plan has [averaging]. sources: the losses by source. scale: the loss scale of fp16. skips: counts non-finite
     steps, if the plan allows them. was_taken: whether the last step changed weights, as far as the host knows.
     """
@@ -54,7 +53,7 @@ class Update:
     masters: MasterWeights
     optimizer: torch.optim.Optimizer
     parameter_groups: Callable[[list[OptimizerParam]], list[dict[str, Any]]]
-    factor: Callable[[int], float]
+    lr_factor: Callable[[int], float]
     traits: shared.Traits
     averages: "Averages | None"
     sources: SourceSums | None = field(default=None, init=False)
@@ -70,8 +69,8 @@ class Update:
         self._generators = [] if self.traits is shared.TORCH_TRAITS else optimizer_generators(optimizer)
         self._factor = 1.0
         self._has_stepped = False
-        self._layout = self.store.num_layouts
-        self._exchanging = [group for group in self.groups.values() if group.size > 1]
+        self._num_layouts = self.store.num_layouts
+        self._multi_rank_groups = [group for group in self.groups.values() if group.size > 1]
         rate = optimizer.defaults["lr"]
         self._default_group = next((group for group in optimizer.param_groups if group.get("initial_lr") == rate), {})
 
@@ -89,7 +88,7 @@ class Update:
         """
         num_skipped = sum(counter.num_skipped for counter in (self.scale, self.skips) if counter is not None)
         self.was_taken = False
-        self._factor = self.factor(step - num_skipped)
+        self._factor = self.lr_factor(step - num_skipped)
         gradients = list(self.store.norm_groups())
         totals = self._totals(gradients, loss, weight, votes)
         if self.scale is not None:
@@ -172,7 +171,6 @@ class Update:
         return restore
 
     def _publish_weights(self) -> None:
-        """Updates the weights of all ranks from the masters."""
         self.masters.write_back(are_sent=False)
         self.masters.weights.settle()
 
@@ -189,10 +187,9 @@ class Update:
             yield
 
     def _add_unfrozen_params(self) -> None:
-        """Adds the parameters that were unfrozen since the last step to the optimizer, with the plan's options."""
-        if self._layout == self.store.num_layouts:
+        if self._num_layouts == self.store.num_layouts:
             return
-        self._layout = self.store.num_layouts
+        self._num_layouts = self.store.num_layouts
         local_params = {entry.param for entry in self.masters.local_params}
         new_params = [param for param in self.store.params if param not in local_params]
         # The next step cannot be skipped on the device: fused optimizers create a parameter's state in its first step.
@@ -208,7 +205,7 @@ class Update:
         norm_type = math.inf if self.config.clip_kind == "inf" else self.config.clip_kind
         totals = self.store.reduction.totals(gradients, loss, norm_type)
         terms = totals.terms()
-        differs = exchange_difference(self._exchanging)
+        differs = exchange_difference(self._multi_rank_groups)
         numbers = [self.numbers.local_shares(self.device.torch_device)] if self.numbers.names else []
         numbers += [] if self.sources is None else [self.sources.terms()]
         host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
@@ -219,7 +216,7 @@ class Update:
         num_terms = terms.numel()
         values = torch.cat([torch.stack(totals.result(summed[:num_terms])), summed[num_terms:]])
         scale = None if self.scale is None else self.scale.value
-        return StepTotals(values, loss.sum(), collect_exchanges(self._exchanging), self.device, scale)
+        return StepTotals(values, loss.sum(), collect_exchanges(self._multi_rank_groups), self.device, scale)
 
     def _clip(self, gradients: list[NormGroup], norm: Tensor | float, clip_norm: float) -> None:
         """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float, or a tensor on the device."""
@@ -259,10 +256,10 @@ class Averages:
             if entry.parameter not in self.tensors:
                 self.tensors[entry.parameter] = entry.parameter.detach().clone()
 
-    def update(self, params: Sequence[OptimizerParam], step: int, index: int, allowed: Tensor | None) -> None:
+    def update(self, params: Sequence[OptimizerParam], step: int, index: int, is_allowed: Tensor | None) -> None:
         """Adds the updated values of `params` to their averages.
 
-        step: the number of the step, from 0. index: the number of updates before this one. allowed: a bool on the device; if
+        step: the number of the step, from 0. index: the number of updates before this one. is_allowed: a bool on the device; if
         it is false, the step has changed no weight, and averages stay as they are. Raises RunError `averaging-weight`.
         """
         weight = 1.0
@@ -275,7 +272,7 @@ class Averages:
             self.first_update = index
         if params and weight > 0.0:
             averages = [self.tensors[entry.parameter] for entry in params]
-            _average(averages, [entry.parameter.detach() for entry in params], weight, allowed)
+            _move_averages(averages, [entry.parameter.detach() for entry in params], weight, is_allowed)
 
     @torch.no_grad()
     def swap(self, params: Sequence[OptimizerParam]) -> Callable[[], object]:
@@ -287,7 +284,6 @@ class Averages:
         return lambda: self.swap(params)
 
     def reset(self) -> None:
-        """Drops the averages. The next update starts new ones."""
         self.first_update = None
         self.tensors.clear()
 
@@ -300,10 +296,10 @@ def list_averages(averages: Averages | None, params: Sequence[OptimizerParam]) -
 
 
 @torch.no_grad()
-def _average(averages: list[Tensor], values: list[Tensor], weight: float, allowed: Tensor | None) -> None:
-    """Moves `averages` towards `values` by the share `weight`, or by 0 if `allowed` is false."""
-    if allowed is not None:
-        torch._foreach_lerp_(averages, values, [(weight * allowed).to(averages[0].dtype)] * len(averages))
+def _move_averages(averages: list[Tensor], values: list[Tensor], weight: float, is_allowed: Tensor | None) -> None:
+    """Moves `averages` towards `values` by the share `weight`, or by 0 if `is_allowed` is false."""
+    if is_allowed is not None:
+        torch._foreach_lerp_(averages, values, [(weight * is_allowed).to(averages[0].dtype)] * len(averages))
     elif weight == 1.0:
         torch._foreach_copy_(averages, values)
     elif averages[0].device.type != "cpu":
@@ -333,9 +329,7 @@ class ParamState(NamedTuple):
 
 
 def states_of(update: Update) -> Iterator[ParamState]:
-    """Yields this rank's master weights, optimizer states and averages, as live tensors. Optimizer states and
-    averages exist after the first step.
-    """
+    """Yields this rank's master weights, and after the first step its optimizer states and averages, as live tensors."""
     for entry in update.masters.local_params:
         if entry.master is not None:
             yield ParamState(entry.name, entry.elements, MASTER, entry.parameter.detach())
@@ -380,19 +374,19 @@ def step_buckets(
                     shared.set_values(optimizer, deepcopy(before))
                 step()
                 if len(optimizer.param_groups) != len(all_params):
-                    raise RunError(
-                        "optimizer-groups",
-                        f"{type(optimizer).__name__} changes its groups within a step, so it cannot update bucket by bucket",
-                        hint='set `when = "idle"`, or make the groups when the optimizer is built',
+                    message = (
+                        f"{type(optimizer).__name__} changes its groups within a step, so it cannot update bucket by bucket"
                     )
+                    hint = 'set `when = "idle"`, or make the groups when the optimizer is built'
+                    raise RunError("optimizer-groups", message, hint=hint)
                 changes = shared.changed_values(before, shared.shared_values(optimizer))
                 for location, value in changes.items():
                     if location in after and shared.can_compare(value) and not shared.is_equal(value, after[location]):
+                        value_name = f"{location[0]} {location[2]!r}"
+                        message = f"{type(optimizer).__name__} computes its {value_name} from all parameters of a step"
+                        hint = 'set `when = "idle"`, or use an optimizer that stores its values per parameter'
                         raise RunError(
-                            "optimizer-counts-steps",
-                            f"{type(optimizer).__name__} computes its {location[0]} {location[2]!r} from all parameters of a "
-                            "step, so it cannot update one bucket at a time",
-                            hint='set `when = "idle"`, or use an optimizer that stores its values per parameter',
+                            "optimizer-counts-steps", f"{message}, so it cannot update one bucket at a time", hint=hint
                         )
                 after |= changes
         if after:

@@ -37,7 +37,7 @@ from sley_estimate.layers.trace import module_signature, replace_tensors
 from sley_estimate.machine import CopyDirection
 from sley_estimate.step.record import Recording
 from sley_trainer.execute import describe_output
-from sley_trainer.stage import Stage
+from sley_trainer.stepper import Stage
 from train_cli.meta_model import meta_micro_batch, meta_output, meta_state
 
 _COLLECTIVES: Mapping[Exchange, Collective] = {

@@ -47,7 +47,7 @@ from sley_estimate.layers.trace import layer_keys
 from sley_estimate.step.record import RankRecord, Recording
 from sley_trainer.assemble import Draft, assemble, build_draft, weight_dtypes
 from sley_trainer.run import Run
-from sley_trainer.stage import ActionLists
+from sley_trainer.stepper import ActionLists
 from train_cli.main import disable_gc
 from train_cli.meta_model import meta_micro_batch, micro_batch
 
@@ -204,7 +204,7 @@ def min_equivalent_microbatches(lists: ActionLists, num_microbatches: int) -> in
 
 def _peaks(lists: ActionLists, num_microbatches: int) -> Peaks | None:
     try:
-        steps = lists.training(num_microbatches)
+        steps = lists.training_list(num_microbatches)
     except SleyError:
         return None
     positions = lists.placement.num_positions
@@ -279,7 +279,7 @@ def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashab
     layer_key = {layer.name: (key, patterns[layer.name]) for layer, key in zip(model.layers, keys, strict=True)}
     layers_by_position = [tuple(layer_key[layer.name] for layer in layers) for _, layers in stage.layers_by_position]
     outputs = [*map(repr, meta_outputs(plan, stage, draft.dataset, weight_dtypes(plan)[0])), None]
-    tied = {number for stages in stage.ties for number in stages}
+    tied = {number for stages in stage.tied_stages for number in stages}
     placement = stage.action_lists.placement
     stage_keys: list[Hashable] = []
     for number in range(topology.pp):

@@ -40,7 +40,7 @@ from sley_estimate.layers import trace
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.search.layouts import list_choices
 from sley_trainer.assemble import DTYPES, build_meta_model, weight_dtypes
-from sley_trainer.execute import InFlight, describe_output, gradient_edges
+from sley_trainer.execute import ChunkState, describe_output, find_gradient_edges
 from train_cli.meta_model import meta_micro_batch
 
 NUM_CALLS, NUM_CALIBRATION_CALLS = 5, 15  # timed calls of each layer, for a partition and for a machine file
@@ -232,7 +232,7 @@ class LayerBench:
         forward_s, _, backward_s, products_s = ((end - start) / ROW_LENGTH for start, end in pairwise(times))
         return forward_s, max(0.0, backward_s - self._empty_backward_s), products_s
 
-    def _call_layer(self, layer: Layer, in_flight: InFlight, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
+    def _call_layer(self, layer: Layer, in_flight: ChunkState, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
         output = self._caller(layer, args, named, trace.MICRO_STEP)
         if layer is self.model.layers[-1]:
             in_flight.loss = self._loss.loss(output, self._fields)
@@ -245,9 +245,9 @@ def time_empty_backward(device: Device) -> float:
     description, tensors = describe_output(value.requires_grad_())
     seconds = []
     for _ in range(1 + NUM_EMPTY_BACKWARDS):
-        in_flight = InFlight()
+        in_flight = ChunkState()
         output = in_flight.build_input(description, [tensor.detach() for tensor in tensors]).view(1)
-        in_flight.edges = gradient_edges(*describe_output(output))
+        in_flight.edges = find_gradient_edges(*describe_output(output))
         gradients = [torch.ones_like(value)]
         start_s = time.perf_counter()
         in_flight.backward(gradients)

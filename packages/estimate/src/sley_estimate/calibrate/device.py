@@ -367,9 +367,9 @@ def mean_step_s(run: Run, num_steps: int) -> float:
     start_s = time.perf_counter()
     for _ in range(num_steps):
         previous, current = current, run.launch(None)
-        assert previous.totals.read().is_finite, f"step {previous.number}"
+        assert previous.totals.read().is_finite, f"step {previous.step}"
     device.wait_until(device.moment())
     elapsed_s = time.perf_counter() - start_s
-    assert current.totals.read().is_finite, f"step {current.number}"
+    assert current.totals.read().is_finite, f"step {current.step}"
     run.parts.weights.settle()
     return elapsed_s / num_steps

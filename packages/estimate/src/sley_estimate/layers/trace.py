@@ -36,7 +36,7 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import ActivationPolicy, Loss, SplitLogits
 from sley_estimate.layers.operators import PHASES, FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
 from sley_trainer.assemble import DTYPES, weight_dtypes
-from sley_trainer.execute import InFlight, describe_output, gradient_edges
+from sley_trainer.execute import ChunkState, describe_output, find_gradient_edges
 
 MICRO_STEP = MicroStep(0, 0, Phase.TRAIN, 0, 0)
 
@@ -159,25 +159,25 @@ def _record_layer(
 
 def start_call(
     layer: Layer, value: Value | None, fields: Mapping[str, Tensor]
-) -> tuple[InFlight, tuple[Any, ...], Mapping[str, Tensor]]:
+) -> tuple[ChunkState, tuple[Any, ...], Mapping[str, Tensor]]:
     """Returns the state of a new call, its positional arguments, and its fields. value: None for the first layer."""
-    in_flight = InFlight()
+    in_flight = ChunkState()
     args: tuple[Any, ...] = () if value is None else (in_flight.build_input(*value),)
     return in_flight, args, {name: fields[name] for name in layer.fields}
 
 
 def make_output_gradients(
-    in_flight: InFlight, output: Any, make_gradient: Callable[[Tensor], Tensor] = torch.ones_like
+    in_flight: ChunkState, output: Any, make_gradient: Callable[[Tensor], Tensor] = torch.ones_like
 ) -> list[Tensor]:
     """Returns the gradients that start the backward: ones for a loss, else `make_gradient` of each output with a gradient."""
     if in_flight.loss is not None:
         return [torch.ones_like(in_flight.loss)]
     description, tensors = describe_output(output)
-    in_flight.edges = gradient_edges(description, tensors)
+    in_flight.edges = find_gradient_edges(description, tensors)
     return [make_gradient(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
 
 
-def run_backward(in_flight: InFlight, gradients: list[Tensor]) -> None:
+def run_backward(in_flight: ChunkState, gradients: list[Tensor]) -> None:
     """Runs the backward, unless the loss does not require a gradient."""
     if in_flight.loss is None or in_flight.loss.requires_grad:
         in_flight.backward(gradients)

@@ -49,7 +49,7 @@ from sley_estimate.machine import CopyDirection, MachineFile, collective_cost, c
 from sley_estimate.search.layouts import Choice, Choices, Layout, Layouts, component_hint
 from sley_estimate.step.estimate import estimate_plan, plan_for_machine
 from sley_trainer.assemble import DTYPES, build_meta_model, weight_dtypes
-from sley_trainer.stage import build_stage, count_layer_parameters
+from sley_trainer.stepper import build_stage, count_layer_parameters
 from train_cli.main import disable_gc
 
 Floats = NDArray[np.float64]

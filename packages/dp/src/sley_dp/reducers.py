@@ -1,23 +1,97 @@
-"""`dp.sharded`: ranks that hold the same weights share the optimizer's work and states (ZeRO stage 1).
+"""The reducers, which sum each bucket of gradients as soon as its last gradient is complete.
+
+A bucket is a slice of the gradient store, so it is summed in place, and the optimizer reads the sum there. Buckets are filled
+in reverse order of use, which is the order in which the store reports gradients.
+
+`dp.bucketed`, after PyTorch's DistributedDataParallel (Li et al., 2020, section 3.2):
+
+    backward   |---- block 7 ----|---- block 6 ----|---- block 5 ----| ...
+    reduction                    |-- bucket 0 --|  |-- bucket 1 --|
+
+`dp.sharded`, in which ranks that hold the same weights share the optimizer's work and states (ZeRO stage 1: Rajbhandari,
+Rasley, Ruwase, He, 2020, section 5.1). Its buckets are planned only once, since master weights and optimizer states have the
+same layout:
 
     backward   |---- block 7 ----|---- block 6 ----| ...      update      next forward  |---- block 0 ----|---- block 1 ----|
     reduce-scatter               |-- bucket 0 --|  ...    local shard only  all-gather  |-- bucket n --|  |-- bucket n-1 --|
-
-The design follows ZeRO (Rajbhandari, Rasley, Ruwase, He, 2020, section 5.1). Buckets are planned only once, since master
-weights and optimizer states have the same layout.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from sley_core.api.comm import SentBytes, Work
+from sley_core.api.comm import Group, SentBytes, Work
 from sley_core.api.parts import BufferShard, GradientBuffer, Layout, Param, Parts, StepState, Sums, split_by_size
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
-from sley_dp.bucketed import find_last_params, split_by_family
-from sley_dp.plugin import SUMS, WEIGHTS, ShardedConfig, shards_axis
-from sley_dp.sums import ShardSums
+from sley_dp.plugin import SUMS_CHANNEL, WEIGHTS_CHANNEL, BucketedConfig, ShardedConfig, shards_axis
+from sley_dp.sums import Bf16Sums, ExactSums, ShardSums
+
+
+class BucketedReducer(GradientHandler):
+    """Sums each gradient over its reduce group once per optimizer step, overlapped with the last backward.
+
+    The sums equal those of `core.each`. With `reduction = "bf16"`, their relative error is at most 2^-7, unless terms cancel.
+    """
+
+    def __init__(self, config: BucketedConfig) -> None:
+        self._config = config
+        self._sent = SentBytes()
+        self._last_params: set[Param] = set()
+
+    def attach(self, parts: Parts) -> None:
+        self._store = parts.store
+        self._groups = parts.groups
+        self.sums: Sums = Bf16Sums(self._sent)
+        if self._config.reduction != "bf16":
+            self.sums = parts.store.reduction.sums(parts.store, self._sent) or ExactSums(self._sent)
+        self._store.lay_out(self._plan_layout)
+
+    def begin_step(self, step: StepState) -> None:
+        """Discards the sums of a failed step, and finds the buckets' last parameters, which change with frozen parameters."""
+        self.sums.discard()
+        self._sent.begin_step()
+        self._last_params = find_last_params(self._store.buffers)
+
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        """Starts the sum of a bucket if `param` is the last of its parameters.
+
+        All ranks of a reduce group call this in the same order.
+        """
+        if param in self._last_params:
+            buffer = self._store.buffer_of(param)
+            assert buffer is not None, param
+            self.sums.start(buffer, self._groups[buffer.reduce_group])
+
+    def finish_step(self, step: StepState) -> None:
+        self.sums.finish()
+        self._sent.end_step()
+
+    def counts(self) -> dict[str, float]:
+        """Returns the number of bytes that this rank sent for the sums of the last step."""
+        return self._sent.counts()
+
+    def _plan_layout(self, params: list[Param]) -> Layout:
+        """Returns a layout with buckets for each family, filled in the order of `params`."""
+        families, unreduced = split_by_family(params, self._groups)
+        size_of, bucket_bytes = self._store.aligned_bytes, self._config.bucket_bytes
+        buckets = [bucket for family in families for bucket in split_by_size(family, size_of, bucket_bytes)]
+        return Layout(buckets, params, unreduced)
+
+
+def find_last_params(buffers: Iterable[GradientBuffer]) -> set[Param]:
+    """Returns the parameter of each bucket whose gradient comes last: that with the lowest index in the registry."""
+    return {min(buffer.params, key=lambda param: param.index) for buffer in buffers}
+
+
+def split_by_family(params: Iterable[Param], groups: Mapping[str, Group]) -> tuple[list[list[Param]], list[Param]]:
+    """Returns the families of parameters that may share buckets, and the parameters whose reduce group has only one rank."""
+    families: dict[tuple[object, ...], list[Param]] = {}
+    unreduced: list[Param] = []
+    for param in params:
+        is_reduced = groups[param.reduce_group].size > 1
+        (families.setdefault(param.family, []) if is_reduced else unreduced).append(param)
+    return list(families.values()), unreduced
 
 
 class WeightGathers:
@@ -43,7 +117,7 @@ class WeightGathers:
         for index, (buffer, shard) in enumerate(self.buffers):
             start, end = shard.bounds(buffer.data.numel())
             # Over the ranks that share a copy, on a separate channel, after the same updates, in the order of `buffers`.
-            transport = self._groups[shard.axis].transport(WEIGHTS)
+            transport = self._groups[shard.axis].transport(WEIGHTS_CHANNEL)
             label = f"the weights from {buffer.params[0].name} on"
             self._gathers[index] = transport.all_gather([buffer.data], [buffer.data[start:end]], label=label)
 
@@ -85,7 +159,7 @@ class ShardedReducer(GradientHandler):
         parts.store.lay_out(self._plan_layout)
         self._last_params = find_last_params(parts.store.buffers)
         shard_sums = ShardSums(parts.groups, is_async=parts.world.device.is_async)
-        self.sums: Sums = parts.store.reduction.sums(parts.store, SentBytes(), SUMS) or shard_sums
+        self.sums: Sums = parts.store.reduction.sums(parts.store, SentBytes(), SUMS_CHANNEL) or shard_sums
         # Buckets are in backward order, gathers in forward order.
         self.gathers = WeightGathers(parts, parts.store.buffers[::-1])
         parts.weights.add_completion(self.gathers)
@@ -99,7 +173,6 @@ class ShardedReducer(GradientHandler):
                 parts.waits.before_layer(layer.name, partial(self.gathers.wait_for, indices), is_due)
 
     def begin_step(self, step: StepState) -> None:
-        """Discards the sums of a failed step."""
         self.sums.discard()
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
@@ -125,9 +198,8 @@ class ShardedReducer(GradientHandler):
             self.gathers.wait()
 
     def _plan_layout(self, params: list[Param]) -> Layout:
-        """Returns a layout with buckets for each family, filled in the order of `params`, and this rank's shard of each bucket.
-
-        Parameters that are tied across stages are sorted by name, so that all their stages split them into the same shards.
+        """Returns a layout like `dp.bucketed`'s, with this rank's shard of each bucket. Parameters that are tied across stages
+        are sorted by name, so that all their stages split them into the same shards.
         """
         families, unreduced = split_by_family(params, self._parts.groups)
         buckets, shards = [], []

@@ -1,10 +1,19 @@
-"""Measures a step for its metrics row: samples and tokens per second, FLOP/s, model FLOPs utilisation and memory."""
+"""Measures a step for its metrics row: samples and tokens per second, FLOP/s, model FLOPs utilisation and memory (`Meter`), and
+the loss of each source of samples, if the dataset has `sources` (`SourceSums`):
+
+    a microbatch of one source     its loss is the source's loss
+    a microbatch of several        `loss` is called again for the samples of each source, without gradients
+
+The message of a step's totals sums the losses over ranks, in the order of the run's other sums: with canonical sums the results
+have the same bits in every layout.
+"""
 
 import math
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.dataset import IGNORE_INDEX, DataInfo
+from sley_core.data.dataset import IGNORE_INDEX, SOURCE, Batch, DataInfo, Field
+from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.parts import Parts
-from sley_core.engine.step_batch import BatchCounts
+from sley_core.engine.step_batch import BatchCounts, StepBatch
+from sley_core.errors import RunError
 from sley_core.model.layers import Layer
 from sley_core.plan.plan import Plan
+from sley_core.protocols import Loss, SplitLogits
 
 MEMORY_EVERY_S = 0.5
 """The minimum number of seconds between two readings of the peak memory."""
@@ -26,17 +38,15 @@ DOCUMENTS = "cu_seqlens"
 
 
 class ModelFlops(NamedTuple):
-    """The FLOPs of a model's forward and backward.
-
-    matrices: the FLOPs of matrix products per position. attention: FLOPs per pair of positions in a document. is_flat: whether
-    the model consists of linear layers, without convolutions, attention or embeddings. in_documents: whether a layer reads the
-    document boundaries.
+    """The FLOPs of a model's forward and backward: of matrix products per position, and of attention per pair of positions in a
+    document. has_only_linears: whether no layer is a convolution, attention or embedding. reads_documents: whether a layer
+    reads the document boundaries.
     """
 
     matrices: float = 0.0
     attention: float = 0.0
-    is_flat: bool = True
-    in_documents: bool = False
+    has_only_linears: bool = True
+    reads_documents: bool = False
 
     def total(self, counts: BatchCounts) -> float:
         """Returns the FLOPs of a batch with these `counts`."""
@@ -48,7 +58,7 @@ class Meter:
 
     unit: "tokens" if a field has token ids (`ids = "token"`, or an int64 pair of `tokens` or `input_ids` with `labels`), else
     "samples". peak_flops: the total peak FLOP/s of all devices, None if unknown. labels: the field with the labels; a
-    token is trained if its label is neither negative nor `ignored`.
+    token is trained if its label is neither negative nor `ignore_index`.
     """
 
     def __init__(
@@ -60,16 +70,15 @@ class Meter:
         num_devices: int = 1,
         peak_flops: float | None = None,
         labels: str = "labels",
-        ignored: int = IGNORE_INDEX,
+        ignore_index: int = IGNORE_INDEX,
     ) -> None:
         self.device = device
         self.flops = flops or ModelFlops()
         self.num_devices = num_devices
         self.peak_flops = peak_flops
-        self.ignored = ignored
+        self.ignore_index = ignore_index
         self._info = info
-        self._measured_at = -math.inf
-        self._memory = 0.0
+        self._measured_s, self._memory_mb = -math.inf, 0.0
         fields = info.fields
         integers = {name for name, field in fields.items() if field.dtype == "int64"}
         pairs = [name for name in ("tokens", "input_ids") if {name, "labels"} <= integers]
@@ -90,7 +99,7 @@ class Meter:
             num_devices=size,
             peak_flops=None if peak is None else peak * size,
             labels=getattr(loss, "labels", "labels"),
-            ignored=getattr(loss, "ignore_index", IGNORE_INDEX),
+            ignore_index=getattr(loss, "ignore_index", IGNORE_INDEX),
         )
 
     def count(self, batch: Mapping[str, Tensor]) -> BatchCounts:
@@ -103,10 +112,10 @@ class Meter:
         if self._tokens is not None:
             tokens, labels = batch[self._tokens].numel(), batch.get(self._labels or "")
             if labels is not None and labels.shape == batch[self._tokens].shape:
-                trained = int(torch.count_nonzero((labels >= 0) & (labels != self.ignored)))
+                trained = int(torch.count_nonzero((labels >= 0) & (labels != self.ignore_index)))
         length = tokens / samples if tokens else self._positions(batch)
         pairs = samples * length**2
-        if self.flops.in_documents and DOCUMENTS in batch:
+        if self.flops.reads_documents and DOCUMENTS in batch:
             pairs = float(batch[DOCUMENTS].diff(dim=-1).double().square().sum())
         return BatchCounts(samples, tokens, trained, samples * length, pairs)
 
@@ -117,42 +126,32 @@ class Meter:
         for name, field in self._info.fields.items():
             if field.sequence_dim is not None:
                 return batch[name].shape[field.sequence_dim]
-        return int(self.flops.is_flat and all(value.ndim <= 2 for value in batch.values()))
+        return int(self.flops.has_only_linears and all(value.ndim <= 2 for value in batch.values()))
 
     def measure(self, counts: BatchCounts, seconds: float, data_wait_s: float) -> dict[str, float | int]:
         """Returns `tokens`, `trained_tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, `tflops` and `mfu`; or
-        `samples` and `samples_per_s` for data without tokens.
+        `samples` and `samples_per_s` for data without tokens. Leaves out unknown values, and `trained_tokens` if it is 0.
 
         counts: the counts of the step over all ranks. seconds: the duration of the step. data_wait_s: the seconds that this
-        rank waited for data. `trained_tokens` is left out if it is 0 or unknown. `memory_mb` is this rank's peak in MiB.
-        `tflops` is the speed per device in 10^12 FLOP/s, left out if the FLOPs are unknown. `mfu` is the fraction of the
-        devices' peak, left out if either is unknown.
+        rank waited for data. `memory_mb` is this rank's peak in MiB, `tflops` the speed per device in 10^12 FLOP/s, and `mfu`
+        the fraction of the devices' peak.
         """
         count = int(counts.samples if self._tokens is None else counts.tokens)
         row: dict[str, float | int] = {self.unit: count}
         if counts.trained_tokens:
             row["trained_tokens"] = int(counts.trained_tokens)
         row |= {"seconds": seconds, f"{self.unit}_per_s": count / seconds}
-        row |= {"data_wait_s": data_wait_s, "memory_mb": self._memory_mb()}
+        if (time_s := time.monotonic()) - self._measured_s >= MEMORY_EVERY_S:  # a reading takes 0.1 ms
+            self._measured_s, self._memory_mb = time_s, peak_memory_mb(self.device)
+        row |= {"data_wait_s": data_wait_s, "memory_mb": self._memory_mb}
         if flops_per_s := self.flops.total(counts) / seconds:
             row["tflops"] = flops_per_s / self.num_devices / 1e12
             if self.peak_flops is not None:
                 row["mfu"] = flops_per_s / self.peak_flops
         return row
 
-    def _memory_mb(self) -> float:
-        """Returns the peak memory in MiB. The value is up to `MEMORY_EVERY_S` old, since reading it takes 0.1 ms."""
-        time_s = time.monotonic()
-        if time_s - self._measured_at >= MEMORY_EVERY_S:
-            self._measured_at = time_s
-            self._memory = memory_mb(self.device)
-        return self._memory
 
-
-Peaks = dict[str, float]
-"""Dense TFLOP/s by dtype. `tf32` means fp32 on tensor cores. The fp64 value is also that of tensor cores."""
-
-PEAKS: tuple[tuple[str, Peaks], ...] = (
+PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bA100\b", {"fp64": 19.5, "fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}),
     (r"\bH100\b.*\bPCIe\b", {"fp64": 51.0, "fp32": 51.0, "tf32": 378.0, "bf16": 756.0, "fp16": 756.0}),
     (r"\b(H100|H200)\b.*\bNVL\b", {"fp64": 60.0, "fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5}),
@@ -171,20 +170,21 @@ PEAKS: tuple[tuple[str, Peaks], ...] = (
     (r"\bRTX 3090$", {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0, "fp16": 71.0}),
     (r"\bRTX 4090$", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2}),
 )
-"""Patterns of device names with their peaks; the first match counts. The values are from NVIDIA's datasheets (A100 80GB 2021,
-H100 2023, H200 2024, GH200 2023, HGX B200 and GB200 NVL72 2024; V100 to L40S) and GeForce architecture papers (with fp32 sums),
-halved if they include structured sparsity."""
+"""Patterns of device names with their dense TFLOP/s by dtype; the first match counts. `tf32` means fp32 on tensor cores, and
+the fp64 value is also that of tensor cores. The values are from NVIDIA's datasheets (A100 80GB 2021, H100 2023, H200 2024,
+GH200 2023, HGX B200 and GB200 NVL72 2024; V100 to L40S) and GeForce architecture papers (with fp32 sums), halved if they
+include structured sparsity."""
 
 
 def device_peak_flops(device: torch.device, compute: str) -> float | None:
     """Returns the dense FLOP/s of this device in the plan's `precision.compute`; None for a CPU, a MIG slice and any other
-    device that is not in `PEAKS`.
+    device that is not in `PEAK_TFLOPS`.
     """
     if device.type != "cuda" or "MIG" in (name := torch.cuda.get_device_name(device)):
         return None
     if compute == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         compute = "tf32"
-    peaks = next((peaks for pattern, peaks in PEAKS if re.search(pattern, name)), {})
+    peaks = next((peaks for pattern, peaks in PEAK_TFLOPS if re.search(pattern, name)), {})
     return peaks[compute] * 1e12 if compute in peaks else None
 
 
@@ -204,12 +204,12 @@ def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None =
     full_numels: the number of elements of the full parameter, keyed by the id of a sharded parameter.
     """
     matrices = attention = 0.0
-    is_flat, has_backward, in_documents = True, False, False
+    has_only_linears, has_backward, reads_documents = True, False, False
     for layer in layers:
-        in_documents |= DOCUMENTS in layer.fields
+        reads_documents |= DOCUMENTS in layer.fields
         has_backward |= any(param.requires_grad for param in layer.module.parameters())
         for module in layer.module.modules():
-            is_flat &= not isinstance(module, _EMBEDDING_CLASSES)
+            has_only_linears &= not isinstance(module, _EMBEDDING_CLASSES)
             share = getattr(module, "active_share", 1.0)
             for name in () if isinstance(module, _EMBEDDING_CLASSES) else _MATRIX_NAMES if share == 1.0 else module._parameters:
                 weight = getattr(module, name, None)
@@ -218,9 +218,9 @@ def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None =
                 if isinstance(weight, Tensor) and weight.ndim >= 2 and is_owned:
                     passes = 3 if weight.requires_grad else 1 + has_backward
                     matrices += 2.0 * passes * share * (full_numels or {}).get(id(weight), weight.numel())
-                    is_flat &= weight.ndim == 2
+                    has_only_linears &= weight.ndim == 2
             attention += 2.0 * (1 + 2 * has_backward) * attention_width(module)
-    return ModelFlops(matrices, attention, is_flat and not attention, in_documents)
+    return ModelFlops(matrices, attention, has_only_linears and not attention, reads_documents)
 
 
 _EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag)
@@ -228,9 +228,8 @@ _MATRIX_NAMES = ("weight", "in_proj_weight")
 
 
 def attention_width(module: Any) -> int:
-    """Returns heads x head_dim of an attention module, doubled if it is not causal; 0 for other modules.
-
-    Reads the attribute `attention_width`, or `head_dim` and `num_heads` as in torch and transformers.
+    """Returns the attribute `attention_width` of an attention module, or `num_heads` x `head_dim`, as in torch and
+    transformers, doubled if it is not causal; 0 for other modules.
     """
     if (width := getattr(module, "attention_width", None)) is not None:
         return int(width)
@@ -241,7 +240,7 @@ def attention_width(module: Any) -> int:
     return heads * head_dim * (1 if getattr(module, "is_causal", True) else 2)
 
 
-def memory_mb(device: torch.device) -> float:
+def peak_memory_mb(device: torch.device) -> float:
     """Returns the peak memory in MiB: torch's allocations on a CUDA device, or the resident set of this process on a CPU.
 
     The resident set includes torch's libraries (about 200 MiB), the stacks of threads and mapped files. It is read from /proc
@@ -257,3 +256,110 @@ def memory_mb(device: torch.device) -> float:
 
         unit = 2**20 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+class SourceSums:
+    """Sums the losses and loss weights of each source in one step on this rank.
+
+    names: the names of the sources. fields: the declared batch fields. weighs: whether this rank counts loss weights.
+    weighs_whole: whether it counts the weights of full sequences.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parts: Parts, fields: Mapping[str, Field], loss: Loss, *, weighs: bool, weighs_whole: bool
+    ) -> None:
+        self.names = tuple(names)
+        self.weighs = weighs
+        self.weighs_whole = weighs_whole
+        self._fields = fields
+        self._loss = loss
+        self._reduction = parts.store.reduction
+        self._device = parts.world.device
+        self._weights: list[list[float]] = [[] for _ in self.names]
+        self._losses = torch.zeros(0)
+
+    def begin(self, batch: StepBatch) -> None:
+        """Begins a step, and computes the loss weights of its samples. Raises RunError "data-source" for an unknown source."""
+        shape = (batch.num_microbatches,) if self._reduction.fixed_order else ()
+        self._weights = [[] for _ in self.names]
+        self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
+        if self.weighs:
+            for piece in batch.whole if self.weighs_whole else batch.micros:
+                for source in sorted(set(piece[SOURCE].tolist())):
+                    if not 0 <= source < len(self.names):
+                        names = ", ".join(self.names)
+                        message = f"a sample has the source {source}, but the data has {len(self.names)} sources: {names}"
+                        raise RunError("data-source", message)
+                    rows = (piece[SOURCE] == source).nonzero().flatten()
+                    self._weights[source].append(self._loss.weight(self._select_fields(piece, rows)))
+
+    @torch.no_grad()
+    def add(self, micro: int, output: Any, batch: Mapping[str, Tensor], sources: Tensor, loss: Tensor) -> None:
+        """Adds the loss of a microbatch. If `output` is a collective `SplitLogits`, all ranks that share it must call this.
+
+        output: the model's output. batch: the fields that the loss reads, on the device. sources: the sources of the samples,
+        on the host. loss: the loss of the whole microbatch.
+        """
+        is_split = not isinstance(output, Tensor) and isinstance(output, SplitLogits)
+        is_collective = is_split and getattr(output, "is_collective", True)
+        sources_of_batch = sorted(set(sources.tolist()))
+        if len(sources_of_batch) == 1 and not is_collective:
+            self._loss_slot(sources_of_batch[0], micro).add_(loss.detach())
+            return
+        loss_copy = copy(self._loss)  # a copy, since a loss may count its calls
+        devices = [self._device.torch_device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            for source in range(len(self.names)) if is_collective else sources_of_batch:
+                rows = sources == source
+                if is_split:  # in a collective, all ranks must make the same calls, whatever sources they have
+                    names = getattr(loss_copy, "fields", batch)
+                    loss_inputs = output, {name: self._mask_labels(name, batch[name], rows) for name in names}
+                else:
+                    loss_inputs = self._select_rows(output, batch, rows)
+                self._loss_slot(source, micro).add_(loss_copy.loss(*loss_inputs))
+
+    def _loss_slot(self, source: int, micro: int) -> Tensor:
+        return self._losses[source, micro] if self._reduction.fixed_order else self._losses[source]
+
+    def _mask_labels(self, name: str, labels: Tensor, rows: Tensor) -> Tensor:
+        shape = [1] * labels.ndim
+        shape[self._fields[name].batch_dim] = len(rows)
+        return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORE_INDEX)
+
+    def _select_rows(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
+        """Returns output and batch of `rows`. Raises RunError "outputs-apart" for an output without the batch dim."""
+        dim = self._fields[SOURCE].batch_dim
+        tensors, structure = flatten(output)
+        for tensor in tensors:
+            if tensor.ndim <= dim or tensor.shape[dim] != len(rows):
+                message = f"an output of shape {list(tensor.shape)} does not have the {len(rows)} samples of its microbatch"
+                hint = "set `micro_size = 1`, or use sources of one type, so that each source's samples have a loss"
+                raise RunError("outputs-apart", message, path=("batch", "micro_size"), hint=hint)
+        indices = rows.nonzero().flatten().to(self._device.torch_device)
+        output = unflatten([tensor.index_select(dim, indices) for tensor in tensors], structure)
+        return output, self._select_fields(batch, indices)
+
+    def _select_fields(self, batch: Mapping[str, Tensor], indices: Tensor) -> Batch:
+        return {name: value.index_select(self._fields[name].batch_dim, indices) for name, value in batch.items()}
+
+    def terms(self) -> Tensor:
+        """Returns the terms to sum over all ranks, float64 [terms] on the device: those of the weights, then of the losses."""
+        terms = [term for weights in self._weights for term in self._reduction.weight_terms(weights)]
+        on_device = self._device.move(torch.tensor(terms, dtype=torch.float64))
+        return torch.cat([on_device, *(self._reduction.loss_terms([losses]) for losses in self._losses)])
+
+    def row(self, summed: Sequence[float]) -> dict[str, float]:
+        """Returns `loss/NAME`, the mean loss of a source, and `share/NAME`, its share of the step's loss weight (for
+        cross-entropy, of the labels that count). A source of weight 0 has no `loss/NAME`. summed: the sum of all ranks'
+        `terms`.
+        """
+        count = len(self.names)
+        size = len(self._reduction.weight_terms([]))
+        weights = [self._reduction.weight_of(summed[index * size : (index + 1) * size]) for index in range(count)]
+        losses = torch.tensor(summed[count * size :], dtype=torch.float64).chunk(count)
+        row = {}
+        for name, weight, terms in zip(self.names, weights, losses, strict=True):
+            if weight:
+                row[f"loss/{name}"] = self._reduction.loss_of(terms, 1) / weight
+            row[f"share/{name}"] = weight / (sum(weights) or 1.0)
+        return row
