@@ -17,8 +17,8 @@ from pydantic.fields import FieldInfo
 
 from sley_core import hookspecs
 from sley_core.plan.document import to_plain_data
-from sley_core.plan.kinds import COMPONENTS, type_name
-from sley_core.plan.loader import CORE, Loader
+from sley_core.plan.kinds import COMPONENTS, record_type_name
+from sley_core.plan.loader import CORE, PluginLoader
 from sley_core.plan.plan import format_value
 from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, SOURCE_FOLDER, TABLES
 from sley_core.records import ScheduleRecord
@@ -148,9 +148,9 @@ def plan_page() -> str:
     for name, model in {**TABLES, **OPTIONAL_TABLES}.items():
         optional = " (may be left out)" if name in OPTIONAL_TABLES else ""
         parts.append(f"## `[{name}]`{optional}\n\n{_doc(model)}\n\n{_table(rows(model))}")
-    plugins = [Loader().load(name) for name in PLUGINS]
+    plugins = [PluginLoader().load(name) for name in PLUGINS]
     for spec in COMPONENTS:
-        name = type_name(spec.record_type)
+        name = record_type_name(spec.record_type)
         choice = f"`use` names {'an' if name[0] in 'aeiou' else 'a'} {name}" + (
             " and `factory` your own code" if spec.factory else ""
         )

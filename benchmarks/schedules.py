@@ -210,7 +210,7 @@ def simulated(name: str, stages: int) -> float:
     schedule: Schedule = pipeline.build()
     placement = schedule.placement(stages)
     each = SECONDS / schedule.chunks
-    costs = Costs.even(placement.num_positions, forward=each, input_gradient=each, weight_gradient=each)
+    costs = Costs.uniform(placement.num_positions, forward=each, input_gradient=each, weight_gradient=each)
     return simulate(lower(schedule.lists(stages, MICROS), placement, MICROS), placement, costs).timeline.makespan_s
 
 

@@ -11,7 +11,7 @@ import trained_runs
 from safetensors.torch import load_file, save_file
 from trained_runs import TOKENS
 
-from sley_core.files import PLAN
+from sley_core.run_folder import PLAN_FILE
 from sley_testing.plans import Tables, small_plan
 from sley_trainer.run import Run
 
@@ -94,8 +94,8 @@ def test_a_run_without_its_base_is_evaluated_and_sampled(cli: Any, trained: Trai
     shutil.rmtree(folder / "base")
     assert "held-out loss" in succeed(cli, "eval", run)
     assert succeed(cli, "sample", run, "--prompt", "the sley", "--tokens", "5")
-    text = (run / PLAN).read_text("utf-8")
+    text = (run / PLAN_FILE).read_text("utf-8")
     before, _, after = text.partition("[adapters]")
-    (run / PLAN).write_text(before + after[after.index("\n[") :], "utf-8")
+    (run / PLAN_FILE).write_text(before + after[after.index("\n[") :], "utf-8")
     for options in (["--format", "peft"], ["--merge"]):
         assert "export-adapters" in cli("export", run, *options, "--out", folder / "hf").err

@@ -12,9 +12,8 @@ import pytest
 import torch
 from started_program import Cli
 
-from sley_core.data.batches import SequenceSlicer, collate_function
+from sley_core.data.batches import SequenceSlicer, collate_function, open_dataset
 from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 from train_cli.meta_model import meta_micro_batch

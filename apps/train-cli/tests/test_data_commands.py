@@ -8,10 +8,10 @@ import pytest
 from chat_folder import TEMPLATE, write_chats
 from started_program import Cli
 
+from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
-from sley_core.files import PLAN
 from sley_core.plan.load import load_plan
+from sley_core.run_folder import PLAN_FILE
 from sley_data.chat_template import load_text_ids
 from train_cli.saved import copy_run_files, load_run_plan
 
@@ -83,7 +83,7 @@ def test_a_run_folder_keeps_the_template(folder: Path, tmp_path: Path, change: s
     template = folder / "own.jinja"
     template.write_text(TEMPLATE.replace("<|im_end|>", "<|im_start|>"), "utf-8")
     resolved = load_plan(folder / "plan.toml", [change])
-    (tmp_path / PLAN).write_text(resolved.to_toml(), "utf-8")
+    (tmp_path / PLAN_FILE).write_text(resolved.to_toml(), "utf-8")
     copy_run_files(resolved, tmp_path)
     template.unlink()
     config: Any = load_run_plan(tmp_path).data.config

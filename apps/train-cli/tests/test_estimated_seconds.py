@@ -14,8 +14,8 @@ import dozing
 import pytest
 
 from sley_core.comm.world import World
+from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
 from sley_core.engine.direct import WeightQueue
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan

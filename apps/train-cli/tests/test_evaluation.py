@@ -16,8 +16,8 @@ from layouts import layout_of, num_ranks
 from torch import Tensor
 
 from sley_core.comm.world import World
+from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
 from sley_core.errors import SleyError, UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan

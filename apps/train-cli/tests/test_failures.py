@@ -13,7 +13,7 @@ import pytest
 from acting_model import FIRST_LINE, doing
 from started_program import Cli, Start
 
-from sley_core.jsonl import read_rows
+from sley_core.run_folder import read_rows
 from sley_core.weight_files.read import WeightFiles
 from sley_doctor.fault_report import read_reports
 from train_cli import rank

@@ -21,7 +21,7 @@ from layouts import layout_of, num_ranks
 from started_program import LIMIT_S, Program, Start
 
 from sley_checkpoint.reader import newest, read
-from sley_core.attempt import read_attempt
+from sley_core.run_folder import read_attempt
 from sley_testing.plans import Tables, changed, small_plan, write_texts
 
 NAME = "killed"
@@ -60,7 +60,7 @@ def start_life(start: Start, folder: Path, tables: Tables, name: str) -> list[Pr
     plan.write_text(tomli_w.dumps(tables), "utf-8")
     attempt = read_attempt(folder / tables["run"].get("folder", "runs") / NAME)
     # A run that has saved nothing starts from the beginning only if the user asks for it; `auto` does not.
-    options = ["--overwrite"] if attempt is not None and attempt.saved < 0 else ["--resume", "auto"]
+    options = ["--overwrite"] if attempt is not None and attempt.saved_step < 0 else ["--resume", "auto"]
     size = num_ranks(tables)
     environ = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "SLEY_STORE": (folder / f"store-{name}").as_uri()}
     return [start("run", plan, *options, RANK=str(rank), LOCAL_RANK=str(rank), **environ) for rank in range(size)]

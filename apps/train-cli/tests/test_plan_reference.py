@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from reference_pages import plan_page, rows
 
-from sley_core.plan.loader import Loader, find_plugins
+from sley_core.plan.loader import PluginLoader, find_plugins
 from sley_core.plan.tables import OPTIONAL_TABLES, TABLES
 from sley_core.records import import_object
 
@@ -20,7 +20,7 @@ def test_the_page_in_the_documentation_is_up_to_date() -> None:
 
 
 def test_every_key_has_a_type_and_a_meaning() -> None:
-    core = Loader(plugins={}).load("core")
+    core = PluginLoader(plugins={}).load("core")
     records = [record.config for record in core.records.values()]
     for model in (*TABLES.values(), *OPTIONAL_TABLES.values(), *records):
         assert model.__doc__
@@ -30,7 +30,7 @@ def test_every_key_has_a_type_and_a_meaning() -> None:
 
 
 def test_each_object_that_a_record_names_can_be_imported() -> None:
-    loader = Loader()
+    loader = PluginLoader()
     references = {
         value: record.name
         for plugin in find_plugins()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.plan.tables import BestTable
+from sley_core.plan.tables import KeepBestTable
 from sley_trainer.evaluation import BestEvaluation
 from train_cli import rank
 from train_cli.progress import (
@@ -161,7 +161,7 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
     steps[4]["held_out/exact"] = None  # NaN, in a file
     totals = total(steps)
     assert len(totals.losses) == 20, "its size is constant"
-    best = BestEvaluation(BestTable(metric="held_out_loss"), 2)
+    best = BestEvaluation(KeepBestTable(metric="held_out_loss"), 2)
     best.add(20, steps[19])
     content = summarize_run(fake_run(best=best, stopped_early="it is bad"), "finished", totals)
     assert content == {

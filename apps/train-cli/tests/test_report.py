@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from started_program import Cli
 
-from sley_core.jsonl import read_rows
+from sley_core.run_folder import read_rows
 from sley_doctor.fault_report import DoctorRecorder
 
 SECTIONS = ("summary", "curves", "waiting", "memory", "counts", "plan", "machine")

@@ -12,7 +12,7 @@ import pytest
 from acting_model import doing
 from started_program import Cli, Result, Start
 
-from sley_core import jsonl
+from sley_core.run_folder import read_rows
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -25,7 +25,7 @@ EVERY_KEPT = 'checkpoint={every_steps=2, mode="sync", keep=9}'
 
 
 def rows(folder: Path, name: str = "small") -> list[dict[str, float]]:
-    return [{key: row[key] for key in ("step", "loss", "grad_norm", "lr")} for row in jsonl.read_rows(folder / "runs" / name)]
+    return [{key: row[key] for key in ("step", "loss", "grad_norm", "lr")} for row in read_rows(folder / "runs" / name)]
 
 
 @pytest.fixture
@@ -248,10 +248,10 @@ PICKLES = Path(__file__).parents[3] / "packages/testing/tests/outsider/own"
 
 @pytest.mark.skipif(not PICKLES.exists(), reason="the other packages' tests are not part of the sdist")
 def test_a_run_with_another_checkpointer_resumes(
-    cli: Cli, plan: Path, resume: Resume, folder: Path, small: Path, plugin_folder: Callable[..., None]
+    cli: Cli, plan: Path, resume: Resume, folder: Path, small: Path, install_plugins: Callable[..., None]
 ) -> None:
     """Its record has no reader of checkpoints, so an export refuses them."""
-    plugin_folder(PICKLES, pickles="sley_pickles.plugin")
+    install_plugins(PICKLES, pickles="sley_pickles.plugin")
     changes = [*ALONE, 'checkpoint={use="pickles.folder", every_steps=2}', CONSTANT, "run.name='other'"]
     assert cli("run", plan, changes=[*changes, "run.steps=3"]).code == 0
     resume([*changes, "run.final_weights='none'"]).expect(0, "continuing after step 2 of 6")

@@ -13,8 +13,8 @@ import pytest
 from acting_model import FIRST_LINE, doing
 from started_program import Cli, Start
 
-from sley_core.jsonl import read_rows
 from sley_core.plan.load import load_plan
+from sley_core.run_folder import read_rows
 from sley_core.weight_files.read import WeightFiles
 from train_cli.run_folder import check_run_folder
 

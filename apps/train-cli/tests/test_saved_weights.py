@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from sley_core.errors import RunError
 from sley_core.weight_files import write
-from sley_core.weight_files.read import INDEX, WeightFiles
+from sley_core.weight_files.read import INDEX_FILE, WeightFiles
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Tensors, running, weights
@@ -70,7 +70,7 @@ def test_files_have_the_weights_of_the_ranks(ranks: Any, texts: Path, tmp_path: 
         assert value.dtype == torch.float32
         assert torch.equal(value.bfloat16(), working[name]), f"{name} must be the master weight"
     assert_close_gradients(reference, full, 2**-7)
-    index = json.loads((tmp_path / "saved" / "working" / INDEX).read_text())
+    index = json.loads((tmp_path / "saved" / "working" / INDEX_FILE).read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in working.values())
     assert not list((tmp_path / "saved").glob(".*")), "no unfinished file"
     files = sorted((tmp_path / "saved" / "working").glob("*.safetensors"))
@@ -88,20 +88,20 @@ def save_with_faults(tables: Tables, texts: Path, folder: Path) -> tuple[list[st
     messages = []
     with running(tables, texts) as run:
         run.step()
-        add = write.TensorFiles.add
+        add = write.TensorFilesWriter.add
 
         def fill_disk(*_: object) -> None:
             raise OSError(28, "No space left on device", "disk")
 
         for case in ("strange", "disk", "file/sub", "offloaded"):
             if case == "disk" and run.world.rank == 1:
-                write.TensorFiles.add = fill_disk  # type: ignore[method-assign]
+                write.TensorFilesWriter.add = fill_disk  # type: ignore[method-assign]
             if case == "offloaded" and run.world.rank == 1:
                 run.memory.offload("weights").wait()
             with pytest.raises(RunError) as error:
                 run.save_weights(folder / case)
             messages.append(error.value.diagnostics[0].message)
-            write.TensorFiles.add = add  # type: ignore[method-assign]
+            write.TensorFilesWriter.add = add  # type: ignore[method-assign]
         run.memory.onload()
         run.save_weights(folder / "disk", precision="full")
         return messages, sorted(WeightFiles(folder / "disk").names)

@@ -68,7 +68,7 @@ def test_the_timeline_has_a_line_per_stage(cli: Cli, plan: Path) -> None:
 
 def timeline(schedule: Schedule, stages: int, micros: int) -> Timeline:
     placement = schedule.placement(stages)
-    costs = Costs.even(placement.num_positions)
+    costs = Costs.uniform(placement.num_positions)
     return simulate(lower(schedule.lists(stages, micros), placement, micros), placement, costs).timeline
 
 

@@ -82,9 +82,9 @@ EMBEDDING = "the gradient of `embed.tokens.weight`, since step 1,"
     ],
 )
 def test_handler_bug_is_reported_with_first_parameter(
-    verified: Verified, plugin_folder: Any, texts: Path, use: str, changes: Tables, messages: list[str]
+    verified: Verified, install_plugins: Any, texts: Path, use: str, changes: Tables, messages: list[str]
 ) -> None:
-    plugin_folder(OWN, wrong="wrong_reducers")
+    install_plugins(OWN, wrong="wrong_reducers")
     findings, allowed = verified(2, plan_from_dict, small(use, **changes), texts)
     text = "\n".join(report_lines(findings, allowed, 2))
     assert find_differences(findings, allowed)
@@ -136,9 +136,9 @@ def test_noise_in_part_of_a_bias_is_no_difference(verified: Verified, own_model:
 
 
 def test_tolerance_is_that_of_the_record_and_all_tensors_are_compared(
-    verified: Verified, plugin_folder: Any, texts: Path, tmp_path: Path
+    verified: Verified, install_plugins: Any, texts: Path, tmp_path: Path
 ) -> None:
-    plugin_folder(OWN, wrong="wrong_reducers")
+    install_plugins(OWN, wrong="wrong_reducers")
     findings, allowed = verified(2, plan_from_dict, small("wrong.coarse"), texts)
     assert allowed.limit_for("gradient", 1) == pytest.approx(2.0**-8 + 1e-6)
     assert not find_differences(findings, allowed)
@@ -155,7 +155,7 @@ def test_tolerance_is_that_of_the_record_and_all_tensors_are_compared(
         check_complete(findings, tmp_path)
 
 
-def test_one_process_plan_keeps_results(plugin_folder: Any, texts: Path) -> None:
+def test_one_process_plan_keeps_results(install_plugins: Any, texts: Path) -> None:
     tables = small_plan(
         **TIED,
         batch__micro_size=1,

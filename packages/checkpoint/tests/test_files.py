@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from sley_checkpoint.reader import read
 from sley_checkpoint.saving import HostCopies
-from sley_core.checkpointing import Rectangle, Region
+from sley_core.checkpointing import Rectangle, Region, join_leaves
 from sley_core.comm.device import HostMemory
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
 from sley_core.json_text import decode_value, encode_value
-from sley_core.saved_weights import join_leaves
 from sley_testing.drawn_copies import DrawnDevice, DrawnStream
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record
@@ -40,7 +39,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_twice(shape, count, sp
         for first, last in pairwise(ends):
             region = Region(shape, shard, ElementRange(first, last))
             for rectangle, view in region.split(own.reshape(-1)[first:last].view(region.local_shape)):
-                place = rectangle.slices_in(Rectangle.full(shape))
+                place = rectangle.slices_in(Rectangle.from_shape(shape))
                 assert torch.equal(whole[place] + 1, view)
                 times[place] += 1
     assert torch.equal(times, torch.ones(shape))

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from sley_core.attempt import (
+from sley_core.comm.world import World
+from sley_core.errors import PluginError, RunError, UsageError
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.loader import PluginLoader
+from sley_core.run_folder import (
     Attempt,
     AttemptStart,
     count_common_steps,
-    new_attempt,
+    create_attempt,
     read_attempt,
     resume_attempt,
     write_attempt,
 )
-from sley_core.comm.world import World
-from sley_core.errors import PluginError, RunError, UsageError
-from sley_core.plan.load import plan_from_dict
-from sley_core.plan.loader import Loader
 from sley_testing.plans import small_plan
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
@@ -31,7 +31,7 @@ A, B = AttemptStart("a", 0), AttemptStart("b", 10)
 def test_what_an_attempt_has_taken_is_what_a_list_of_its_steps_says(seed):
     """Against the naive record: the attempt of each step that the folder and each checkpoint has."""
     drawn = random.Random(seed)
-    attempt = new_attempt()
+    attempt = create_attempt()
     taken: list[str] = []
     saved: list[tuple[tuple[AttemptStart, ...], list[str]]] = []
     for _ in range(30):
@@ -46,7 +46,7 @@ def test_what_an_attempt_has_taken_is_what_a_list_of_its_steps_says(seed):
         if drawn.random() < 0.5 and steps:
             attempt = resume_attempt(attempt, lineage, len(steps), "given", "path")
             taken = list(steps)
-    assert not attempt.is_writer_of(new_attempt().lineage)
+    assert not attempt.is_writer_of(create_attempt().lineage)
 
 
 def _same(one, other):
@@ -54,11 +54,16 @@ def _same(one, other):
 
 
 def test_a_checkpoint_of_another_run_begins_a_lineage_of_its_own():
-    found = resume_attempt(new_attempt(), (A, B), 14, "there", "/there/step-14")
+    found = resume_attempt(create_attempt(), (A, B), 14, "there", "/there/step-14")
     assert [start.step for start in found.lineage] == [14]
-    assert (found.given, found.origin, found.left, found.saved) == ("there", "/there/step-14", (), -1)
+    assert (found.requested_path, found.loaded_path, found.abandoned_ids, found.saved_step) == (
+        "there",
+        "/there/step-14",
+        (),
+        -1,
+    )
     again = resume_attempt(found, (A, B), 14, "", "/there/step-14")
-    assert (again.given, again.origin, again.left) == ("there", "/there/step-14", (found.id,))
+    assert (again.requested_path, again.loaded_path, again.abandoned_ids) == ("there", "/there/step-14", (found.id,))
 
 
 def test_the_record_comes_back_and_a_damaged_one_is_an_error(tmp_path):
@@ -66,7 +71,7 @@ def test_the_record_comes_back_and_a_damaged_one_is_an_error(tmp_path):
     attempt = Attempt((A, B), ("c",), "given", "origin", 12, "77")
     write_attempt(tmp_path, attempt)
     assert read_attempt(tmp_path) == attempt
-    for text in ("", "[]", "{}", '{"lineage": [], "left": []}', '{"lineage": [["a"]], "left": []}'):
+    for text in ("", "[]", "{}", '{"lineage": [], "abandoned_ids": []}', '{"lineage": [["a"]], "abandoned_ids": []}'):
         (tmp_path / "attempt.json").write_text(text, "utf-8")
         with pytest.raises(RunError, match=r"error\[attempt\]"):
             read_attempt(tmp_path)
@@ -76,7 +81,7 @@ def assemble_small(
     texts: Path, folder: Path | None = None, *, packages: tuple[str, ...] = ("models", "data"), **changes: Any
 ) -> Run:
     """Returns a run of the small plan where only `packages` are installed."""
-    loader = Loader({name: import_module(f"sley_{name}.plugin") for name in packages})
+    loader = PluginLoader({name: import_module(f"sley_{name}.plugin") for name in packages})
     return assemble(plan_from_dict(small_plan(**changes), texts, loader=loader), World.alone("cpu"), folder=folder)
 
 

@@ -111,7 +111,7 @@ def test_what_a_check_imports_needs_no_torch() -> None:
     assert {"sley_data.plugin", "sley_models.plugin"} <= set(names)
     others = ["sley_isp.prefetch", "sley_pp.schedules"]
     names += [name for name in others if name.partition(".")[0] in installed]
-    names += ["sley_core.api.plan", "sley_core.api.actions", "sley_core.actions.simulate", "sley_core.jsonl"]
+    names += ["sley_core.api.plan", "sley_core.api.actions", "sley_core.actions.simulate", "sley_core.run_folder"]
     command = [sys.executable, "-c", NO_TORCH, str(ROOT / "examples/plans/quickstart.toml"), *names]
     done = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

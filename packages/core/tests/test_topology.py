@@ -48,8 +48,8 @@ def test_sixteen_ranks_in_two_stages() -> None:
 def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology) -> None:
     """Each rank is in exactly one group of an axis, and all groups of an axis have its size."""
     sizes = {
-        "control": topology.world,
-        "all": topology.world,
+        "control": topology.world_size,
+        "all": topology.world_size,
         "stage": topology.ranks_per_stage,
         "pp": topology.pp,
         "dp": topology.dp,
@@ -63,7 +63,7 @@ def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology
         groups = topology.partition(axis)
         assert topology.size_of(axis) == size
         assert all(len(ranks) == size and list(ranks) == sorted(ranks) for ranks in groups), axis
-        assert Counter(rank for ranks in groups for rank in ranks) == Counter(range(topology.world)), axis
+        assert Counter(rank for ranks in groups for rank in ranks) == Counter(range(topology.world_size)), axis
 
 
 def test_labels_of_groups_are_short_and_unique() -> None:

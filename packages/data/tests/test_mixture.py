@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext, Split
-from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.plan.check import check_plan

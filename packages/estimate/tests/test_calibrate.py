@@ -3,8 +3,8 @@
 import pytest
 
 from sley_core.comm.world import World
+from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.calibrate.bench import measure_layers

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core.comm.device import Device
+from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
 from sley_core.model.attention import Attention
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger

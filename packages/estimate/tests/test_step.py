@@ -49,7 +49,7 @@ def test_step_without_shared_links_equals_simulated_actions(seed):
     rng = random.Random(seed)
     placement, micros = loop(rng.randint(2, 4), rng.randint(1, 2)), rng.randint(1, 6)
     lowered = lower(random_action_lists(placement, micros, rng), placement, micros)
-    even = Costs.even(placement.num_positions, forward=1.0, input_gradient=1.25, weight_gradient=0.5)
+    even = Costs.uniform(placement.num_positions, forward=1.0, input_gradient=1.25, weight_gradient=0.5)
     layers = [[LayerSeconds(1.0, 1.75, 1.25, 0.5)]] * placement.num_positions
     step = simulate_without_plan(lowered, placement, layers, [NO_COST] * (placement.num_positions - 1))
     assert step.timeline.spans == simulate(lowered, placement, even).timeline.spans

@@ -16,7 +16,7 @@ from torch import Tensor
 from sley_core.errors import PlanError, RunError
 from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict
-from sley_core.weight_files.read import INDEX, TensorKind, WeightFiles
+from sley_core.weight_files.read import INDEX_FILE, TensorKind, WeightFiles
 from sley_models.hf import build_hugging_face_model, list_param_shapes
 from sley_models.hf_config import to_hf_config
 from sley_models.llama import build_llama
@@ -171,17 +171,17 @@ def test_equal_sizes_are_allowed_and_sufficient_without_the_folder(tmp_path: Pat
 
 def _remove_tensor(folder: Path, name: str) -> None:
     """Removes the tensor `name` from its file and from the index."""
-    index = json.loads((folder / INDEX).read_text())
+    index = json.loads((folder / INDEX_FILE).read_text())
     file = folder / index["weight_map"].pop(name)
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / INDEX_FILE).write_text(json.dumps(index))
     save_file({key: value for key, value in load_file(file).items() if key != name}, file)
 
 
 def _add_tensor(folder: Path, name: str, value: Tensor) -> None:
     """Adds a tensor in a separate file to the index."""
-    index = json.loads((folder / INDEX).read_text())
+    index = json.loads((folder / INDEX_FILE).read_text())
     index["weight_map"][name] = "more.safetensors"
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / INDEX_FILE).write_text(json.dumps(index))
     save_file({name: value}, folder / "more.safetensors")
 
 

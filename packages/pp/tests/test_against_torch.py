@@ -41,7 +41,7 @@ def without_weight_gradients(lists: Lists) -> Lists:
 
 
 def makespan(lists: Lists, placement: Placement, micros: int, link: float = 0.0) -> float:
-    costs = Costs.even(placement.num_positions, link=link)
+    costs = Costs.uniform(placement.num_positions, link=link)
     return simulate(lower(lists, placement, micros), placement, costs).timeline.makespan_s
 
 

@@ -147,7 +147,7 @@ def simulate_peaks(pipeline, stages, micros, folder):
     schedule = plan_from_dict(tables(pipeline, stages), folder).pipeline.build()
     placement = schedule.placement(stages)
     lists = lower(schedule.lists(stages, micros), placement, micros)
-    return [(held.pairs, held.graphs) for held in simulate(lists, placement, Costs.even(placement.num_positions)).peaks]
+    return [(held.pairs, held.graphs) for held in simulate(lists, placement, Costs.uniform(placement.num_positions)).peaks]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ schedules = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULE
 def simulated(schedule: Schedule, stages: int, micros: int, *, f=1.0, d=1.0, w=1.0, link=0.0) -> SimulatedStep:
     placement = schedule.placement(stages)
     lowered = lower(schedule.lists(stages, micros), placement, micros)
-    costs = Costs.even(placement.num_positions, forward=f, input_gradient=d, weight_gradient=w, link=link)
+    costs = Costs.uniform(placement.num_positions, forward=f, input_gradient=d, weight_gradient=w, link=link)
     return simulate(lowered, placement, costs)
 
 
@@ -107,7 +107,7 @@ def test_zero_bubble_v_waits_only_at_the_start(stages, micros):
 def test_receives_are_posted_before_their_sends(schedule, stages, micros):
     placement = schedule.placement(stages)
     lowered = lower(schedule.lists(stages, micros), placement, micros)
-    machine = ScheduleSimulator(lowered, placement, Costs.even(placement.num_positions), is_lowered=True)
+    machine = ScheduleSimulator(lowered, placement, Costs.uniform(placement.num_positions), is_lowered=True)
     machine.run()
     assert machine.sent_s.keys() == machine.posted_s.keys()
     for delivery, sent_s in machine.sent_s.items():

@@ -9,12 +9,12 @@ TESTS = Path(__file__).parent
 
 
 @pytest.fixture
-def parts(plugin_folder: Callable[..., None]) -> None:
+def parts(install_plugins: Callable[..., None]) -> None:
     """Installs the plugin `parts`: a correct part of each type, and parts with one bug each."""
-    plugin_folder(TESTS / "own", parts="parts_plugin")
+    install_plugins(TESTS / "own", parts="parts_plugin")
 
 
 @pytest.fixture
-def installed(plugin_folder: Callable[..., None]) -> None:
+def installed(install_plugins: Callable[..., None]) -> None:
     """Installs plugins of a third party, which use only core, and the plugin `broken`."""
-    plugin_folder(TESTS / "outsider/own", wave="sley_wave.plugin", pickles="sley_pickles.plugin", broken="broken_parts")
+    install_plugins(TESTS / "outsider/own", wave="sley_wave.plugin", pickles="sley_pickles.plugin", broken="broken_parts")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sley_core.checkpointing import checkpoint_files, load_plan_and_weights
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.plan.loader import Loader
-from sley_core.saved_weights import checkpoint_files, load_plan_and_weights
+from sley_core.plan.loader import PluginLoader
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, contract_plan
 from sley_testing.runs import assert_same_run, record, running
@@ -86,7 +86,7 @@ def test_each_replica_goes_on_with_its_own_and_another_layout_with_those_of_one(
 
 def test_files_of_weights_and_exports_have_them(tmp_path: Path) -> None:
     _, states = begun(tables(), tmp_path)
-    files = checkpoint_files(Loader())
+    files = checkpoint_files(PluginLoader())
     found = files and files.open(str(tmp_path / "checkpoint"))
     assert found
     for source in (WeightFiles(tmp_path / "weights"), load_plan_and_weights(found)[1]):

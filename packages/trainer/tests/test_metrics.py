@@ -14,12 +14,12 @@ from torch import nn
 from sley_core.data.dataset import BOUNDARY_FIELDS, IGNORE_INDEX, DataInfo, Field
 from sley_core.engine.step_batch import BatchCounts
 from sley_core.errors import RunError
-from sley_core.jsonl import JsonlWriter
-from sley_core.jsonl import read_rows as rows_of
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_core.plugin import JsonlConfig, check_metrics
+from sley_core.run_folder import JsonlWriter
+from sley_core.run_folder import read_rows as rows_of
 from sley_testing.plans import small_plan
 from sley_trainer.row_metrics import Meter, ModelFlops, device_peak_flops, model_flops
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sley_core.actions.action import sequential
+from sley_core.actions.action import sequential_actions
 from sley_core.comm.world import World
 from sley_core.engine.parts import StepNumbers
 from sley_core.errors import PluginError, RunError
@@ -38,7 +38,7 @@ class Listener:
 
     @hookimpl
     def sley_records(self):
-        return [MetricsWriterRecord(name="writer", config=JsonlConfig, build="sley_core.jsonl:JsonlWriter")]
+        return [MetricsWriterRecord(name="writer", config=JsonlConfig, build="sley_core.run_folder:JsonlWriter")]
 
     @hookimpl
     def sley_run_started(self, run):
@@ -271,7 +271,7 @@ def test_the_steps_that_are_asked_for_as_far_as_the_run_gets(own, small, tmp_pat
     if recorded is not None:
         events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
         assert sum(event.get("name") == "Optimizer.step#SGD.step" and event["ph"] == "X" for event in events) == recorded
-        actions = [str(action) for action in sequential(plan.num_microbatches(run.topology))]
+        actions = [str(action) for action in sequential_actions(plan.num_microbatches(run.topology))]
         names = [event["name"] for event in sorted(events, key=lambda event: event.get("ts", 0)) if event["ph"] == "X"]
         assert [name for name in names if name in actions] == actions * recorded
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.data.dataset import DataContext, Sample
 from sley_core.plan.load import resolve_plan
-from sley_core.plan.loader import Loader
+from sley_core.plan.loader import PluginLoader
 from sley_core.records import GradientHandlerRecord
 from train_cli.saved import open_weights, read_run_document
 
@@ -70,7 +70,7 @@ def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
         removed_keys -= changed_keys
         table = {key: value for key, value in document.tables["data"].items() if key not in removed_keys}
         document = replace(document, tables={**document.tables, "data": table})
-    return resolve_plan(document, Loader())
+    return resolve_plan(document, PluginLoader())
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _without_data(plan: Plan) -> Plan:
     """
     if plan.data.record is None:
         return plan
-    from sley_core.data.factory import open_dataset
+    from sley_core.data.batches import open_dataset
 
     info = open_dataset(plan.data, DataContext(plan.run.seed)).info
     table: dict[str, Any] = {"factory": f"{__name__}:NoData", "vocab_size": info.vocab_size, "sequence": info.sequence}

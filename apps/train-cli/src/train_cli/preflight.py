@@ -124,7 +124,7 @@ def open_rendezvous(plan: Plan) -> Rendezvous | None:
         return None
     import torch
 
-    from sley_core.plan.plan import digest_values
+    from sley_core.plan.plan import format_values
     from train_cli.rendezvous import Rendezvous
 
     rendezvous = Rendezvous.join(os.environ, timeout_s=plan.limits.start_timeout_s)
@@ -132,7 +132,7 @@ def open_rendezvous(plan: Plan) -> Rendezvous | None:
     if plan.run.device != "cpu":  # ranks with different devices would wait for each other in different backends
         info["CUDA devices"] = "some" if torch.cuda.is_available() else "none"
     info |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    rendezvous.agree(info, {"the plan": digest_values(plan)})
+    rendezvous.agree(info, {"the plan": format_values(plan)})
     return rendezvous
 
 

@@ -14,11 +14,10 @@ import torch
 from sley_core.comm.world import World
 from sley_core.engine.call import count_graphs, recompile_reasons
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
-from sley_core.files import WEIGHTS
 from sley_core.json_text import write_json
-from sley_core.jsonl import read_rows
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
+from sley_core.run_folder import WEIGHTS_FOLDER, read_rows
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Outcome, Run
 from train_cli import progress
@@ -58,7 +57,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
     """
     with open_run(plan, folder, writes=True) as (run, signal_handler):
         if resume in (AUTO, RESTART) and is_finished(run, folder):
-            _print_finished(run, folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
+            _print_finished(run, folder / WEIGHTS_FOLDER if (folder / WEIGHTS_FOLDER).is_dir() else None)
             return signal_handler.exit_code or EXIT_OK
         run.notes.extend(resume_run(run, folder, resume))
         with load_recorder().record_steps(run.parts, run.feed, folder, run.notes):
@@ -66,7 +65,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
                 _print_finished(run, _save_final_weights(run, folder))
                 return signal_handler.exit_code or EXIT_OK
             if plan.run.final_weights != "none":
-                run.check_weights_folder(folder / WEIGHTS)  # fails now rather than after the last step
+                run.check_weights_folder(folder / WEIGHTS_FOLDER)  # fails now rather than after the last step
             totals = progress.RunTotals()
             reporter = _start_reporter(run, folder, totals, resume) if run.world.rank == 0 else None
             try:
@@ -187,8 +186,8 @@ def _save_final_weights(run: Run, folder: Path) -> Path | None:
     precision = run.plan.run.final_weights
     if precision == "none" or run.num_steps_done == 0:
         return None
-    run.save_weights(folder / WEIGHTS, precision=precision)
-    return folder / WEIGHTS
+    run.save_weights(folder / WEIGHTS_FOLDER, precision=precision)
+    return folder / WEIGHTS_FOLDER
 
 
 def _write_summary(

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 
 import tomli
 
-from sley_core.attempt import ATTEMPT, torchrun_id
 from sley_core.errors import PlanError, SleyError
-from sley_core.files import PLAN, write_atomically
-from sley_core.jsonl import METRICS
+from sley_core.files import write_atomically
 from sley_core.plan.plan import Plan
+from sley_core.run_folder import ATTEMPT_FILE, METRICS_FILE, PLAN_FILE, torchrun_id
 from train_cli.environment import START_FILE
 from train_cli.saved import can_resume, run_folder
 
@@ -225,13 +224,13 @@ def _replace_files(plan: Plan, folder: Path, *, overwrite: bool) -> None:
 
 def write_plan(plan: Plan, folder: Path) -> None:
     """Writes the resolved plan into `folder`, completely or not at all."""
-    write_atomically(folder / PLAN, plan.to_toml())
+    write_atomically(folder / PLAN_FILE, plan.to_toml())
 
 
 def _is_unused(folder: Path) -> bool:
     """Returns whether `folder` has no results: it is empty, or its run failed before the first step."""
     files = {path.name: path.stat().st_size for path in folder.glob("*")}
-    return files.keys() <= {PLAN, METRICS, _LOCK, FAULTS, ATTEMPT, START_FILE} and not files.get(METRICS)
+    return files.keys() <= {PLAN_FILE, METRICS_FILE, _LOCK, FAULTS, ATTEMPT_FILE, START_FILE} and not files.get(METRICS_FILE)
 
 
 def _has_protected_files(folder: Path) -> bool:
@@ -252,7 +251,7 @@ def _has_protected_files(folder: Path) -> bool:
 def _is_run_folder(folder: Path) -> bool:
     """Returns whether a run created `folder`. Its plan has `source_folder`, unlike a plan that a user has written."""
     try:
-        return "source_folder" in tomli.loads((folder / PLAN).read_text("utf-8"))
+        return "source_folder" in tomli.loads((folder / PLAN_FILE).read_text("utf-8"))
     except (OSError, ValueError):
         return False
 

@@ -16,12 +16,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_core.attempt import read_attempt, slurm_job_id, torchrun_id, use_copied_files
 from sley_core.errors import SleyError, UsageError
-from sley_core.files import CHECKPOINTS, COPIES, PLAN, WEIGHTS
 from sley_core.plan.document import read_file
 from sley_core.plan.load import resolve_plan
-from sley_core.plan.loader import Loader
+from sley_core.plan.loader import PluginLoader
+from sley_core.run_folder import (
+    CHECKPOINTS_FOLDER,
+    COPIED_FILES,
+    PLAN_FILE,
+    WEIGHTS_FOLDER,
+    read_attempt,
+    slurm_job_id,
+    torchrun_id,
+    use_copied_files,
+)
 from train_cli.console import print_line
 from train_cli.progress import SUMMARY
 
@@ -49,17 +57,18 @@ def copy_run_files(plan: Plan, folder: Path) -> None:
     """Copies files for `export` and `sample` into the run folder: the tokenizer with its chat template, and the configs next to
     the weights from which the run started. Raises OSError if a copy fails.
     """
-    for (table, key), name in COPIES.items():
+    for (table, key), name in COPIED_FILES.items():
         source = getattr(getattr(plan, table).config, key, None)
         if not isinstance(source, Path) or source.resolve().is_relative_to(folder.resolve()):
             continue
-        from sley_core.hugging_face import CONFIG, GENERATION, config_folder
-        from sley_core.weight_files.read import TOKENIZER
+        from sley_core.weight_files.read import CONFIG_FILE, GENERATION_CONFIG_FILE, TOKENIZER_FILES, config_folder
 
         source, target = config_folder(source), folder / name
-        files = [(source / file_name, target / file_name) for file_name in (*TOKENIZER, CONFIG, GENERATION)]
+        files = [
+            (source / file_name, target / file_name) for file_name in (*TOKENIZER_FILES, CONFIG_FILE, GENERATION_CONFIG_FILE)
+        ]
         if source.is_file():
-            files = [(source, target if target.suffix else target / (CONFIG if table == "model" else TOKENIZER[0]))]
+            files = [(source, target if target.suffix else target / (CONFIG_FILE if table == "model" else TOKENIZER_FILES[0]))]
         for file, copy in files:
             if file.is_file():
                 copy.parent.mkdir(exist_ok=True)
@@ -68,19 +77,19 @@ def copy_run_files(plan: Plan, folder: Path) -> None:
 
 def load_run_plan(folder: Path) -> Plan:
     """Returns the resolved plan of a run, even of a moved one. Raises UsageError "no-run", and the errors of loading a plan."""
-    return resolve_plan(read_run_document(folder), Loader())
+    return resolve_plan(read_run_document(folder), PluginLoader())
 
 
 def read_run_document(folder: Path, changes: Sequence[str] = ()) -> Document:
     """Returns the unresolved plan of the run in `folder`, with `changes` ("key=VALUE"). Raises UsageError "no-run"."""
-    if not (folder / PLAN).is_file():
-        raise UsageError("no-run", f"`{folder}` must be a run folder, but has no `{PLAN}`")
-    return use_copied_files(read_file(folder / PLAN, changes), folder)
+    if not (folder / PLAN_FILE).is_file():
+        raise UsageError("no-run", f"`{folder}` must be a run folder, but has no `{PLAN_FILE}`")
+    return use_copied_files(read_file(folder / PLAN_FILE, changes), folder)
 
 
 def checkpoint_folder(plan: Plan, folder: Path) -> str:
     """Returns the path or URL of the checkpoint folder for a run of `plan` in `folder`."""
-    return (plan.checkpoint.config.folder if plan.checkpoint else None) or str(folder.absolute() / CHECKPOINTS)
+    return (plan.checkpoint.config.folder if plan.checkpoint else None) or str(folder.absolute() / CHECKPOINTS_FOLDER)
 
 
 def _load_reader(plan: Plan | None) -> CheckpointFiles:
@@ -98,9 +107,9 @@ def _load_reader(plan: Plan | None) -> CheckpointFiles:
 
 
 def _find_reader(plan: Plan | None) -> CheckpointFiles | None:
-    from sley_core.saved_weights import checkpoint_files
+    from sley_core.checkpointing import checkpoint_files
 
-    return checkpoint_files(Loader() if plan is None else plan.loader, plan)
+    return checkpoint_files(PluginLoader() if plan is None else plan.loader, plan)
 
 
 def _list_checkpoints(reader: CheckpointFiles, folder: str) -> list[str]:
@@ -119,9 +128,9 @@ def _read_weights_origin(folder: Path) -> tuple[str, int | None]:
     """Returns the id of the attempt that wrote the weights in `folder`, and the step of the weights. If the files do not record
     them, the id is "" and the step is None. Raises RunError "weight-files" if a file cannot be read.
     """
-    from sley_core.weight_files.read import SINGLE, open_safetensors
+    from sley_core.weight_files.read import SINGLE_FILE, open_safetensors
 
-    file = next(iter(sorted(folder.glob("model*.safetensors"))), folder / SINGLE)
+    file = next(iter(sorted(folder.glob("model*.safetensors"))), folder / SINGLE_FILE)
     with open_safetensors(file, "numpy") as content:
         metadata = content.metadata() or {}
     step = str(metadata.get("step", ""))
@@ -137,10 +146,10 @@ def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tupl
     """
     attempt = read_attempt(folder)
     final: tuple[Path, int | None] | None = None
-    if (folder / WEIGHTS).is_dir() and not best:
-        writer, step = _read_weights_origin(folder / WEIGHTS)
+    if (folder / WEIGHTS_FOLDER).is_dir() and not best:
+        writer, step = _read_weights_origin(folder / WEIGHTS_FOLDER)
         if attempt is None or step is None or attempt.includes_steps(writer, step):
-            final = folder / WEIGHTS, step
+            final = folder / WEIGHTS_FOLDER, step
     checkpoints = checkpoint_folder(plan, folder)
     if "://" in checkpoints or Path(checkpoints).is_dir():
         reader = _load_reader(plan)
@@ -151,7 +160,7 @@ def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tupl
                 continue
             if final is not None and (final[1] is None or final[1] >= saved.step):
                 break
-            if (attempt is None or attempt.shares_steps(saved.lineage, saved.step)) and reader.is_whole(path):
+            if (attempt is None or attempt.shares_steps(saved.lineage, saved.step)) and reader.is_intact(path):
                 return path, saved.step
     if final is None:
         if best:
@@ -168,12 +177,12 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     run: a run folder, for its newest weights or, with `best`, those of its best checkpoint; or the path or URL of a checkpoint.
     Raises UsageError: "no-run" if `run` is neither, and "no-weights" if the run has no such weights.
     """
-    from sley_core.saved_weights import load_plan_and_weights
+    from sley_core.checkpointing import load_plan_and_weights
     from sley_core.weight_files.read import WeightFiles
 
     path: Path | str = run
     plan = None
-    if (Path(run) / PLAN).is_file():
+    if (Path(run) / PLAN_FILE).is_file():
         plan = load_run_plan(Path(run))
         path, step = find_newest_weights(Path(run), plan, best=best)
         if isinstance(path, Path):
@@ -184,7 +193,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     can_exist = "://" in str(path) or Path(path).is_dir()
     checkpoint = _load_reader(plan).open(str(path)) if can_exist else None
     if checkpoint is None:
-        raise UsageError("no-run", f"`{run}` must be a run folder with a `{PLAN}`, or a checkpoint")
+        raise UsageError("no-run", f"`{run}` must be a run folder with a `{PLAN_FILE}`, or a checkpoint")
     saved_plan, source = load_plan_and_weights(checkpoint)
     progress = f"step {checkpoint.description.step} of {saved_plan.run.steps}"
     print_line(f"after {progress} of the run {saved_plan.run.name!r}, from {checkpoint.place}")
@@ -194,7 +203,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
 def can_resume(plan: Plan, folder: Path) -> bool:
     """Returns whether the run in `folder` may have a checkpoint to resume from: its own, or the one from which it started."""
     checkpoints, attempt = checkpoint_folder(plan, folder), read_attempt(folder)
-    if "://" in checkpoints or (attempt is not None and attempt.origin):
+    if "://" in checkpoints or (attempt is not None and attempt.loaded_path):
         return True
     try:
         return Path(checkpoints).is_dir() and bool(_load_reader(plan).names(checkpoints))
@@ -232,7 +241,7 @@ def is_folder_continued(plan: Plan, resume: str | None) -> bool:
         return True
     if is_restarted():
         attempt = read_attempt(folder)
-        return resume is not None or attempt is None or attempt.job == slurm_job_id()
+        return resume is not None or attempt is None or attempt.slurm_job_id == slurm_job_id()
     if resume is None:
         return False
     # With and without resolved links, since the checkpoint folder may be a link.
@@ -254,9 +263,9 @@ def is_finished(run: Run, folder: Path) -> bool:
     if run.world.rank == 0:  # rank 0 owns the folder, and decides for all ranks
         with suppress(OSError, ValueError, KeyError, TypeError):  # without a complete summary the run has not finished
             content = json.loads((folder / SUMMARY).read_text("utf-8"))
-            has_weights = run.plan.run.final_weights == "none" or (folder / WEIGHTS).is_dir()
+            has_weights = run.plan.run.final_weights == "none" or (folder / WEIGHTS_FOLDER).is_dir()
             if content["outcome"] == "finished" and content["steps"] >= run.plan.run.steps and has_weights:
-                text = (folder / PLAN).read_text("utf-8")
+                text = (folder / PLAN_FILE).read_text("utf-8")
     saved_plan: str = run.groups["control"].gather_objects(text, label="whether the run has finished")[0]
     if saved_plan:
         from sley_core.plan.plan import check_changes, compare_plans
@@ -279,12 +288,12 @@ def resume_run(run: Run, folder: Path, resume: str | None) -> list[str]:
     if resume == RESTART:
         resume = AUTO
     elif resume != AUTO and is_restarted():
-        has_started = attempt is not None and attempt.given == resume
+        has_started = attempt is not None and attempt.requested_path == resume
         # All ranks join: they have the same command and environment, so all of them take this branch.
         if run.groups["control"].gather_objects(has_started, label="where the run has started")[0]:
             resume = AUTO
     # The torchrun that started the attempt in the folder may restart it at step 1.
-    allow_fresh_start = can_start_over and attempt is not None and attempt.torchrun == torchrun_id() != ""
+    allow_fresh_start = can_start_over and attempt is not None and attempt.torchrun_id == torchrun_id() != ""
     result = run.load_checkpoint(resume, allow_fresh_start=allow_fresh_start)
     if result is None:
         return ["there is no checkpoint yet, so the run starts at step 1"]

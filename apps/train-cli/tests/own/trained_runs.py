@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.world import World
-from sley_core.files import PLAN
 from sley_core.plan.load import plan_from_dict
+from sley_core.run_folder import PLAN_FILE
 from sley_testing.plans import Tables
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
@@ -57,7 +57,7 @@ def train(tables: Tables, texts: Path, to: Path, save: Callable[[Run, Path], Non
         run.step()
         run.step()
         save(run, to)
-        (to / PLAN).write_text(run.resolved_plan.to_toml(), "utf-8")
+        (to / PLAN_FILE).write_text(run.resolved_plan.to_toml(), "utf-8")
         output: Any = TOKENS % (run.dataset.info.vocab_size or 256)
         with torch.no_grad(), run.stepper.update.use_evaluation_weights():
             for layer in run.layers:

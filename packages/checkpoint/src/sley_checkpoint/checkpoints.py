@@ -289,9 +289,9 @@ def _list_resumable(state: TrainingState, folder: Folder, *, allow_fresh_start: 
         is_own = index is None or (attempt is not None and attempt.shares_steps(index.lineage, index.step))
         (own_names if is_own else foreign_names).append(name)
     paths = _child_paths(folder, own_names)
-    if attempt is not None and attempt.saved < 0 and attempt.origin not in ("", *paths):
-        paths.append(attempt.origin)
-    if not paths and not (allow_fresh_start and attempt is not None and attempt.saved < 0):
+    if attempt is not None and attempt.saved_step < 0 and attempt.loaded_path not in ("", *paths):
+        paths.append(attempt.loaded_path)
+    if not paths and not (allow_fresh_start and attempt is not None and attempt.saved_step < 0):
         state.attempt.refuse_fresh_start(folder.uri, foreign_names)
     message = f"ignored checkpoints of other attempts: {shorten_names(foreign_names)} in {folder.uri}"
     return paths, [message] if foreign_names else []

@@ -201,7 +201,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         info = self.index.tensors[name]
         tensor = torch.empty(info.shape, dtype=BY_NAME[info.dtype])
-        self.read_into(name, Rectangle.full(info.shape), tensor)
+        self.read_into(name, Rectangle.from_shape(info.shape), tensor)
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -385,7 +385,7 @@ class CheckpointFileReader:
         folder = open_folder(path)
         return read_index(folder) if INDEX_NAME in folder.names() else None
 
-    def is_whole(self, path: str) -> bool:
+    def is_intact(self, path: str) -> bool:
         return not examine(open_folder(path))[1]
 
     def open(self, path: str) -> CheckpointReader | None:

@@ -477,7 +477,7 @@ def _check_pieces(holders: dict[PieceInfo, list[tuple[int, int]]]) -> None:
             rank = piece_holders[0][0]
             message = f"{piece.name!r} is {piece.dtype} {list(piece.shape)} on rank {rank}"
             raise RunError("checkpoint-ranks", f"{message}, but {first.dtype} {list(first.shape)} on another rank")
-        assert piece.rectangle.intersection(Rectangle.full(piece.shape)) in (piece.rectangle, None), piece
+        assert piece.rectangle.intersection(Rectangle.from_shape(piece.shape)) in (piece.rectangle, None), piece
         numel[piece.name] = numel.get(piece.name, 0) + piece.rectangle.numel
     for name, num_elements in numel.items():
         assert num_elements == prod(first_pieces[name].shape), f"ranks have {num_elements} elements of {first_pieces[name]}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _HOME = {"Plan": "sley_core.plan.plan", "hookimpl": "sley_core.hookspecs", "load_plan": "sley_core.plan.load"}
 
-__all__ = sorted((*_HOME, "__version__"))
+__all__ = ["Plan", "hookimpl", "load_plan"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,7 +23,3 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'sley_core' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return list(__all__)

@@ -1,4 +1,5 @@
-"""The objects that a run and its checkpointer exchange: pieces of tensors, the description of the run, and the run's state.
+"""What a run and its checkpointer exchange: pieces of tensors, a description of the run, and its state. Also reads the weights
+in checkpoints and run folders without a run, for exports, samples and later runs.
 
 elements 2 to 9 of a [3, 4]     . . a a      three rectangles, each contiguous in the flattened tensor
                                 b b b b
@@ -7,25 +8,47 @@ elements 2 to 9 of a [3, 4]     . . a a      three rectangles, each contiguous i
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from sley_core.attempt import Lineage, RunAttempt, parse_lineage
+from sley_core.data.batches import open_dataset
+from sley_core.data.dataset import DataContext
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.parts import Parts
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
+from sley_core.json_text import decode_value
+from sley_core.model.build import build_on_meta
+from sley_core.model.tensors import checksum
+from sley_core.model.values import HostModel
+from sley_core.optim import shared
+from sley_core.plan.document import read_file, read_text
+from sley_core.plan.kinds import CHECKPOINTER
+from sley_core.plan.load import resolve_plan
+from sley_core.plan.loader import PluginLoader
 from sley_core.plan.plan import Plan
-from sley_core.weight_files.read import TensorKind, TensorReader
-from sley_core.weight_files.write import DTYPES
+from sley_core.protocols import CheckpointFiles
+from sley_core.records import CheckpointerRecord
+from sley_core.run_folder import PLAN_FILE, WEIGHTS_FOLDER, AttemptTracker, Lineage, parse_lineage, use_copied_files
+from sley_core.weight_files.read import TensorKind, TensorReader, WeightFiles, merge_adapters, weight_files_error
+from sley_core.weight_files.write import BY_NAME, DTYPES
 
 T = TypeVar("T")
 
 WEIGHTS, AVERAGES, OPTIMIZER, BUFFERS = "weights/", "averages/", "optimizer/", "buffers/"
 """The prefixes of tensor names: `weights/norm.weight`, `optimizer/norm.weight/exp_avg`, `buffers/norm.running_mean`."""
+
+OPTIONS, SHARED, BASE = "options/", "shared/", "base/"
+"""The prefixes of value names: of a parameter's options in the optimizer's groups, of values that the optimizer keeps for all
+parameters, and of the checksum of a frozen parameter of a model with adapters.
+"""
 
 
 class Rectangle(NamedTuple):
@@ -35,7 +58,7 @@ class Rectangle(NamedTuple):
     sizes: tuple[int, ...]
 
     @classmethod
-    def full(cls, shape: Sequence[int]) -> "Rectangle":
+    def from_shape(cls, shape: Sequence[int]) -> "Rectangle":
         """Returns the rectangle that covers a tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -72,32 +95,25 @@ class Rectangle(NamedTuple):
         return Rectangle(tuple(offsets), tuple(sizes))
 
 
-def covering_rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
+def split_into_rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
     """Yields rectangles that together cover the elements [first, last) of the flattened tensor of `shape`.
 
     The rectangles are in ascending order, and each is contiguous in the flattened tensor. For n dims, there are at most 2n - 1.
     """
-    if first >= last:
-        return
-    if not shape:
+    if not shape and first < last:
         yield Rectangle((), ())
-        return
-    row_size = prod(shape[1:])
-    (row, start), (end_row, end) = divmod(first, row_size), divmod(last, row_size)
-    if row == end_row:
-        yield from _row_rectangles(row, shape, start, end)
-        return
-    if start:
-        yield from _row_rectangles(row, shape, start, row_size)
-        row += 1
-    if row < end_row:
-        yield Rectangle((row, *(0 for _ in shape[1:])), (end_row - row, *shape[1:]))
-    yield from _row_rectangles(end_row, shape, 0, end)
-
-
-def _row_rectangles(row: int, shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
-    for inner in covering_rectangles(shape[1:], first, last):
-        yield Rectangle((row, *inner.offsets), (1, *inner.sizes))
+    while shape and first < last:
+        row_size = prod(shape[1:])
+        row, start = divmod(first, row_size)
+        num_rows = 0 if start else (last - first) // row_size
+        if num_rows:
+            yield Rectangle((row, *(0 for _ in shape[1:])), (num_rows, *shape[1:]))
+            first += num_rows * row_size
+        else:  # a part of one row
+            end = min(last - first + start, row_size)
+            for inner in split_into_rectangles(shape[1:], start, end):
+                yield Rectangle((row, *inner.offsets), (1, *inner.sizes))
+            first += end - start
 
 
 @dataclass(frozen=True)
@@ -128,6 +144,11 @@ class Region(NamedTuple):
     shard: Shard | None = None
     elements: ElementRange | None = None
 
+    @classmethod
+    def from_param(cls, param: Param, elements: ElementRange | None = None) -> "Region":
+        """Returns the region of this rank's parameter, or of `elements` of it, in the whole parameter."""
+        return cls(param.shape, param.shard, elements)
+
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the rank's tensor, including padding."""
@@ -150,17 +171,12 @@ class Region(NamedTuple):
         """Yields the rectangles of the padded shard, each with its view of `shard`."""
         shape = self.shape if self.shard is None else self.shard.local_shape
         if self.elements is None:
-            yield Rectangle.full(shape), shard
+            yield Rectangle.from_shape(shape), shard
             return
         start = 0
-        for rectangle in covering_rectangles(shape, self.elements.first, self.elements.last):
+        for rectangle in split_into_rectangles(shape, self.elements.first, self.elements.last):
             yield rectangle, shard.view(-1)[start : start + rectangle.numel].view(rectangle.sizes)
             start += rectangle.numel
-
-
-def region_of(param: Param, elements: ElementRange | None = None) -> Region:
-    """Returns the region of this rank's parameter, or of `elements` of it, in the whole parameter."""
-    return Region(param.shape, param.shard, elements)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +216,11 @@ class SavedRun:
 
         Raises RunError "checkpoint-ranks" if two ranks have different values for a name.
         """
-        values, trees = (_merge_equal([rank[part] for rank in rank_values]) for part in ("values", "trees"))
+        values, trees = (_merge_mappings([rank[part] for rank in rank_values]) for part in ("values", "trees"))
         return replace(self, values=values, trees=trees, ranks=[rank["rank"] for rank in rank_values])
 
 
-def _merge_equal(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the union of all ranks' mappings. Raises RunError "checkpoint-ranks" if two have different values for a key."""
+def _merge_mappings(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for rank, mapping in enumerate(mappings):
         for name, value in mapping.items():
@@ -261,7 +276,7 @@ class TrainingState(Protocol):
 
     plan: Plan
     parts: Parts
-    attempt: RunAttempt
+    attempt: AttemptTracker
     folder: str | None
     notes: list[str]
 
@@ -269,8 +284,8 @@ class TrainingState(Protocol):
         """Raises RunError "ranks-differ" unless all ranks call it with the same `label`. A collective of all ranks."""
 
     def all_or_none(self, work: Callable[[], T], label: str, code: str = "checkpoint-load") -> T:
-        """Calls `work`, such as "load the checkpoint" (`label`), and returns its result. A collective of all ranks. Raises
-        RunError `code` on all ranks if `work` fails on any.
+        """Returns the result of `work`. A collective; raises RunError `code` on all ranks if `work` fails on any. label: what
+        `work` does, such as "load the checkpoint".
         """
         ...
 
@@ -300,3 +315,170 @@ class TrainingState(Protocol):
         RunError "checkpoint-load" if a rank cannot read the checkpoint.
         """
         ...
+
+
+def checkpoint_files(loader: PluginLoader, plan: Plan | None = None) -> CheckpointFiles | None:
+    """Returns the `CheckpointFiles` of the plan's checkpointer, or None if the checkpointer has no such class.
+
+    If `plan` is None or has no table `[checkpoint]`, uses the default checkpointer. Raises PluginError "plugin-missing" if it
+    is not installed.
+    """
+    if plan is not None and plan.checkpoint is not None:
+        record = plan.checkpoint.record
+    else:
+        record = loader.record(CheckpointerRecord, CHECKPOINTER)
+    assert isinstance(record, CheckpointerRecord), record
+    if record.files is None:
+        return None
+    files: CheckpointFiles = record.load(record.files)()
+    return files
+
+
+def open_run_weights(path: Path, run: Path) -> TensorReader:
+    """Returns a reader of the final weights in the run folder `run` if `path` equals it, or else of the weights in the
+    checkpoint `path`. Adapters are merged into the weights.
+
+    Raises RunError "weight-files" if there is no checkpoint in `path`.
+    """
+    plan = resolve_plan(use_copied_files(read_file(run / PLAN_FILE), run), PluginLoader())
+    source: TensorReader
+    if path == run:
+        source = WeightFiles(run / WEIGHTS_FOLDER)
+    else:
+        files = checkpoint_files(plan.loader, plan)
+        checkpoint = None if files is None else files.open(str(path))
+        if checkpoint is None:
+            raise weight_files_error(f"there is no checkpoint in `{path}`")
+        plan, source = load_plan_and_weights(checkpoint)
+    return source if plan.adapters is None else merge_adapters(plan, source)
+
+
+def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
+    """Returns the name in the checkpoint of each module's extra state, by the state's name; of several ranks', the first."""
+    names: dict[str, str] = {}
+    for saved_name in saved.names:
+        prefix, separator, name = saved_name.partition("/extra/")
+        if separator and prefix.startswith("ranks/"):
+            names.setdefault(name, saved_name)
+    return names
+
+
+def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointReader, name: str) -> None:
+    """Restores the saved state of the parameter `name` in `optimizer`, whose only parameter it is, whole and on the host."""
+    (parameter,) = optimizer.param_groups[0]["params"]
+    values = saved.description.values
+    leaves = {
+        leaf: decode_value(values[state]) if state in values else saved.tensor(state)
+        for leaf, state in state_names_by_parameter(saved).get(name, {}).items()
+    }
+    options = decode_value(values.get(OPTIONS + name, {}))
+    states = {id(parameter): join_leaves(decode_value(saved.description.trees.get(name)), leaves)}
+    dtypes = {id(parameter): BY_NAME[saved.kind(WEIGHTS + name).dtype]}
+    shared.load_optimizer_state(optimizer, states, [options], shared_states(saved), shared.copy_attributes(optimizer), dtypes)
+
+
+def shared_states(saved: CheckpointReader) -> shared.Shared:
+    """Returns the optimizer's saved values that belong to no parameter, except options of groups, by location."""
+    pairs = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
+    return {tuple(path): value for path, value in pairs}
+
+
+def state_names_by_parameter(saved: CheckpointReader) -> dict[str, dict[str, str]]:
+    """Returns, by the names of a parameter and of a leaf of its optimizer state, the leaf's name in the checkpoint."""
+    names: dict[str, dict[str, str]] = {}
+    for name in (*saved.names, *saved.description.values):
+        if name.startswith(OPTIMIZER):
+            parameter, _, leaf = name.removeprefix(OPTIMIZER).rpartition("/")
+            names.setdefault(parameter, {})[leaf] = name
+    return names
+
+
+class SavedWeights:
+    """Reads the weights and buffers of a checkpoint by their names in the registry. The weights are the averages if there are
+    any, else the full-precision weights; if the optimizer has modes, those after its `eval()`.
+
+    plan: the plan of the run that wrote the checkpoint. base: a function that returns the reader of the frozen parameters,
+    which the checkpoint of a model with adapters does not contain.
+    """
+
+    def __init__(self, saved: CheckpointReader, plan: Plan, base: "Callable[[], BaseWeights]") -> None:
+        self.saved = saved
+        self._plan = plan
+        self._base = cache(base)
+        self._saved_names = extra_state_names(saved) | {
+            name.removeprefix(prefix): name
+            for prefix in (WEIGHTS, AVERAGES, BUFFERS, BASE)  # an average replaces the weight of its name
+            for name in (*saved.names, *saved.description.values)
+            if name.startswith(prefix)
+        }
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._saved_names)
+
+    def kind(self, name: str) -> TensorKind:
+        if self._saved_names[name].startswith(BASE):
+            return self._base().kind(name)
+        return self.saved.kind(self._saved_names[name])
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns the weight or buffer `name`. Raises RunError "adapters-base" if it is a frozen parameter whose value differs
+        from the one in the run that wrote the checkpoint.
+        """
+        if self._saved_names[name].startswith(BASE):
+            value = self._base().tensor(name)
+            if checksum(value) != self.saved.description.values[BASE + name]:
+                raise base_error(self.saved.place, name)
+            return value
+        value = self.saved.tensor(self._saved_names[name])
+        if not self.saved.description.state["has_modes"] or not self._saved_names[name].startswith(WEIGHTS):
+            return value
+        parameter = nn.Parameter(value)
+        config: Any = self._plan.optimizer.config
+        group = {"params": [parameter], "lr": config.lr, "initial_lr": config.lr, "weight_decay": config.weight_decay}
+        optimizer: Any = shared.set_training_mode(self._plan.optimizer.build([group], parameter.device))
+        load_parameter_state(optimizer, self.saved, name)
+        optimizer.eval()
+        return parameter.detach()
+
+
+class BaseWeights:
+    """Reads the initial parameters of the model of `plan`. Of layers with builders, only one is in memory at a time."""
+
+    def __init__(self, plan: Plan) -> None:
+        info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
+        self._host = HostModel(build_on_meta(plan.model, info, plan.run.seed, plan.adapters))
+        self._layer: tuple[str, nn.Module] = ("", nn.Module())
+
+    def kind(self, name: str) -> TensorKind:
+        value = self.tensor(name)
+        return TensorKind(DTYPES[value.dtype], tuple(value.shape))
+
+    def tensor(self, name: str) -> Tensor:
+        layer = next(layer for layer in self._host.model.layers if name.startswith(f"{layer.name}."))
+        if self._layer[0] != layer.name:
+            self._layer = layer.name, self._host.build_module(layer)
+        return self._layer[1].get_parameter(name.removeprefix(f"{layer.name}.")).detach()
+
+
+def base_error(place: str, name: str) -> RunError:
+    """Returns RunError "adapters-base" for a parameter `name` whose value differs from that in the run of the checkpoint."""
+    hint = "restore the files and the seed of the base model; a checkpoint of adapters does not contain its weights"
+    message = f"{place} was trained on a different base model: {name!r} has other values"
+    return RunError("adapters-base", message, hint=hint)
+
+
+def load_plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
+    """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights.
+
+    If the checkpoint is in the run's folder, the plan names the copies of its files in this folder instead of the originals.
+    """
+    document = read_text(saved.description.plan, saved.place, Path())
+    plan = resolve_plan(use_copied_files(document, Path(saved.place).parent.parent), PluginLoader())
+    # The copied files contain no weights, so the base is read from the original files.
+    return plan, SavedWeights(saved, plan, lambda: BaseWeights(resolve_plan(document, PluginLoader())))
+
+
+def join_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
+    """Returns the nested state of `leaves`, by name. tree: the structure with names as leaves; None for a flat dict."""
+    return dict(leaves) if tree is None else tree_map(leaves.__getitem__, tree)

@@ -94,21 +94,18 @@ class RunError(SleyError):
 
 
 class StateError(RunError):
-    """The call is not possible in the present state of the run, for example while its memory is offloaded."""
+    """The present state of the run does not allow the call, for example while its memory is offloaded."""
 
     @staticmethod
     def offloaded_error(part: str, caller: str) -> "StateError":
-        """Returns the `memory-away` error for an offloaded part of the run's memory.
-
-        part: the name of the part, a plural such as "weights". caller: the operation that needs the part, such as "a step".
-        """
+        """Returns StateError "memory-away". part: the offloaded part, such as "weights". caller: its user, such as "a step"."""
         message = f"{caller} needs the run's {part.replace('_', ' ')}, but they are offloaded"
         hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
         return StateError("memory-away", message, hint=hint)
 
 
 def run_closed_error(name: str) -> RunError:
-    """Returns the error `run-closed` for a use of the object `name` after `Run.close`."""
+    """Returns RunError "run-closed" for a use of the object `name` after `Run.close`."""
     return RunError("run-closed", f"the {name} is used after its run was closed", hint="use it inside `with assemble(...)`")
 
 
@@ -134,10 +131,8 @@ _FOREIGN = "sley_is_foreign"
 
 
 def note_origin(error: BaseException, origin: str, component: object = None) -> None:
-    """Adds the note "in `origin`" to an error that was raised by code that the plan names. Only the first call for an error has
-    an effect.
-
-    component: the object whose code raised the error. If its class is not part of Sley, `is_foreign` is true for the error.
+    """Adds the note "in `origin`" to an error of code that the plan names, on the first call for the error. If the class of
+    `component`, whose code raised the error, is not part of Sley, `is_foreign` is true for the error.
     """
     if isinstance(error, SleyError) or hasattr(error, _FOREIGN):
         return
@@ -152,10 +147,8 @@ def is_foreign(error: BaseException) -> bool:
 
 
 def format_cause(error: BaseException) -> str:
-    """Describes an error in one line of text.
-
-    The line is the message of a `SleyError`, the system's message and the file name of an OSError, or else the type and first
-    line of the error, with the innermost line of user code in its traceback.
+    """Returns one line of text: the message of a `SleyError`, the system's message and the file name of an OSError, or else the
+    type and first line of the error, with the innermost line of user code in its traceback.
     """
     if isinstance(error, SleyError):
         return error.diagnostics[0].message
@@ -164,15 +157,11 @@ def format_cause(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     core_prefixes = (str(Path(__file__).parent), "<")
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [
-        frame for frame in frames if not frame.filename.startswith(core_prefixes) and not is_installed(frame.filename)
-    ]
-    return f"{text} ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else text
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(core_prefixes) and not is_installed(frame.filename):
+            return f"{text} ({frame.filename}:{frame.lineno})"
+    return text
 
-
-LIBRARIES = frozenset({"site-packages", "dist-packages"})
-"""The names of folders into which packages are installed."""
 
 _STDLIB = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 
@@ -180,7 +169,9 @@ _STDLIB = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 def is_installed(file: str) -> bool:
     """Returns whether `file` belongs to Python or to an installed package that is not editable."""
     path = Path(file)
-    return not LIBRARIES.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _STDLIB)
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(
+        path.is_relative_to(folder) for folder in _STDLIB
+    )
 
 
 def install_hint(package: str, extra: str = "") -> str:
@@ -220,8 +211,8 @@ FOREIGN_KEY_HINTS = {
 
 
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
-    """Returns a hint for the unknown name `wrong`: an explanation if it is a key of another framework, "did you mean ...?" if
-    one of `choices` is similar, or else `otherwise`.
+    """Returns a hint for the unknown name `wrong`: how Sley replaces a key of another framework, "did you mean ...?" for the
+    most similar of `choices`, or else `otherwise`.
     """
     choices = list(choices)
     if (explanation := FOREIGN_KEY_HINTS.get(wrong.lower().replace("-", "_"))) and wrong not in choices:

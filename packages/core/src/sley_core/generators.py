@@ -29,52 +29,32 @@ _STATE_LOCK: Any = threading.RLock()
 for _lock in (GENERATOR_LOCK, _STATE_LOCK):
     os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # a thread that holds the lock does not exist in the child
 
-_LEAF_TYPES = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    Tensor,
-    torch.dtype,
-    torch.device,
-    nn.Module,
-    type,
-    ModuleType,
-)
-_MAX_DEPTH = 6
-_SEED_STRIDE = 0x9E3779B97F4A7C15
+_LEAF_TYPES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, type, ModuleType)
+"""The types of objects that refer to no generators."""
 
 
 def seed_host(seed: int) -> None:
-    """Seeds torch's default CPU generator, `random` and numpy's legacy generator. seed: an integer in [0, 2**63).
-
-    numpy gets the bits of the seed that torch ignores: both use the same algorithm, and would draw the same numbers from the
-    same seed.
-    """
+    """Seeds torch's default CPU generator, `random` and numpy's legacy generator. seed: an integer in [0, 2**63)."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed >> 31)
+        numpy.random.seed(seed >> 31)  # bits that torch ignores, since torch would draw the same numbers from the same seed
 
 
-State = tuple[Tensor, Any, Any]
+HostState = tuple[Tensor, Any, Any]
 """The states of torch's default CPU generator, of `random` and of numpy (None without numpy)."""
 
-
-_outer_states: list[State] = []
+_outer_states: list[HostState] = []
 """The states that will be restored at the end of each seeded use in progress, the innermost use last."""
 
 
-def host_state() -> State:
+def host_state() -> HostState:
     """Returns the states of the generators of `seed_host`; during another thread's seeded use, those before it."""
     with _STATE_LOCK:
         return _outer_states[-1] if _outer_states else _read_state()
 
 
-def set_host_state(state: State) -> None:
+def set_host_state(state: HostState) -> None:
     """Restores a result of `host_state`. During a seeded use in another thread, the states take effect when that use ends."""
     with _STATE_LOCK:
         if _outer_states:
@@ -99,30 +79,24 @@ def use_seed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def use_program_seed(seed: int) -> Iterator[None]:
-    """Seeds the generators for the block, and restores their states afterwards. The seeds are those of a program that calls
-    `torch.manual_seed(seed)`, `random.seed(seed)` and `numpy.random.seed(seed % 2**32)`; the generator of the current CUDA
-    device is included.
+    """Seeds the generators for the block as a program does that calls `torch.manual_seed(seed)`, `random.seed(seed)` and
+    `numpy.random.seed(seed % 2**32)`, and restores their states afterwards. Includes the current CUDA device's generator.
     """
-    cuda_generator = torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    with use_seed(seed):
-        state = None if cuda_generator is None else cuda_generator.get_state()
-        if cuda_generator is not None:
-            cuda_generator.manual_seed(seed)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with use_seed(seed), torch.random.fork_rng(devices):
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            if cuda_generator is not None and state is not None:
-                cuda_generator.set_state(state)
+        yield
 
 
-def _read_state() -> State:
+def _read_state() -> HostState:
     numpy = sys.modules.get("numpy")
     return torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
 
 
-def _write_state(state: State) -> None:
+def _write_state(state: HostState) -> None:
     torch_state, python_state, numpy_state = state
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)
@@ -140,7 +114,7 @@ def comparable_state() -> tuple[Any, ...]:
 def seed_generators(generators: Iterable[Any], seed: int) -> None:
     """Seeds each generator with a different seed that depends on `seed` and the generator's position."""
     for number, generator in enumerate(generators, 1):
-        generator_seed = (seed + number * _SEED_STRIDE) % (1 << 63)
+        generator_seed = (seed + number * 0x9E3779B97F4A7C15) % (1 << 63)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(generator_seed)
         elif isinstance(generator, random.Random):
@@ -152,10 +126,9 @@ def seed_generators(generators: Iterable[Any], seed: int) -> None:
             bit_generator.state = type(bit_generator)(generator_seed).state
 
 
-def module_generators(module: nn.Module, name: str) -> list[Any]:
-    """Returns the generators that are reachable from the attributes and functions of a module and its submodules.
-
-    name: the name of the module, for errors. Raises PlanError "model-random" for a generator that cannot be seeded.
+def find_module_generators(module: nn.Module, name: str) -> list[Any]:
+    """Returns the generators reachable from the attributes and functions of a module and its submodules. name: its name, for
+    errors. Raises PlanError "model-random" for a generator that cannot be seeded.
     """
     visited: set[int] = set()
     return [
@@ -165,12 +138,12 @@ def module_generators(module: nn.Module, name: str) -> list[Any]:
     ]
 
 
-def function_generators(function: Any) -> list[Any]:
+def find_function_generators(function: Any) -> list[Any]:
     """Returns the generators in the closure, default arguments and globals of a function, or in a partial function."""
     return list(filter(_is_generator, iterate_leaves(function, set())))
 
 
-def optimizer_generators(optimizer: torch.optim.Optimizer) -> list[Any]:
+def find_optimizer_generators(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Returns the generators reachable from an optimizer. Raises PlanError "model-random" if one cannot be seeded."""
     owner = f"the optimizer {type(optimizer).__name__}"
     generators = _attribute_generators(optimizer, ("state", "param_groups"), set())
@@ -184,7 +157,7 @@ def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[i
         yield from filter(_is_generator, iterate_leaves(value, visited))
 
 
-def iterate_leaves(value: Any, visited: set[int], depth: int = _MAX_DEPTH) -> Iterator[Any]:
+def iterate_leaves(value: Any, visited: set[int], depth: int = 6) -> Iterator[Any]:
     """Yields the generators, modules and tensors within `depth` steps of `value`. visited: the ids to skip; is extended."""
     if id(value) in visited or depth == 0:
         return
@@ -228,16 +201,14 @@ def _code_names(code: CodeType) -> Iterator[str]:
 
 
 def _is_generator(value: Any) -> bool:
-    if isinstance(value, torch.Generator | random.Random):
-        return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(
-        value, (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
-    )
+    types: tuple[Any, ...] = (torch.Generator, random.Random)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        types += (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
+    return isinstance(value, types)
 
 
 def _check_seedable(generator: Any, owner: str, table: str) -> Any:
-    """Returns `generator`. Raises PlanError "model-random" if it cannot be seeded. owner, table: for the error."""
+    """Returns `generator`. Raises PlanError "model-random" if it cannot be seeded."""
     try:
         if isinstance(generator, random.SystemRandom):
             raise TypeError("it draws from the operating system")
@@ -255,9 +226,8 @@ def _check_seedable(generator: Any, owner: str, table: str) -> Any:
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """Returns a seed in [0, 2**63) that depends on `seed` and on the type, value and position of each of `parts`.
-
-    The seed is computed by SHA-256, so it is the same in every process and in every version of Python.
+    """Returns a seed in [0, 2**63) that depends on `seed` and on the type, value and position of each of `parts`, and is the
+    same in every process and version of Python.
     """
     digest = sha256()
     for part in (seed, *parts):

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from sley_core.topology import Topology
     from sley_trainer.run import Run
 
-PROJECT = "sley"
+PROJECT_NAME = "sley"
 
-NOTIFICATIONS = ("sley_run_started", "sley_step_finished", "sley_run_finished")
+NOTIFICATION_HOOKS = ("sley_run_started", "sley_step_finished", "sley_run_finished")
 """The hooks that notify plugins of the progress of a run."""
 
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
+hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 """Marks a function of a plugin as the implementation of the hook with the same name."""
 
 
@@ -105,8 +105,8 @@ def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.Proc
     Example:
         @hookimpl
         def sley_process_groups(plan, topology):
-            half = topology.world // 2
-            return [ProcessGroupRecord("halves", (tuple(range(half)), tuple(range(half, topology.world))))]
+            half = topology.world_size // 2
+            return [ProcessGroupRecord("halves", (tuple(range(half)), tuple(range(half, topology.world_size))))]
     """
 
 

@@ -7,9 +7,7 @@ The pool lends a buffer for a `with` block. It rounds sizes up, so that buffers 
     bytes of the block         256        512           4096    4608    5120      8192    9216
                             multiples of 256 below 2048, then 8 sizes from each power of two to the next
 
-Above 2048 bytes, a block is at most an eighth larger than the request, and about a sixteenth on average; batches of many
-different lengths use only a few dozen sizes. With one size per doubling, as in torch's pinned memory, up to half of a block
-would be wasted.
+Above 2048 bytes, a block is at most an eighth larger than the request, and about a sixteenth on average.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ as PowerSGD's errors. pools: the buffers of the device pool, most of which are f
 PARTS: tuple[Part, ...] = get_args(Part)
 """All parts, in the order of the type. A storage that several parts use belongs to the first of them."""
 
-COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
+COPIED_PARTS: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
 """The parts that an offload copies to the host; the other parts are freed without a copy."""
 
 
@@ -80,7 +78,7 @@ class Moved:
 class OffloadManager(Protocol):
     """Moves parts of a run's memory off the device and back. The plan's list `[[offload]]` names it.
 
-    A manager frees and allocates whole storages (`StorageEntry.free`, `reallocate`), so tensors stay the same objects. Only
+    A manager frees and allocates storages (`StorageEntry.free`, `reallocate`), so tensors stay the same objects. Only
     `offload`, `onload` and `detach` may communicate, and only if the manager's table allows it.
     """
 
@@ -101,8 +99,8 @@ class OffloadManager(Protocol):
         ...
 
     def require(self, part: Part, caller: str) -> None:
-        """Makes the device wait for the onload of `part`, if one is in progress. Raises StateError "memory-away" if the part is
-        offloaded and the manager does not onload it by itself. caller: the operation that needs the part, for the error.
+        """Makes the device wait for the onload of `part` in progress. Raises StateError "memory-away" if the part is offloaded
+        and the manager does not onload it by itself. caller: the operation that needs the part, for the error.
         """
         ...
 
@@ -179,10 +177,8 @@ class MemoryInventory:
         return group_by_storage((name, state) for name, state in states if self._is_state(state))
 
     def storage_ids_without(self, params: Sequence[OptimizerParam]) -> set[int]:
-        """Returns the `storage_id`s of the storages of the parts before the optimizer states, and of all states except those of
-        `params`.
-
-        While only `params` are updated, none of these storages may be offloaded with their states.
+        """Returns the `storage_id`s of the parts before the optimizer states, and of all states except those of `params`. None
+        of them may be offloaded with the states of `params`.
         """
         ids = {id(state) for param in params for _, state in self._states_of(param)}
         other_states = (state for _, state in self._sources["optimizer_states"]() if id(state) not in ids)
@@ -196,7 +192,6 @@ class MemoryInventory:
         return {storage_id(tensor) for earlier in PARTS[: PARTS.index(part)] for _, tensor in self.tensors(earlier)}
 
     def _is_state(self, tensor: Tensor) -> bool:
-        """Returns whether an optimizer state is offloaded with its part: it is on the device and not a scalar."""
         return tensor.device == self.device and tensor.dim() > 0
 
 
@@ -227,12 +222,6 @@ def view_in_copy(tensor: Tensor, copy: Tensor) -> Tensor:
 ALIGNMENT_BYTES = 256
 """The alignment of views in a buffer, which equals that of memory from CUDA. It allows vector loads and NCCL's fast copies."""
 
-MAX_LINEAR_UNITS = 8
-"""The multiple of the alignment up to which every multiple is a block size."""
-
-BLOCKS_PER_DOUBLING = 8
-"""The number of block sizes from one power of two to the next."""
-
 
 def round_up(size: int, multiple: int) -> int:
     """Returns the smallest multiple of `multiple` that is at least `size`."""
@@ -241,11 +230,8 @@ def round_up(size: int, multiple: int) -> int:
 
 def block_bytes(num_bytes: int) -> int:
     """Returns the smallest block size that fits `num_bytes`, a multiple of 256."""
-    units = max(1, round_up(num_bytes, ALIGNMENT_BYTES) // ALIGNMENT_BYTES)
-    if units > MAX_LINEAR_UNITS:
-        lower_power = 1 << (units - 1).bit_length() - 1  # the largest power of two below `units`
-        units = round_up(units, lower_power // BLOCKS_PER_DOUBLING)
-    return units * ALIGNMENT_BYTES
+    power = 1 << max(num_bytes - 1, 1).bit_length() - 1  # the largest power of two below `num_bytes`
+    return round_up(max(1, num_bytes), max(ALIGNMENT_BYTES, power // 8))
 
 
 class _Block:
@@ -275,9 +261,8 @@ class _Block:
 class DevicePool:
     """Lends tensors of any shape and dtype, aligned to 256 bytes, in blocks whose sizes are rounded up.
 
-    All blocks together use at most twice the largest number of bytes that were lent at the same time. At this limit, the pool
-    lends a larger free block or, if there is none, releases the blocks that have been unused the longest. If a lease is lost,
-    its block leaves the pool.
+    All blocks use at most twice the largest number of bytes lent at the same time. At this limit, the pool lends a larger free
+    block or, if there is none, releases the blocks that have been unused the longest. A block whose lease is lost leaves it.
     """
 
     def __init__(self) -> None:
@@ -349,10 +334,8 @@ class DevicePool:
         return block
 
     def _pop_larger(self, device: torch.device, size: int) -> _Block | None:
-        """Returns the smallest free block of at least `size` bytes if a new block would exceed the limit of the pool.
-
-        Returns None if a new block fits within the limit, or if no free block is large enough. In the latter case it first
-        releases the blocks that have been unused the longest.
+        """Returns the smallest free block of at least `size` bytes if a new block would exceed the limit of the pool, else
+        None. If no free block is large enough, releases the blocks that have been unused the longest.
         """
         self._max_lent = max(self._max_lent, size + sum(block.num_allocated for block in self._lent))
         if self.num_bytes + size > 2 * self._max_lent:

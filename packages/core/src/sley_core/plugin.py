@@ -99,7 +99,7 @@ def sley_records() -> list[records.Record]:
         ),
         records.ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{activations}:build_keep"),
         records.ActivationPolicyRecord(name="recompute", config=RecomputeConfig, build=f"{activations}:build_recompute"),
-        records.MetricsWriterRecord(name="jsonl", config=JsonlConfig, build="sley_core.jsonl:JsonlWriter"),
+        records.MetricsWriterRecord(name="jsonl", config=JsonlConfig, build="sley_core.run_folder:JsonlWriter"),
         records.GradientHandlerRecord(
             name="each", config=EachConfig, build=f"{handlers}:Each", role="reducer", fixed_order=True
         ),

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sley_core.actions.action import Action, Transfer
-    from sley_core.attempt import Lineage
     from sley_core.checkpointing import CheckpointReader, SavedRun
     from sley_core.data.dataset import DataInfo
     from sley_core.engine.boundary import Description
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param
     from sley_core.losses.chunked_head import HeadChunks
     from sley_core.model.layers import Layer
+    from sley_core.run_folder import Lineage
 
 Collective = Literal["gather", "reduce", "sum", "swap"]
 """The kinds of collectives: all-gather, reduce-scatter, all-reduce and all-to-all, in this order."""
@@ -58,21 +58,16 @@ class StageLink(Protocol):
         """
 
     def post_receive(self, transfer: Transfer, key: Hashable) -> None:
-        """Posts a receive, which `receive` completes later; does not block. In each direction, the receiver posts its receives
-        in the order of the peer's sends.
-        """
+        """Posts a receive, which `receive` completes; does not block. In each direction, posts have the order of the sends."""
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
-        """Starts to send `tensors`, whose layout is `description`.
-
-        The caller may reuse the tensors' memory as soon as this method returns. The description that the peer receives is the
-        result of `Description.with_overlaps`.
+        """Starts to send `tensors`, whose layout is `description`. When this method returns, the caller may reuse their memory.
+        The peer receives the result of `Description.with_overlaps`.
         """
 
     def receive(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
-        """Waits for the posted `transfer` and returns its description and tensors.
-
-        The link must not overwrite the tensors' memory while the tensors, their views or autograd's saved tensors are alive.
+        """Waits for the posted `transfer` and returns its description and tensors, whose memory the link must not overwrite
+        while the tensors, their views or autograd's saved tensors are alive.
         """
         ...
 
@@ -101,10 +96,8 @@ class WeightCommunicator(Protocol):
     head: HeadChunks | None = None
 
     def prepare(self, layers: Sequence[Layer]) -> None:
-        """Receives all layers of the model, on meta, before any parameter is sharded.
-
-        The modules that `attach` finds later are different objects with the same names. Raises PlanError if the model is not
-        supported.
+        """Called with all layers, on meta, before any parameter is sharded. The modules that `attach` finds later are different
+        objects with the same names. Raises PlanError if the model is not supported.
         """
 
     def shard_dim(self, locations: Sequence[tuple[nn.Module, str]]) -> int | None:
@@ -140,16 +133,13 @@ class SequenceCommunicator(Protocol):
     """
 
     def prepare(self, data: DataInfo) -> None:
-        """Receives the declaration of the data, which has a field `positions` and the length of full sequences. Called before
-        `attach`.
-        """
+        """Called before `attach`, with the declaration of the data, which has a field `positions` and the full length."""
         return
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Wraps every attention in `layers`, the layers of the whole model.
-
-        Called before the parameter registry is built. This rank's layers have their initial values; the other layers are on
-        meta. Parameter names must not change. Raises PlanError, and changes nothing, if it finds no attention that it knows.
+        """Wraps every attention in `layers`, the layers of the whole model, before the parameter registry is built. This rank's
+        layers have their initial values; the others are on meta. Parameter names must not change. Raises PlanError, and
+        changes nothing, if it finds no attention that it knows.
         """
 
     def call_layer(
@@ -218,9 +208,7 @@ class SchedulerHook(Protocol):
     """
 
     def before_forward(self, micro: MicroStep, inputs: Any) -> None:
-        """Called before the forward of each microbatch. inputs: the input of the chunk, or None for the first chunk; in a
-        recomputation, the input of the layer.
-        """
+        """Called before each forward. inputs: of the chunk, or None for the first; of the layer in a recomputation."""
 
     def after_forward(self, micro: MicroStep, output: Any) -> None:
         """Called after the forward of each microbatch. output: the output of the chunk."""
@@ -281,10 +269,8 @@ class SplitLogits(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the sum of the cross-entropy over this rank's `labels` int64 [...], computed in fp32 or wider.
-
-        The options are those of `core.cross_entropy`. The incoming gradient must be the inverse of the weight of the global
-        batch, as in a step.
+        """Returns the sum of the cross-entropy over this rank's `labels` int64 [...], computed in fp32 or wider. The options
+        are those of `core.cross_entropy`. The incoming gradient is the inverse of the weight of the global batch.
         """
         ...
 
@@ -319,10 +305,7 @@ class ActivationPolicy(Protocol):
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Returns `layer(*args, **fields)`; the policy chooses which tensors autograd saves.
-
-        micro: the step, chunk, microbatch and phase of the call.
-        """
+        """Returns `layer(*args, **fields)`, and chooses the tensors that autograd saves. micro: the position of the call."""
         ...
 
     def detach(self) -> None:
@@ -356,9 +339,7 @@ class Stateful(Protocol):
         ...
 
     def restore_saved_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the result of `saved_state`, whose tensors are on the host; an empty mapping resets the state. Called on all
-        ranks, between two steps.
-        """
+        """Restores the result of `saved_state`, on the host, or resets for {}. Called on all ranks, between two steps."""
         ...
 
 
@@ -420,7 +401,7 @@ class Checkpointer(Protocol):
 
         path: a checkpoint; a folder of checkpoints, whose newest intact one is loaded; or "auto", for the newest checkpoint of
         this run. allow_fresh_start: whether "auto" may return None although the run has already trained; if not,
-        `RunAttempt.refuse_fresh_start` raises. Raises RunError "no-checkpoint", "checkpoint-damaged" or the errors of
+        `AttemptTracker.refuse_fresh_start` raises. Raises RunError "no-checkpoint", "checkpoint-damaged" or the errors of
         `TrainingState.restore` on all ranks, with nothing changed.
         """
         ...
@@ -442,21 +423,18 @@ class Checkpointer(Protocol):
         return
 
     def start_save(self, step: int) -> None:
-        """Starts the save that is due; the save may finish later. If the save fails, the checkpointer adds a note to
-        `TrainingState.notes`, and the run continues.
-        """
+        """Starts the save that is due, which may finish later. If it fails, adds a note to `TrainingState.notes`."""
         self.save(None, step)
 
     def finish_training(self, step: int, *, was_stopped: bool) -> None:
-        """Called after the last step of `Run.train`. Finishes the save in progress and saves the run.
-
-        was_stopped: whether a rank has asked to stop before the plan's last step.
+        """Called after the last step of `Run.train`. Finishes the save in progress and saves the run. was_stopped: whether a
+        rank has asked to stop before the plan's last step.
         """
         return
 
     def copy_unwritten_state(self) -> None:
-        """Called before weights, master weights or optimizer states change or move. Copies the tensors that the save in
-        progress has not read yet. Must not communicate.
+        """Copies the tensors that the save in progress has not read yet. Called before weights, master weights or optimizer
+        states change or move. Must not communicate.
         """
         return
 
@@ -480,7 +458,7 @@ class CheckpointFiles(Protocol):
         """Returns the description of the checkpoint, or None. Raises RunError "checkpoint-damaged" if it cannot be read."""
         ...
 
-    def is_whole(self, path: str) -> bool:
+    def is_intact(self, path: str) -> bool:
         """Returns whether the checkpoint at `path` is intact. Reads all of its files."""
         ...
 

@@ -25,7 +25,7 @@ Scope = Literal["elementwise", "per_matrix", "global"]
 
 
 def import_object(name: str) -> Any:
-    """Imports the module in `name`, which is `"module:attribute"`, and returns the attribute."""
+    """Returns the object that `name`, which is `"module:attribute"`, names. Imports the module."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -75,9 +75,9 @@ class AdaptersRecord(Record):
     """`build(config, layer_names) -> Callable[[nn.Module, str], None]`, a function that adds adapters to a layer's module in
     place.
 
-    The function is called with the module and the name of each layer, after the layer has its base values, and with generators
-    that are seeded for this layer. All parameters of the model are frozen before the call. Parameters that the function adds or
-    unfreezes are trained. The function is also called with the layers on meta.
+    The function is called with the module and the name of each layer, on meta and when the layer has its base values, and with
+    generators that are seeded for this layer. All parameters are frozen before the call; those that the function adds or
+    unfreezes are trained.
 
     merge: `"module:attribute"` of `merge(plan, source) -> api.files.TensorReader`, which returns the weights in `source` with
         the adapters merged in, under the names of the model without adapters; None if the adapters cannot be merged.
@@ -160,9 +160,9 @@ class AveragingRecord(Record):
     """`build(config, num_steps) -> rule`, with `rule(step, age) -> float`, which averages the weights over steps.
 
     After each update, core sets every average to `average + weight * (value - average)` with `weight = rule(step, age)`, a
-    number from 0 to 1. step: the number of the step, from 0. age: the number of updates since the average last equalled the
-    weights, at least 1. The first update sets the averages to the weights, as does any update with the weight 1. The rule must
-    give the same results on all ranks. num_steps: the number of steps of the run.
+    number from 0 to 1 that is the same on all ranks. step: the number of the step, from 0. age: the number of updates since the
+    average last equalled the weights, at least 1. The first update sets the averages to the weights. num_steps: the number of
+    steps of the run.
     """
 
 
@@ -363,12 +363,9 @@ class Problem:
 def call_factory(
     name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], run_arguments: Mapping[str, Any]
 ) -> Any:
-    """Imports the callable `name`, calls it and returns the result.
-
-    path: the path of the table, for errors. folder: a folder that is added to `sys.path`, or None. options: the keyword
-    arguments of the call. run_arguments: further keyword arguments; those that the signature has and `options` lacks are
-    passed. Raises PlanError "factory-import" if the import fails, and "factory-failed" if the call raises anything except a
-    SleyError.
+    """Returns the result of the callable `name` (see `import_factory`) for the keyword arguments `options`, and those of
+    `run_arguments` that its signature has and `options` lacks. Raises PlanError "factory-import" if the import fails, and
+    "factory-failed" if the call raises anything except a SleyError.
     """
     function = import_factory(name, path, folder)
     try:
@@ -381,19 +378,15 @@ def call_factory(
     except SleyError:
         raise
     except (Exception, SystemExit) as error:
-        hint = (
-            f"install the package that provides `{error.name}`"
-            if isinstance(error, ModuleNotFoundError) and error.name
-            else None
-        )
+        package = error.name if isinstance(error, ModuleNotFoundError) else None
+        hint = f"install the package that provides `{package}`" if package else None
         message = f"`{name}` failed: {format_cause(error)}"
         raise PlanError("factory-failed", message, path=(*path, "factory"), hint=hint) from error
 
 
 def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..., Any]:
-    """Imports and returns the callable `name`, which is `"package.module:attribute"`. Adds `folder` to `sys.path` first.
-
-    Raises PlanError "factory-import" if it cannot be imported, does not exist or is not callable.
+    """Imports and returns the callable `name`, which is `"package.module:attribute"`. Adds `folder` to `sys.path` first. Raises
+    PlanError "factory-import" if there is no such callable. path: the path of its table, for the error.
     """
     if folder and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -412,7 +405,6 @@ def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..
             raise PlanError("factory-import", f"cannot import `{name}`: {source} has no `{part}`", path=key, hint=hint)
         target = getattr(target, part)
     if not callable(target):
-        message = f"`{name}` is a {type(target).__name__}, which cannot be called"
-        raise PlanError("factory-import", message, path=key)
+        raise PlanError("factory-import", f"`{name}` is a {type(target).__name__}, which cannot be called", path=key)
     function: Callable[..., Any] = target
     return function

@@ -50,10 +50,8 @@ _VARIABLE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")
 
 
 def expand_path(text: str, quote: Callable[[str], str] = str) -> str:
-    """Returns the path `text` of a plan with `~`, `$NAME` and `${NAME}` expanded; `$$` becomes a dollar sign.
-
-    quote: a function that is applied to each expanded value. Raises ValueError for a variable that is unset or empty, and for a
-    user without a home folder.
+    """Returns the path `text` of a plan with `~`, `$NAME` and `${NAME}` expanded; `$$` becomes a dollar sign. Applies `quote`
+    to each expanded value. Raises ValueError for a variable that is unset or empty, and for a user without a home folder.
     """
 
     def expand_variable(match: re.Match[str]) -> str:
@@ -82,9 +80,7 @@ _URL = re.compile("[a-z][a-z0-9]+:/")
 
 
 def _parse_path(value: Any, info: ValidationInfo, *, quote: Callable[[str], str] = str) -> Any:
-    """Returns the Path for a string; a relative path that is no URL starts in the plan's folder. Returns values of other types
-    unchanged.
-    """
+    """Returns the Path for a string, which starts in the plan's folder if it is relative and no URL. Keeps other values."""
     folder = (info.context or {}).get("folder")
     if not isinstance(value, str):
         return value
@@ -135,11 +131,10 @@ FactoryPath = Annotated[
 
 
 class PartTable(Table):
-    """One table of an array such as `[[data.sources]]`. It names a record by `use`, or code by `factory`, and has the keys of
+    """A table of an array such as `[[data.sources]]`. It names a record by `use`, or code by `factory`, and has the keys of
     this model and those of the record or factory.
 
-    record_type: the class of the records. shared: the keys of the enclosing table that are passed to each record whose config
-    has them.
+    record_type: the class of the records. shared: the keys of the enclosing table that each record whose config has them gets.
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -170,7 +165,6 @@ class PartTable(Table):
 
 
 TYPE_DESCRIPTIONS = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}
-MAX_SHOWN_LENGTH = 40
 
 
 def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
@@ -208,7 +202,7 @@ def describe_value(value: Any) -> str:
         return f"the boolean {str(value).lower()}"
     if isinstance(value, str):
         line = make_printable(value)
-        return f'the string "{line if len(line) <= MAX_SHOWN_LENGTH else line[: MAX_SHOWN_LENGTH - 3] + "..."}"'
+        return f'the string "{line if len(line) <= 40 else line[:37] + "..."}"'
     if isinstance(value, int | float):
         return str(value)
     if isinstance(value, Mapping):
@@ -218,13 +212,10 @@ def describe_value(value: Any) -> str:
     return "a date or time"
 
 
-_BOUNDS = {"Ge": "at least", "Gt": "above", "Le": "at most", "Lt": "below"}
-"""The words for a bound, keyed by the name of its class in annotated_types."""
-
-
 def _describe_range(metadata: Iterable[Any]) -> str:
-    bounds = [(_BOUNDS[name], getattr(item, name.lower())) for item in metadata if (name := type(item).__name__) in _BOUNDS]
-    text = " and ".join(f"{words} {bound}" for words, bound in bounds)
+    words = {limits.Ge: "at least", limits.Gt: "above", limits.Le: "at most", limits.Lt: "below"}
+    bounds = [item for item in metadata if type(item) in words]
+    text = " and ".join(f"{words[type(bound)]} {getattr(bound, type(bound).__name__.lower())}" for bound in bounds)
     return (" " if text.startswith(("above", "below")) else " of ") + text if text else ""
 
 

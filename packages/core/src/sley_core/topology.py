@@ -35,7 +35,6 @@ in the order of this table.
 AXES = tuple(SHARED_COORDINATES)
 """The axes of core's process groups, in the order in which ranks create the groups."""
 
-
 GATHER, REDUCE = "gather", "reduce"
 """The channels of the axis `wp`."""
 
@@ -47,7 +46,7 @@ reduction.
 DEFAULT_CHANNEL = "main"
 """The only channel of every axis that is not in `CHANNELS`."""
 
-TIE = "tie["
+TIE_PREFIX = "tie["
 """The name prefix of a tie's axis. Only the ranks that hold the tied parameter have such a group."""
 
 
@@ -89,28 +88,27 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class Topology:
-    """The layout of a world. `dp` and `wdp` follow from the other sizes. `from_sizes` checks that the sizes divide `world`."""
+    """The layout of a world. `dp` and `wdp` follow from the other sizes. `from_sizes` checks that the sizes fit."""
 
-    world: int
+    world_size: int
     pp: int = 1
     sp: int = 1
     wp: int = 1
 
     @classmethod
-    def from_sizes(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> "Topology":
-        """Returns the topology of `world` ranks. Raises ValueError if the sizes do not divide `world`."""
-        if dp is not None and world != pp * dp * sp:
-            raise ValueError(f"the world size must be pp x dp x sp = {pp} x {dp} x {sp}, but is {world}")
-        if world % (pp * sp):
-            raise ValueError(f"the world size must be a multiple of pp x sp = {pp} x {sp}, but is {world}")
-        if world % (pp * wp):
-            raise ValueError(f"the world size must be a multiple of pp x wp = {pp} x {wp}, but is {world}")
-        return cls(world, pp, sp, wp)
+    def from_sizes(cls, world_size: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> "Topology":
+        """Returns the topology of `world_size` ranks. Raises ValueError if the sizes do not divide it."""
+        if dp is not None and world_size != pp * dp * sp:
+            raise ValueError(f"the world size must be pp x dp x sp = {pp} x {dp} x {sp}, but is {world_size}")
+        for axis, size in (("sp", sp), ("wp", wp)):
+            if world_size % (pp * size):
+                raise ValueError(f"the world size must be a multiple of pp x {axis} = {pp} x {size}, but is {world_size}")
+        return cls(world_size, pp, sp, wp)
 
     @property
     def ranks_per_stage(self) -> int:
         """The number of ranks of each pipeline stage."""
-        return self.world // self.pp
+        return self.world_size // self.pp
 
     @property
     def dp(self) -> int:
@@ -124,20 +122,18 @@ class Topology:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Returns the coordinates of the global rank `rank`."""
-        assert 0 <= rank < self.world, f"rank {rank} of a world of {self.world}"
+        assert 0 <= rank < self.world_size, f"rank {rank} of a world of {self.world_size}"
         stage, index = divmod(rank, self.ranks_per_stage)
         return Coordinates(rank, stage, dp=index // self.sp, sp=index % self.sp, wdp=index // self.wp, wp=index % self.wp)
 
     def size_of(self, axis: str) -> int:
         """Returns the number of ranks in each group of `axis`."""
         sizes = {"stage": self.pp, "dp": self.dp, "sp": self.sp, "wdp": self.wdp, "wp": self.wp}
-        return self.world // prod(sizes[name] for name in SHARED_COORDINATES[axis])
+        return self.world_size // prod(sizes[name] for name in SHARED_COORDINATES[axis])
 
     def groups(self) -> Iterator[GroupEntry]:
         """Yields an entry for each communicator, i.e. each channel of each group, in the order in which every rank creates
-        them.
-
-        A group of one rank has no communicator, except `control`.
+        them. A group of one rank has no communicator, except `control`.
         """
         for axis in AXES:
             if self.size_of(axis) == 1 and axis != "control":
@@ -150,7 +146,7 @@ class Topology:
     def partition(self, axis: str, stage: int | None = None) -> list[tuple[int, ...]]:
         """Returns the ranks of every group of `axis`, by first rank. stage: only groups with ranks of this stage."""
         groups: dict[tuple[int, ...], list[int]] = {}
-        for coordinates in map(self.coordinates, range(self.world)):
+        for coordinates in map(self.coordinates, range(self.world_size)):
             shared = tuple(getattr(coordinates, name) for name in SHARED_COORDINATES[axis])
             groups.setdefault(shared, []).append(coordinates.rank)
         size = self.ranks_per_stage

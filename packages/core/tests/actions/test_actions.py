@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.actions.action import (
-    DIRECTIONS,
     Action,
     Delivery,
     Kind,
@@ -18,10 +17,10 @@ from sley_core.actions.action import (
     StageChunk,
     Transfer,
     direction_of,
-    forward_only,
     loop,
     select_actions,
-    sequential,
+    select_forwards,
+    sequential_actions,
     v_placement,
 )
 from sley_core.actions.lower import lower
@@ -49,7 +48,7 @@ def test_every_chunk_has_its_own_mark_after_its_last_weight_gradient():
 
 def test_a_send_follows_at_once_and_a_receive_is_posted_ahead():
     """Two stages, one microbatch at a time; the gradient is on its way before its chunk is marked."""
-    lists = [sequential(2), words("F0.0 I0.0 W0.0 F0.1 I0.1 W0.1")]
+    lists = [sequential_actions(2), words("F0.0 I0.0 W0.0 F0.1 I0.1 W0.1")]
     first, second = lower(lists, loop(2), 2)
     assert texts(first) == [
         *("post backward 0.0 from stage 1", "post backward 0.1 from stage 1", "F0.0", "send forward 0.0 to stage 1"),
@@ -180,9 +179,9 @@ def test_lists_end_even_where_a_way_does_one_thing_at_a_time(placement, micros, 
     So both ends of each pair issue the same transfers in the same order.
     """
     lists = random_action_lists(placement, micros, Random(seed))
-    lists = lists if training else [forward_only(actions) for actions in lists]
+    lists = lists if training else [select_forwards(actions) for actions in lists]
     rest = [deque(steps) for steps in lower(lists, placement, micros, training=training)]
-    queues = {(stage, direction): deque() for stage in range(placement.stages) for direction in DIRECTIONS}
+    queues = {(stage, direction): deque() for stage in range(placement.stages) for direction in ("up", "down")}
     here: set[Delivery] = set()
     moved = True
     while moved:
@@ -194,7 +193,7 @@ def test_lists_end_even_where_a_way_does_one_thing_at_a_time(placement, micros, 
                     queues[stage, way(stage, step)].append((delivery_of(stage, step, placement), step.peer, step.op))
                 elif step.kind is not Kind.CHUNK_DONE:
                     needed = placement.input_of(step, placement.position(stage, step.chunk))
-                    local = needed and placement.holder(needed.origin).stage == stage
+                    local = needed and placement.holder(needed.source_position).stage == stage
                     if needed and not local and needed not in here:
                         break
                 steps.popleft()
@@ -267,7 +266,7 @@ def test_two_stages_by_hand():
     """F takes 1 and 3 s, B 2 and 4 s, the link half a second."""
     placement = loop(2)
     costs = Costs({F: (1.0, 3.0), B: (2.0, 4.0)}, (0.5,), (0, 0), (0, 0), (0,))
-    found = simulate(lower([sequential(1)] * 2, placement, 1), placement, costs).timeline
+    found = simulate(lower([sequential_actions(1)] * 2, placement, 1), placement, costs).timeline
     assert times(found, 0) == [("F0.0", 0.0, 1.0), ("B0.0", 9.0, 11.0)]
     assert times(found, 1) == [("F0.0", 1.5, 4.5), ("B0.0", 4.5, 8.5)]
     assert found.makespan_s == 11.0
@@ -278,7 +277,7 @@ def test_transfers_of_one_link_come_one_after_another():
     """Three forwards of 1 s, sent over a link of 2 s: the second has to wait for the first."""
     placement = loop(2)
     lists = [[Action(F, 0, micro) for micro in range(3)]] * 2
-    found = simulate(lower(lists, placement, 3, training=False), placement, Costs.even(2, link=2.0)).timeline
+    found = simulate(lower(lists, placement, 3, training=False), placement, Costs.uniform(2, link=2.0)).timeline
     assert [start for _, start, _ in times(found, 1)] == [3.0, 5.0, 7.0]
 
 
@@ -288,16 +287,16 @@ def test_a_transfer_waits_for_its_post():
     first, second = lower([[Action(F, 0, micro) for micro in range(2)]] * 2, placement, 2, training=False)
     posts = [step for step in second if isinstance(step, Transfer)]
     late = (posts[0], Action(F, 0, 0), posts[1], Action(F, 0, 1))
-    found = simulate([first, late], placement, Costs.even(2, link=2.0)).timeline
+    found = simulate([first, late], placement, Costs.uniform(2, link=2.0)).timeline
     assert times(found, 1) == [("F0.0", 3.0, 4.0), ("F0.1", 6.0, 7.0)]
 
 
 def test_lowered_lists_that_stop_are_refused():
     placement = loop(2)
-    first, second = lower([sequential(1)] * 2, placement, 1)
+    first, second = lower([sequential_actions(1)] * 2, placement, 1)
     unposted = [step for step in second if not isinstance(step, Transfer)]
     with pytest.raises(PlanError, match=r"stage 0 at B0.0 .*; stage 1 at F0.0 \(number 1 in its list\) waits for F0.0"):
-        simulate([first, unposted], placement, Costs.even(2))
+        simulate([first, unposted], placement, Costs.uniform(2))
 
 
 def test_bytes_are_those_of_graphs_queues_and_buffers():
@@ -306,7 +305,9 @@ def test_bytes_are_those_of_graphs_queues_and_buffers():
     costs = Costs(dict.fromkeys((F, B, D, W), (1.0, 1.0)), (0.0,), (1, 100), (1, 30), (7,))
     later = [Action(F, 0, 0), Action(F, 0, 1), *(Action(kind, 0, micro) for kind in (D, W) for micro in (0, 1))]
     held = simulate(
-        lower([sequential(2)[:1] + sequential(2)[2:3] + sequential(2)[1::2], later], placement, 2), placement, costs
+        lower([sequential_actions(2)[:1] + sequential_actions(2)[2:3] + sequential_actions(2)[1::2], later], placement, 2),
+        placement,
+        costs,
     ).peaks
     assert held[1] == Peaks(pairs=2, graphs=2, receives=2, num_bytes=200)
     assert held[0].pairs == 2
@@ -317,7 +318,7 @@ def test_bytes_are_those_of_graphs_queues_and_buffers():
 def test_a_simulation_does_everything_once_in_the_order_of_the_lists_and_tells_what_is_held(placement, micros, training, seed):
     chance = Random(seed)
     lists = random_action_lists(placement, micros, chance)
-    lists = lists if training else [forward_only(actions) for actions in lists]
+    lists = lists if training else [select_forwards(actions) for actions in lists]
     each = {kind: tuple(chance.uniform(0.1, 2) for _ in range(placement.num_positions)) for kind in (F, B, D, W)}
     none = (0,) * placement.num_positions
     costs = Costs(each, tuple(chance.uniform(0, 2) for _ in none[1:]), none, none, none[1:])
@@ -357,5 +358,5 @@ def breadth_first(placement: Placement, micros: int) -> list[list[Action]]:
 @pytest.mark.parametrize("micros", [8, 64])
 def test_the_number_of_receive_buffers_does_not_grow_with_the_number_of_micro_batches(micros):
     placement = loop(4)
-    simulated = simulate(lower(breadth_first(placement, micros), placement, micros), placement, Costs.even(4))
+    simulated = simulate(lower(breadth_first(placement, micros), placement, micros), placement, Costs.uniform(4))
     assert [held.receives for held in simulated.peaks] == [5, 4, 4, 5]

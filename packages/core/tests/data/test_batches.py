@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.data.batches import SequenceSlicer, check_tokens, count_microbatches, narrow_batch, sliced_info
+from sley_core.data.batches import SequenceSlicer, add_positions, check_tokens, count_microbatches, narrow_batch
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import PlanError, RunError
 from sley_core.losses.cross_entropy import CrossEntropy
@@ -101,9 +101,9 @@ def test_positions_that_the_data_lacks_are_places_in_the_whole(num_slices: int) 
 
 
 def test_a_model_is_told_of_positions_and_of_the_whole_sequence() -> None:
-    info = sliced_info(DataInfo(TOKENS, vocab_size=9, sequence=12), 2)
+    info = add_positions(DataInfo(TOKENS, vocab_size=9, sequence=12), 2)
     assert info == DataInfo({**TOKENS, "positions": Field("int64", 0, 1)}, vocab_size=9, sequence=12)
-    assert sliced_info(DataInfo(PACKED), 2).fields == PACKED
+    assert add_positions(DataInfo(PACKED), 2).fields == PACKED
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_model_is_told_of_positions_and_of_the_whole_sequence() -> None:
 )
 def test_data_that_does_not_say_where_sequences_lie(fields: dict[str, Field], label: str) -> None:
     with pytest.raises(PlanError, match=label) as caught:
-        sliced_info(DataInfo(fields), 2)
+        add_positions(DataInfo(fields), 2)
     assert caught.value.diagnostics[0].code == "sequence-field"
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, TensorDataset
 
+from sley_core.data.batches import count_samples_per_epoch, open_dataset, wrap_dataset
 from sley_core.data.dataset import TOKEN_FIELDS, DataConfig, DataContext, DataInfo, FactoryDataConfig, Field, FieldConfig
-from sley_core.data.factory import declare_dataset, open_dataset, samples_per_epoch
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
@@ -40,8 +40,8 @@ INFERRED = {"image": Field("float32"), "label": Field("int64")}
 
 
 def test_fields_are_inferred_from_the_first_sample() -> None:
-    assert declare_dataset(Ours(), NOTHING, "my:Ours").info == DataInfo(INFERRED)
-    assert declare_dataset(OurStream(), NOTHING, "my:OurStream").info == DataInfo({"x": Field("int64")})
+    assert wrap_dataset(Ours(), NOTHING, "my:Ours").info == DataInfo(INFERRED)
+    assert wrap_dataset(OurStream(), NOTHING, "my:OurStream").info == DataInfo({"x": Field("int64")})
 
 
 @pytest.mark.parametrize("collates", [False, True])
@@ -63,7 +63,7 @@ def test_tokens_and_labels_of_one_length_are_token_ids(sample: dict[str, Tensor]
 
     if collates:
         Chats.collate = lambda self, samples: torch.utils.data.default_collate(samples)  # type: ignore[attr-defined]
-    fields = declare_dataset(Chats([sample]), NOTHING, "my:Chats").info.fields
+    fields = wrap_dataset(Chats([sample]), NOTHING, "my:Chats").info.fields
     assert (fields == TOKEN_FIELDS) == are_ids
     assert are_ids or all(field.sequence_dim is None and field.ids is None for field in fields.values())
 
@@ -74,17 +74,17 @@ def test_the_plan_comes_before_the_datasets_own_info() -> None:
 
     fields = {"image": FieldConfig(dtype="float32", sequence_dim=1), "label": FieldConfig(dtype="int64", ids="label")}
     config = FactoryDataConfig(fields=fields, vocab_size=20)
-    info = declare_dataset(Declares(), config, "my:Declares").info
+    info = wrap_dataset(Declares(), config, "my:Declares").info
     assert info.fields == {"image": Field("float32", 0, 1), "label": Field("int64", ids="label")}
     assert (info.vocab_size, info.sequence) == (20, 7)
 
 
 def test_torchs_datasets_and_streams_are_fed() -> None:
-    with Feed(declare_dataset(Ours(), NOTHING, "my:Ours"), seed=0, batch_size=4, rows=range(4)) as feed:
+    with Feed(wrap_dataset(Ours(), NOTHING, "my:Ours"), seed=0, batch_size=4, rows=range(4)) as feed:
         batch = feed.next()
     assert batch["image"].shape == (4, 2, 3)
     assert sorted(batch["label"].tolist()) == [0, 1, 2, 3]
-    with Feed(declare_dataset(OurStream(), NOTHING, "my:OurStream"), seed=0, batch_size=4, rows=range(2, 4)) as feed:
+    with Feed(wrap_dataset(OurStream(), NOTHING, "my:OurStream"), seed=0, batch_size=4, rows=range(2, 4)) as feed:
         assert feed.next()["x"].tolist() == [[2, 2], [0, 0]]
         assert feed.next()["x"].tolist() == [[0, 0], [1, 1]]
 
@@ -108,16 +108,16 @@ class Fails(Ours):
 )
 def test_what_is_no_dataset_is_an_error_of_the_plan(dataset: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
-        assert declare_dataset(dataset, NOTHING, "my:data").info
+        assert wrap_dataset(dataset, NOTHING, "my:data").info
     assert (caught.value.diagnostics[0].code, caught.value.diagnostics[0].path) == ("data-factory", ("data", "factory"))
 
 
 def test_samples_per_epoch_is_the_length_and_a_pin_is_kept() -> None:
-    dataset = declare_dataset(Ours(), NOTHING, "my:Ours")
-    assert samples_per_epoch(dataset, DataConfig()) == 4
-    assert samples_per_epoch(dataset, DataConfig(samples_per_epoch=4)) == 4
+    dataset = wrap_dataset(Ours(), NOTHING, "my:Ours")
+    assert count_samples_per_epoch(dataset, DataConfig()) == 4
+    assert count_samples_per_epoch(dataset, DataConfig(samples_per_epoch=4)) == 4
     with pytest.raises(PlanError, match="has 4 samples per epoch, but the plan expects 5") as caught:
-        samples_per_epoch(dataset, DataConfig(samples_per_epoch=5))
+        count_samples_per_epoch(dataset, DataConfig(samples_per_epoch=5))
     assert caught.value.diagnostics[0].code == "data-changed"
 
 
@@ -189,7 +189,7 @@ def test_what_is_wrong_with_the_data_has_its_place(folder: Path) -> None:
 
 def test_a_plan_is_pinned_to_its_number_of_samples(folder: Path) -> None:
     plan = a_plan(folder, '[data]\nuse = "data.text"\nfiles = ["corpus/*.txt"]\nsequence = 4\nheld_out = 0.0\n')
-    count = samples_per_epoch(open_dataset(plan.data, DataContext()), plan.data.config)
+    count = count_samples_per_epoch(open_dataset(plan.data, DataContext()), plan.data.config)
     pinned = plan_from_text(replace_values(plan, {("data", "samples_per_epoch"): count}).to_toml(), folder=folder)
     assert pinned.data.config.samples_per_epoch == 5
     assert check_plan(pinned, 1) == []

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from sley_core.actions.action import Action, Kind, loop, select_actions, sequential
+from sley_core.actions.action import Action, Kind, loop, select_actions, sequential_actions
 from sley_core.actions.lower import lower
 from sley_core.engine.buffers import Planner, group_by_reduce_group, plan_without_buffers
 from sley_core.engine.gradients import GradientStore
@@ -39,7 +39,7 @@ class Harness:
     def step(self, losses: Sequence[Callable[[], Tensor]], fail_at: int | None = None) -> dict[str, Tensor]:
         """One optimizer step over `losses`, functions that give each microbatch's loss."""
         self.ready, self.during = [], []
-        (steps,) = lower([sequential(len(losses))], loop(1), len(losses))
+        (steps,) = lower([sequential_actions(len(losses))], loop(1), len(losses))
         actions = select_actions(steps)
         self.state.begin(self.state.step + 1, actions, len(losses), 0)
         self.store.begin_step()

@@ -8,7 +8,7 @@ import tomli
 
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
-from sley_core.plan.loader import Loader
+from sley_core.plan.loader import PluginLoader
 from sley_core.plan.plan import Plan
 from sley_core.records import ActivationPolicyRecord, GradientHandlerRecord, MetricsWriterRecord, Record
 from sley_core.table import Table
@@ -81,7 +81,7 @@ class Policies:
 
 
 @pytest.fixture
-def loader() -> Loader:
+def loader() -> PluginLoader:
     return loader_of({"handlers": Handlers(), "policies": Policies()})
 
 
@@ -98,6 +98,6 @@ def text() -> str:
 
 
 @pytest.fixture
-def make(loader: Loader, tables: dict[str, Any]) -> Callable[..., Plan]:
+def make(loader: PluginLoader, tables: dict[str, Any]) -> Callable[..., Plan]:
     """The small plan with some tables replaced or, by None, left out."""
     return lambda **changed: plan_from_dict({**tables, **changed}, loader=loader)

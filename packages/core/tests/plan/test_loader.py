@@ -16,7 +16,7 @@ import pytest
 from sley_core import records
 from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, Diagnostic, PlanError, PluginError, is_installed
 from sley_core.hookspecs import hookimpl
-from sley_core.plan.loader import Loader, find_plugins
+from sley_core.plan.loader import PluginLoader, find_plugins
 from sley_core.table import Table
 
 GOOD = """
@@ -52,9 +52,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return make
 
 
-def fault_of(name: str, loader: Loader | None = None) -> Diagnostic:
+def fault_of(name: str, loader: PluginLoader | None = None) -> Diagnostic:
     with pytest.raises(PluginError) as caught:
-        (loader or Loader()).load(name)
+        (loader or PluginLoader()).load(name)
     assert caught.value.exit_code == EXIT_PLUGIN
     assert len(caught.value.diagnostics) == 1
     return caught.value.diagnostics[0]
@@ -69,7 +69,7 @@ def test_a_good_plugin_loads_beside_broken_neighbours(install: Install, tmp_path
     (tmp_path / "binary-1.0.dist-info").mkdir()
     (tmp_path / "binary-1.0.dist-info" / "entry_points.txt").write_bytes(b"\xff[sley.plugins]\n")
 
-    loader = Loader()
+    loader = PluginLoader()
     plugin = loader.load("zeta")
     assert (plugin.dist, plugin.version) == ("sley-zeta", "1.0")
     assert loader.record(records.GradientHandlerRecord, "zeta.topk").name == "topk"
@@ -84,7 +84,7 @@ def test_a_good_plugin_loads_beside_broken_neighbours(install: Install, tmp_path
 
 
 def test_a_missing_plugin_of_ours_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = fault_of("pp", Loader(plugins={}))
+    found = fault_of("pp", PluginLoader(plugins={}))
     assert found.code == "plugin-missing"
     assert found.hint == "install sley-pp; in a clone of Sley's repository, run `pip install -e packages/pp`"
 
@@ -147,7 +147,7 @@ def test_a_plugin_is_imported_if_it_fits_this_core(
     monkeypatch.setattr("sley_core.plan.loader.core_version", lambda: "0.1.0")
     install("zeta", "" if fits else "raise RuntimeError('imported although it cannot work')", requires=requires)
     if fits:
-        assert Loader().load("zeta").version == "1.0"
+        assert PluginLoader().load("zeta").version == "1.0"
     else:
         assert fault_of("zeta").code == "plugin-incompatible"
 
@@ -178,7 +178,7 @@ def fails() -> Any:
 )
 def test_records_that_no_plan_could_name(returned: Any, words: str) -> None:
     plugin = SimpleNamespace(sley_records=hookimpl(lambda: returned))
-    found = fault_of("zeta", Loader(plugins={"zeta": plugin}))
+    found = fault_of("zeta", PluginLoader(plugins={"zeta": plugin}))
     assert found.code == "plugin-invalid"
     assert words in found.message
 
@@ -189,8 +189,8 @@ def test_a_hook_that_fails_or_returns_records_of_another_kind_names_the_plugin()
         ({"sley_gradient_handlers": lambda: [policy()]}, "not a GradientHandlerRecord"),
     ):
         plugin = SimpleNamespace(**{name: hookimpl(hook) for name, hook in hooks.items()})
-        assert words in fault_of("zeta", Loader(plugins={"zeta": plugin})).message
-    plugin = Loader(plugins={"zeta": SimpleNamespace(sley_check_plan=hookimpl(lambda plan: fails()))}).load("zeta")
+        assert words in fault_of("zeta", PluginLoader(plugins={"zeta": plugin})).message
+    plugin = PluginLoader(plugins={"zeta": SimpleNamespace(sley_check_plan=hookimpl(lambda plan: fails()))}).load("zeta")
     with pytest.raises(PluginError, match=r"plugin `zeta` .* failed in `sley_check_plan`: RuntimeError"):
         plugin.call("sley_check_plan", plan=SimpleNamespace(), topology=None)
     assert plugin.call("sley_run_started", run=None) == []

@@ -6,16 +6,16 @@ import pytest
 
 from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, Diagnostic, PlanError, PluginError, SleyError
 from sley_core.plan.load import plan_from_text
-from sley_core.plan.loader import Loader
+from sley_core.plan.loader import PluginLoader
 
 
-def problems(text: str, loader: Loader, **more: Any) -> tuple[Diagnostic, ...]:
+def problems(text: str, loader: PluginLoader, **more: Any) -> tuple[Diagnostic, ...]:
     with pytest.raises(SleyError) as caught:
         plan_from_text(text, loader=loader, **more)
     return caught.value.diagnostics
 
 
-def codes(text: str, loader: Loader) -> list[str]:
+def codes(text: str, loader: PluginLoader) -> list[str]:
     return [f"{found.code} {found.place.line}:{found.place.column}" for found in problems(text, loader) if found.place]
 
 
@@ -57,7 +57,7 @@ LLAMA, LR, STEPS = 'use = "models.llama"', "lr = 3e-3", "steps = 20"
         ("[parallel]", '[link]\nuse = "mine.l"\n[parallel]', "table-without-effect 26:1"),
     ],
 )
-def test_a_mistake_has_its_code_and_place(text: str, loader: Loader, old: str, new: str, expected: str) -> None:
+def test_a_mistake_has_its_code_and_place(text: str, loader: PluginLoader, old: str, new: str, expected: str) -> None:
     assert old in text
     assert expected in codes(text.replace(old, new, 1), loader)
 
@@ -73,11 +73,11 @@ def test_a_mistake_has_its_code_and_place(text: str, loader: Loader, old: str, n
         ("[model]", "[model]\ncompile = { dynamik = true }", "did you mean `dynamic`?"),
     ],
 )
-def test_a_hint_names_the_closest(text: str, loader: Loader, old: str, new: str, hint: str) -> None:
+def test_a_hint_names_the_closest(text: str, loader: PluginLoader, old: str, new: str, hint: str) -> None:
     assert hint in [found.hint for found in problems(text.replace(old, new, 1), loader)]
 
 
-def test_mistakes_come_in_the_order_of_the_file_and_then_of_overrides(text: str, loader: Loader) -> None:
+def test_mistakes_come_in_the_order_of_the_file_and_then_of_overrides(text: str, loader: PluginLoader) -> None:
     found = problems(
         text.replace("dp = 2", "dq = 2"), loader, overrides=["run.stepz=5", "parallel.pp=two", "evaluation.steps=3"]
     )
@@ -89,7 +89,7 @@ def test_mistakes_come_in_the_order_of_the_file_and_then_of_overrides(text: str,
     ]
 
 
-def test_a_missing_plugin_is_reported_once_and_decides_the_exit_code(text: str, loader: Loader) -> None:
+def test_a_missing_plugin_is_reported_once_and_decides_the_exit_code(text: str, loader: PluginLoader) -> None:
     text += '[[gradient_handlers]]\nuse = "pp.ties"\n[[gradient_handlers]]\nuse = "pp.more"\n'
     with pytest.raises(PluginError) as caught:
         plan_from_text(text.replace(STEPS, "steps = 0"), loader=loader)
@@ -100,7 +100,7 @@ def test_a_missing_plugin_is_reported_once_and_decides_the_exit_code(text: str, 
     assert invalid.value.exit_code == EXIT_PLAN_INVALID
 
 
-def test_control_characters_are_not_shown(text: str, loader: Loader) -> None:
+def test_control_characters_are_not_shown(text: str, loader: PluginLoader) -> None:
     text = text.replace("plan = 1", '"\\u001b[2J" = 1\t# \x7f'.replace("\x7f", "\N{RIGHT-TO-LEFT OVERRIDE}"))
     (found,) = problems(text, loader)
     assert found.message == "`?[2J` is not a key of a plan"

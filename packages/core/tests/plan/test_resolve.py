@@ -87,7 +87,7 @@ def test_the_world_of_a_plan(make: Make, parallel: Any, available: int | None, w
     plan = make(parallel=parallel)
     assert plan.world_size(available) == world
     if available is None:
-        assert plan.topology(world).world == world
+        assert plan.topology(world).world_size == world
 
 
 CODE = """\

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sley_core.errors import RunError
-from sley_core.weight_files.read import INDEX, SINGLE, TensorKind, WeightFiles
+from sley_core.weight_files.read import INDEX_FILE, SINGLE_FILE, TensorKind, WeightFiles
 from sley_core.weight_files.write import Spec, scratch_folder, write_tensors
 
 A, B = torch.arange(12.0).reshape(3, 4), torch.ones(5, dtype=torch.bfloat16)
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write_index(folder: Path, weight_map: object) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def cut(file: Path, size: int) -> None:
@@ -55,10 +55,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: write_index(folder, {"a": "../one.safetensors", "b": "two.safetensors"}),
         "which is not in its folder",
     ),
-    "no map": (lambda folder: (folder / INDEX).write_text("{}"), "it has no `weight_map`"),
-    "no JSON": (lambda folder: (folder / INDEX).write_text("{"), "cannot read .*index.json"),
+    "no map": (lambda folder: (folder / INDEX_FILE).write_text("{}"), "it has no `weight_map`"),
+    "no JSON": (lambda folder: (folder / INDEX_FILE).write_text("{"), "cannot read .*index.json"),
     "list": (lambda folder: write_index(folder, ["a"]), "cannot read .*index.json"),
-    "nothing": (lambda folder: (folder / INDEX).unlink(), f"has neither `{SINGLE}` nor `{INDEX}`"),
+    "nothing": (lambda folder: (folder / INDEX_FILE).unlink(), f"has neither `{SINGLE_FILE}` nor `{INDEX_FILE}`"),
     "folder": (lambda folder: ((folder / "one.safetensors").unlink(), (folder / "one.safetensors").mkdir()), "one.safe"),
 }
 
@@ -73,7 +73,7 @@ def test_a_folder_that_does_not_hold_what_it_says_is_refused(folder: Path, fault
 
 
 def test_pickled_weights_are_not_read_and_the_hint_says_why(folder: Path) -> None:
-    (folder / INDEX).unlink()
+    (folder / INDEX_FILE).unlink()
     torch.save({"a": A}, folder / "pytorch_model.bin")
     with pytest.raises(RunError, match="may run code when it is read"):
         WeightFiles(folder)
@@ -126,7 +126,7 @@ def test_what_is_written_is_what_the_library_reads(tmp_path: Path, max_bytes: in
     assert all(have_same_bits(found[f"m.{name}"], value) for name, value in VALUES.items())
     assert WeightFiles(tmp_path / "out").names, "the index names exactly these"
     if len(files) > 1:
-        index = json.loads((tmp_path / "out" / INDEX).read_text())
+        index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
         assert index["metadata"]["total_size"] == sum(value.nbytes for value in VALUES.values())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

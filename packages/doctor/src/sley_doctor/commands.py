@@ -12,9 +12,10 @@ from typing import Annotated
 
 import typer
 
-from sley_core.actions.action import in_words
+from sley_core.actions.action import describe_action
 from sley_core.errors import PluginError, UsageError, install_hint
-from sley_core.files import PLAN, write_atomically
+from sley_core.files import write_atomically
+from sley_core.run_folder import PLAN_FILE
 from sley_doctor.fault_report import AttemptReports, read_reports
 from sley_doctor.slow_ranks import Judgement, describe_cause, describe_no_cause, describe_work, find_remedy, judge
 from sley_doctor.verdict import describe_report, describe_state, find_run_state, find_verdict
@@ -28,7 +29,7 @@ def doctor(
     output_format: FormatOption = OutputFormat.text,
 ) -> None:
     """Show why a run failed, or which rank makes other ranks wait: cause, rank, layer, action, remedy."""
-    if not (run / PLAN).is_file() and not (run / FAULTS).is_dir():
+    if not (run / PLAN_FILE).is_file() and not (run / FAULTS).is_dir():
         raise UsageError("no-run", f"`{run}` is not the folder of a run", hint="pass the folder, such as `runs/NAME`")
     try:
         attempts, records = read_reports(run), read_records(run)
@@ -74,7 +75,7 @@ def _format_attempt(run: Path, reports: AttemptReports, has_attempts: bool) -> I
         "cause": result.cause,
         "rank": ranks,
         "step": str(result.step) if result.step else "",
-        "action": in_words(result.action),
+        "action": describe_action(result.action),
         "layer": result.layer,
         "exchange": "; ".join(f"{exchange} (number {exchange.number} of `{exchange.queue}`)" for exchange in result.exchanges),
         "remedy": result.remedy,

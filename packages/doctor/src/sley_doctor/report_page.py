@@ -22,9 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from sley_core.errors import UsageError, format_path
-from sley_core.files import PLAN
-from sley_core.jsonl import read_rows
 from sley_core.plan.plan import format_value, iterate_values
+from sley_core.run_folder import PLAN_FILE, read_rows
 from sley_doctor.fault_report import AttemptReports, read_reports
 from sley_doctor.slow_ranks import describe_cause, describe_no_cause, describe_work, find_remedy, judge
 from sley_doctor.verdict import find_verdict
@@ -59,7 +58,7 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     runs = []
     for folder in folders:
         try:
-            plan = tomli.loads((folder / PLAN).read_text("utf-8"))
+            plan = tomli.loads((folder / PLAN_FILE).read_text("utf-8"))
             has_summary = (folder / SUMMARY).exists()
             run = RecordedRun(
                 str(plan.get("run", {}).get("name", folder.name)),
@@ -72,7 +71,7 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
                 read_records(folder),
             )
         except (OSError, ValueError, KeyError) as error:
-            reason = f"its files cannot be read: {error}" if (folder / PLAN).exists() else f"it has no `{PLAN}`"
+            reason = f"its files cannot be read: {error}" if (folder / PLAN_FILE).exists() else f"it has no `{PLAN_FILE}`"
             message = f"`{folder}` is not the folder of a run: {reason}"
             raise UsageError("no-run", message, hint="pass the folder, such as `runs/NAME`") from error
         runs.append(run)

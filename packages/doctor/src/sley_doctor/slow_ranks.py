@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
-from sley_core.actions.action import in_words
+from sley_core.actions.action import describe_action
 from sley_doctor.work_record import ZERO_SPREAD, Location, Spread, Start, Window, WorkRecord
 
 MIN_SHARE = 0.25  # the share of a step that a cause must cost
@@ -285,7 +285,7 @@ def describe_cause(cause: Cause) -> str:
     if cause.kind == "data":
         return f"every rank waits for its data, {_format_seconds(cause.seconds)} {step}"
     usual = _format_seconds(cause.usual_s) if cause.usual_s >= MIN_SHOWN_S else "almost no time"
-    location = _LOCATIONS.get(cause.location) or in_words(cause.location).removeprefix("the ")
+    location = _LOCATIONS.get(cause.location) or describe_action(cause.location).removeprefix("the ")
     work = f"its {location} takes {_format_seconds(cause.seconds)} longer"
     return f"rank {cause.ranks[0]} makes other ranks wait: {work} than on other ranks {step}; those take {usual}"
 

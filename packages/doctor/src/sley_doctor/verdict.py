@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from sley_core.actions.action import in_words
+from sley_core.actions.action import describe_action
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
-from sley_core.jsonl import METRICS, read_rows
+from sley_core.run_folder import METRICS_FILE, read_rows
 from sley_doctor.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport
 from sley_doctor.work_record import WorkRecord
 from train_cli.progress import SUMMARY
@@ -238,7 +238,7 @@ def find_run_state(run: Path, records: Sequence[WorkRecord], now: float) -> RunS
     """Returns the progress of the run in folder `run`. now: in seconds since the epoch. Raises OSError for unreadable files."""
     steps = [int(row["step"]) for row in read_rows(run)]
     step = max(steps, default=0)
-    time = (run / METRICS).stat().st_mtime if step else None
+    time = (run / METRICS_FILE).stat().st_mtime if step else None
     if not step and records:  # a run that does not use the writer `core.jsonl`
         last_window = min(
             (record.windows[-1] for record in records if record.windows), key=lambda window: window.last, default=None
@@ -446,9 +446,9 @@ def describe_report(report: FaultReport) -> str:
     stage = "" if report.stage is None else f" (stage {report.stage})"
     parts = [f"step {report.step}" if report.step else "before the first step"]
     if report.finished:
-        parts.append(f"after {in_words(report.finished)}")
+        parts.append(f"after {describe_action(report.finished)}")
     if report.pending:
-        parts.append(f"in {in_words(report.pending)}")
+        parts.append(f"in {describe_action(report.pending)}")
     if report.layer:
         parts.append(f"last layer called: {report.layer}")
     if (wait := report.wait) is not None:

@@ -25,7 +25,7 @@ from sley_core.plan.document import Document, read_file, read_tables, sort_by_pl
 from sley_core.plan.load import validation_diagnostics
 from sley_core.protocols import Collective
 from sley_core.table import Array, Table, ValueDescription
-from sley_core.topology import AXES, TIE, Topology
+from sley_core.topology import AXES, TIE_PREFIX, Topology
 
 MACHINE_FORMAT = 1
 CopyDirection = Literal["to_host", "to_device"]
@@ -360,7 +360,7 @@ def concurrent_groups(topology: Topology, axis: str, ranks_per_host: int, ranks:
         stage, offset = divmod(min(ranks), topology.ranks_per_stage)
         if axis in AXES:
             groups = [ranks, *topology.partition(axis, stage)]
-        elif axis.startswith(TIE):
+        elif axis.startswith(TIE_PREFIX):
             groups = [ranks, *([rank + index - offset for rank in ranks] for index in range(topology.ranks_per_stage))]
     by_hosts: dict[tuple[int, ...], Ranks] = {}
     for group in groups:

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
 
-from sley_core.actions.action import Action, Lowered, Placement
+from sley_core.actions.action import Action, LoweredList, Placement
+from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import bench, device, links
 from sley_estimate.layers.prices import LayerSeconds
@@ -82,7 +82,7 @@ def short_calibration() -> Iterator[None]:
 
 
 def simulate_without_plan(
-    lists: Sequence[Lowered],
+    lists: Sequence[LoweredList],
     placement: Placement,
     layers: Sequence[Sequence[LayerSeconds]],
     messages: Sequence[Cost],
@@ -94,7 +94,7 @@ def simulate_without_plan(
     final_instructions: instructions to append to a stage's program, by stage.
     """
 
-    def program(stage: int, entries: Lowered) -> Iterator[Instruction]:
+    def program(stage: int, entries: LoweredList) -> Iterator[Instruction]:
         def compute(action: Action) -> Iterator[Instruction]:
             chunk_layers = layers[placement.position(stage, action.chunk)]
             host_s = sum(layer.host_action_s(action.kind) for layer in chunk_layers)

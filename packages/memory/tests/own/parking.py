@@ -8,7 +8,7 @@ import torch
 
 from sley_core.comm import device
 from sley_core.comm.world import World
-from sley_core.memory import COPIED, StorageEntry
+from sley_core.memory import COPIED_PARTS, StorageEntry
 from sley_core.plan.load import plan_from_dict
 from sley_testing.drawn_copies import storage_guard
 from sley_trainer.assemble import assemble
@@ -55,7 +55,7 @@ def running(tables, folder=None, guards=True):
 def state_digest(run):
     """Returns a digest of the rank's weights, buffers, master weights and optimizer states, wherever they are."""
     found = hashlib.sha256()
-    for part in COPIED:
+    for part in COPIED_PARTS:
         for name, tensor in run.memory.host(part):
             found.update(name.encode())
             found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

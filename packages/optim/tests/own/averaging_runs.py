@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from sley_core.checkpointing import WEIGHTS
-from sley_core.saved_weights import checkpoint_files, load_plan_and_weights
+from sley_core.checkpointing import WEIGHTS, checkpoint_files, load_plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, Squares, contract_plan
 from sley_testing.parity import full_tensors, tensor_bytes

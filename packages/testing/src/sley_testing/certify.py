@@ -18,7 +18,7 @@ import pytest
 
 from sley_core import records
 from sley_core.errors import SleyError
-from sley_core.plan.loader import Loader
+from sley_core.plan.loader import PluginLoader
 from sley_testing.plans import Tables
 
 CONTRACTS: dict[type[records.Record], tuple[str, str, str]] = {
@@ -54,7 +54,7 @@ def certify(distribution: str) -> Iterator[Verdict]:
     """Yields a failed verdict for each plugin of `distribution` that does not load; if all load, a verdict for each record.
     Yields nothing if the distribution has no plugin.
     """
-    loader = Loader()
+    loader = PluginLoader()
     loaded: list[tuple[str, records.Record]] = []
     failures = []
     for name in loader.names():

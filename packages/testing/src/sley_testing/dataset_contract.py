@@ -21,9 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.data.batches import check_tokens, collate_function
+from sley_core.data.batches import check_tokens, collate_function, open_dataset
 from sley_core.data.dataset import AnyDataset, Batch, DataContext, Dataset, Field, Sample, Split, is_stream
-from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.json_text import decode_value, encode_value
 from sley_core.plan.load import plan_from_dict

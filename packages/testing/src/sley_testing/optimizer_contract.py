@@ -19,15 +19,15 @@ import pytest
 import torch
 from torch import nn
 
+from sley_core.checkpointing import checkpoint_files, load_plan_and_weights
 from sley_core.engine.registry import parameter_roles
 from sley_core.errors import SleyError
-from sley_core.generators import derive_seed, optimizer_generators, seed_generators, use_seed
+from sley_core.generators import derive_seed, find_optimizer_generators, seed_generators, use_seed
 from sley_core.model.layers import as_model
 from sley_core.optim.build import parameter_groups
 from sley_core.optim.config import scope_of
 from sley_core.optim.shared import set_training_mode
 from sley_core.plan.load import plan_from_dict
-from sley_core.saved_weights import checkpoint_files, load_plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, TanhLinear, contract_plan
 from sley_testing.parity import assert_close_gradients
@@ -111,7 +111,7 @@ def train_in_plain_loop(tables: Tables, observation: Observation, *, evaluates: 
     model = as_model(layers(**plan.model.config.options))
     groups = parameter_groups(copies, config, roles=parameter_roles(plan.optimizer, model.layers))
     optimizer: Any = set_training_mode(plan.optimizer.build(groups, torch.device("cpu")))
-    generators = optimizer_generators(optimizer)
+    generators = find_optimizer_generators(optimizer)
     for step, (gradients, row) in enumerate(zip(observation.step_gradients, observation.recorded.rows, strict=True)):
         for copy in copies:
             copy.parameter.grad = gradients[copy.name].clone().to(copy.parameter.dtype)

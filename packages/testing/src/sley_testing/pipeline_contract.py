@@ -31,7 +31,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.actions.action import INPUT_GRADIENT_KINDS, Action, Flow, Kind, Placement, Transfer, forward_only
+from sley_core.actions.action import INPUT_GRADIENT_KINDS, Action, Flow, Kind, Placement, Transfer, select_forwards
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
 from sley_core.comm.world import World
@@ -39,7 +39,7 @@ from sley_core.engine.boundary import Description, Leaf
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.plan.loader import Loader
+from sley_core.plan.loader import PluginLoader
 from sley_core.plan.plan import Component
 from sley_core.protocols import StageLink
 from sley_core.records import StageLinkRecord
@@ -84,7 +84,7 @@ class ScheduleContract:
             zeros = (0,) * placement.num_positions
             costs = Costs(seconds, tuple(generator.uniform(0, 3) for _ in zeros[1:]), zeros, zeros, zeros[1:])
             simulate(lower(lists, placement, num_microbatches), placement, costs)
-            forwards = [forward_only(actions) for actions in lists]
+            forwards = [select_forwards(actions) for actions in lists]
             simulate(lower(forwards, placement, num_microbatches, training=False), placement, costs)
 
     def test_each_micro_batch_visits_each_chunk_once(self) -> None:
@@ -103,7 +103,7 @@ class ScheduleContract:
         is_reached = False
         for num_stages, num_microbatches, _ in self._sizes():
             placement, lists = self._placement_and_lists(num_stages, num_microbatches)
-            costs = Costs.even(placement.num_positions)
+            costs = Costs.uniform(placement.num_positions)
             peaks = simulate(lower(lists, placement, num_microbatches), placement, costs).peaks
             for stage, peak in enumerate(peaks):
                 limit = self.max_micro_batches(stage, num_stages, num_microbatches)
@@ -207,7 +207,7 @@ def run_walks(link: Tables, route: tuple[int, ...], lengths_by_walk: Sequence[Se
             lists = random_action_lists(placement, len(lengths), Random(index))
             walker.walk(lists, lengths)
             if index % 2:
-                walker.walk([forward_only(actions) for actions in lists], lengths, training=False)
+                walker.walk([select_forwards(actions) for actions in lists], lengths, training=False)
             walker.check_kept_tensors()
 
 
@@ -269,7 +269,7 @@ class StageLinkContract:
 @contextmanager
 def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tuple[StageLink, int]]:
     """Yields the prepared link of the table `[link]` and the stage of this rank, in a world of one rank per stage."""
-    loader = Loader()
+    loader = PluginLoader()
     record = loader.record(StageLinkRecord, table["use"])
     config = record.config.model_validate({key: value for key, value in table.items() if key != "use"})
     link: StageLink = loader.load(table["use"].partition(".")[0]).load_builder(record)(config)

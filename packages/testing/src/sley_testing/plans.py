@@ -19,7 +19,7 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
 from sley_core.model.values import HostModel
-from sley_core.plan.loader import Loader
+from sley_core.plan.loader import PluginLoader
 
 Tables = dict[str, Any]
 
@@ -40,9 +40,11 @@ def small_plan(**changes: Any) -> Tables:
     return changed(_SMALL_PLAN, **changes)
 
 
-def loader_of(plugins: Mapping[str, Any]) -> Loader:
+def loader_of(plugins: Mapping[str, Any]) -> PluginLoader:
     """Returns a loader with the plugins that `small_plan` and checkpoints need, and with `plugins`, by name."""
-    return Loader({name: import_module(f"sley_{name}.plugin") for name in ("data", "models", "checkpoint")} | dict(plugins))
+    return PluginLoader(
+        {name: import_module(f"sley_{name}.plugin") for name in ("data", "models", "checkpoint")} | dict(plugins)
+    )
 
 
 def changed(tables: Mapping[str, Any], **changes: Any) -> Tables:

@@ -72,9 +72,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Returns a function that installs plugins for this test and its ranks: `plugin_folder(folder, mine="my_plugin")`. In this
-    example, the distribution `sley-mine` has the plugin `mine` in the module `my_plugin` of `folder`. Further keywords add
+def install_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns a function that installs plugins for this test and its ranks: `install_plugins(folder, mine="my_plugin")`. In
+    this example, the distribution `sley-mine` has the plugin `mine` in the module `my_plugin` of `folder`. Further keywords add
     plugins to the same distribution.
     """
 

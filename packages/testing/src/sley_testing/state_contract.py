@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sley_core.comm.world import World
 from sley_core.errors import RunError, StateError
-from sley_core.memory import COPIED, OffloadManager, Part, Where
+from sley_core.memory import COPIED_PARTS, OffloadManager, Part, Where
 from sley_core.plan.load import plan_from_dict
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.parity import assert_same_bits
@@ -52,14 +52,14 @@ class OffloadManagerContract:
         """
         with assemble(plan_from_dict(PLAN, texts), World.alone("cpu")) as run:
             rows = _train(run, lambda: None)
-            expected = _copy_tensors(run, COPIED)
+            expected = _copy_tensors(run, COPIED_PARTS)
         for order in range(self.orders):
             with self._run(texts, order) as run:
                 offloaded_rows = _train(run, partial(self._round_trip, run))
                 for key in ("loss", "grad_norm"):
                     values, offloaded_values = ([row[key] for row in run_rows] for run_rows in (rows, offloaded_rows))
                     assert offloaded_values == values, f"order {order}: {key} is {offloaded_values}, not {values}"
-                assert_same_bits(expected, _copy_tensors(run, COPIED))
+                assert_same_bits(expected, _copy_tensors(run, COPIED_PARTS))
 
     def test_use_of_offloaded_part_is_refused(self, texts: Path) -> None:
         """Expects a step to raise StateError `memory-away`, which names the offloaded part, and to succeed after a reload."""
@@ -80,7 +80,7 @@ class OffloadManagerContract:
             (manager,) = run.memory.managers
             for part in self._movable_parts(run):
                 num_bytes = run.memory.bytes[part]
-                bits_before = _copy_tensors(run, [part]) if part in COPIED else {}
+                bits_before = _copy_tensors(run, [part]) if part in COPIED_PARTS else {}
                 for move, expected in ((run.memory.offload, Where.AWAY), (run.memory.onload, Where.HERE)):
                     move(part).wait()
                     location, num_copied = run.memory.where[part], _num_copied(manager, part)
@@ -90,9 +90,9 @@ class OffloadManagerContract:
                     assert not num_copied_again, f"{part}: a second {move.__name__} copies {num_copied_again} bytes"
                 num_copied, num_freed = manager.moved(part).copied_out, manager.moved(part).given_back
                 assert num_freed >= num_bytes, f"{part} had {num_bytes} bytes, but {num_freed} are reported as given back"
-                is_copied = part not in COPIED or num_copied >= num_bytes
+                is_copied = part not in COPIED_PARTS or num_copied >= num_bytes
                 assert is_copied, f"{part}: {num_copied} of {num_bytes} bytes are reported as copied"
-                assert_same_bits(bits_before, _copy_tensors(run, [part]) if part in COPIED else {})
+                assert_same_bits(bits_before, _copy_tensors(run, [part]) if part in COPIED_PARTS else {})
 
     def test_run_closes_while_memory_is_offloaded(self, texts: Path) -> None:
         """Expects modules to have their weights in memory again after `close`, with the same bits."""
@@ -127,7 +127,7 @@ class OffloadManagerContract:
         parts = self._movable_parts(run)
         if not parts:
             return
-        copied_parts = [part for part in parts if part in COPIED]
+        copied_parts = [part for part in parts if part in COPIED_PARTS]
         bits_before = _copy_tensors(run, copied_parts)
         run.memory.offload(*parts).wait()
         for part in parts:

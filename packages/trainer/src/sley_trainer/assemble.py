@@ -18,9 +18,8 @@ import torch
 
 from sley_core.comm.group import Groups
 from sley_core.comm.world import World
-from sley_core.data.batches import POSITIONS, sliced_info
+from sley_core.data.batches import POSITIONS, add_positions, count_samples_per_epoch, open_dataset
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
-from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.engine.agreement import agree
 from sley_core.engine.boundary import Description
 from sley_core.engine.buffers import group_by_reduce_group, plan_without_buffers
@@ -43,7 +42,7 @@ from sley_core.optim.build import avoid_compiler_import, frozen_names
 from sley_core.optim.learning_rate import learning_rate_factor, shares_digest
 from sley_core.plan.check import check_plan
 from sley_core.plan.loader import Plugin
-from sley_core.plan.plan import Plan, digest_values
+from sley_core.plan.plan import Plan, format_values
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.protocols import SequenceCommunicator, WeightCommunicator
 from sley_core.records import OffloadManagerRecord, ProcessGroupRecord, steps_on_host
@@ -98,7 +97,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
         sequence: SequenceCommunicator | None = None
         if plan.sequence is not None and topology.sp > 1:
             sequence = plan.sequence.build(groups["sp"])
-            sequence.prepare(sliced_info(dataset.info, topology.sp))
+            sequence.prepare(add_positions(dataset.info, topology.sp))
             sequence.attach(model.layers)
             undo.callback(sequence.detach)
         registry = ParameterRegistry(stage.chunks, stage.layers_by_position, shards)
@@ -202,7 +201,7 @@ def build_groups(plan: Plan, world: World, topology: Topology, model: Model, sta
     if world.simulation is not None:
         return groups
     try:
-        num_samples = samples_per_epoch(dataset, plan.data.config)
+        num_samples = count_samples_per_epoch(dataset, plan.data.config)
     except SleyError as error:
         raise plan.add_places(error) from error.__cause__
     tensors = sha256()  # a factory may build different models on different ranks
@@ -223,7 +222,7 @@ def build_groups(plan: Plan, world: World, topology: Topology, model: Model, sta
     if plan.learning_rate.record is None:
         properties["learning rates with the digest"] = shares_digest(learning_rate_factor(plan), plan.run.steps)
     properties |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    agree(properties, control, {"the plan": partial(digest_values, plan)})  # over all ranks; blocks
+    agree(properties, control, {"the plan": partial(format_values, plan)})  # over all ranks; blocks
     return groups
 
 
@@ -253,8 +252,8 @@ def _group_fault(record: object, topology: Topology, owners: dict[str, Plugin]) 
     members = [rank for ranks in record.ranks for rank in ranks]
     if not record.channels or any(list(ranks) != sorted(set(ranks)) for ranks in record.ranks):
         return f"{group} has no channel, or ranks that do not ascend"
-    if len(members) != len(set(members)) or not set(members) <= set(range(topology.world)):
-        return f"{group} has a rank twice, or one that is not among the {topology.world} of the world"
+    if len(members) != len(set(members)) or not set(members) <= set(range(topology.world_size)):
+        return f"{group} has a rank twice, or one that is not among the {topology.world_size} of the world"
     return ""
 
 
@@ -301,7 +300,7 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
     plan.model.load()  # imported first, so that parameters created by the import do not count as parts of the build
     if plan.adapters is not None:
         plan.adapters.load()
-    model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed, plan.adapters)
+    model = build_on_meta(plan.model, add_positions(info, plan.parallel.sp), plan.run.seed, plan.adapters)
     counts_positions = plan.sequence is not None and plan.parallel.sp > 1 and plan.sequence.config.positions
     if counts_positions and not any(POSITIONS in layer.fields for layer in model.layers):
         message = f"no layer has the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would start at 0"

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sley_core import protocols
 from sley_core.comm.device import Device
-from sley_core.data.batches import SequenceSlicer, check_tokens, sliced_info
+from sley_core.data.batches import SequenceSlicer, add_positions, check_tokens
 from sley_core.data.dataset import AnyDataset, DataInfo
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller, compile_layers
@@ -93,7 +93,7 @@ def build_stepper(
     undo.callback(policy.detach)
     parts.numbers.agree()
     step_progress = parts.groups.progress.step_progress = parts.store.state.step_progress
-    fields = sliced_info(info, topology.sp).fields
+    fields = add_positions(info, topology.sp).fields
     additivity = whole_sequences = None
     if topology.sp > 1:
         if needs_whole_sequences(plan):

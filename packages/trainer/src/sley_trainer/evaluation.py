@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.group import Group
-from sley_core.data.batches import sliced_info
+from sley_core.data.batches import add_positions, open_dataset
 from sley_core.data.dataset import SOURCE, AnyDataset, Batch, DataContext, DataInfo, Dataset, is_stream
-from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.agreement import agree
 from sley_core.engine.boundary import tensors_in
@@ -25,7 +24,7 @@ from sley_core.engine.step_batch import BatchSplitter, StepBatch, WholeSequences
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.tensors import version_of
 from sley_core.plan.plan import EvaluationSet, Plan
-from sley_core.plan.tables import BEST_MODES, BestTable, metric_of
+from sley_core.plan.tables import BEST_MODES, KeepBestTable, parse_metric
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import call_factory
 
@@ -225,7 +224,7 @@ def _open_evaluation_set(
     name: str, evaluation_set: EvaluationSet, plan: Plan, parts: Parts, info: DataInfo
 ) -> tuple[AnyDataset, int]:
     """Opens the data of a set, and returns the dataset and the number of samples to evaluate. Raises PlanError."""
-    component, keys = evaluation_set.data, evaluation_set.keys
+    component, keys = evaluation_set.data, evaluation_set.settings
     dataset = open_dataset(component, DataContext(plan.run.seed, "held_out" if keys.split == "held_out" else "train"))
     path = component.path
     fields, train_fields = (
@@ -236,7 +235,7 @@ def _open_evaluation_set(
         if fields.keys() == train_fields.keys():
             message = f"the fields of the set `{name}` have other shapes or dtypes than those of [data]"
         raise PlanError("evaluation-set", message, path=path, hint="use data with the same fields as [data]")
-    sliced_info(dataset.info, parts.topology.sp)  # may raise
+    add_positions(dataset.info, parts.topology.sp)  # may raise
     max_samples = None if keys.steps is None else keys.steps * plan.batch.global_size
     if is_stream(dataset):
         if max_samples is None:
@@ -262,12 +261,12 @@ def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool)
     if evaluation.metric is not None:
         custom_metric = _build_custom_metric(plan)
         if parts.topology.sp > 1 and evaluation.metric.sequence == "whole":
-            whole_sequences = WholeSequences(sliced_info(info, parts.topology.sp).fields, parts.groups["sp"])
+            whole_sequences = WholeSequences(add_positions(info, parts.topology.sp).fields, parts.groups["sp"])
     loss = plan.loss.config
     loss_config = loss if has_tokens and isinstance(loss, CrossEntropyConfig) else None
     metrics = Metrics(loss_config, custom_metric, whole_sequences)
     names = ["loss", *metrics.builtin_names, *(["perplexity"] if metrics.has_perplexity else [])]
-    if evaluation.best is not None and custom_metric is None and metric_of(evaluation.best.metric) not in names:
+    if evaluation.best is not None and custom_metric is None and parse_metric(evaluation.best.metric) not in names:
         message = f"an evaluation of this data and this loss has no metric `{evaluation.best.metric}`"
         hint = f"use one of {', '.join(names)}; perplexity and accuracy need token ids and plain cross-entropy"
         raise plan.add_places(PlanError("keep-best", message, path=("evaluation", "keep_best"), hint=hint))
@@ -295,7 +294,7 @@ class BestEvaluation:
     best value and its step; None and 0 before the first. num_since_best: the number of evaluations since then.
     """
 
-    def __init__(self, table: BestTable, patience: int | None) -> None:
+    def __init__(self, table: KeepBestTable, patience: int | None) -> None:
         self.table = table
         self.patience = patience
         self.value: float | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.profiler import record_function
 
-from sley_core.actions.action import Action, Flow, Kind, Lowered, Placement, StageChunk, Transfer, select_actions
+from sley_core.actions.action import Action, Flow, Kind, LoweredList, Placement, StageChunk, Transfer, select_actions
 from sley_core.data.dataset import SOURCE, Batch, Field
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
 from sley_core.engine.call import LayerCaller, call_hooks
@@ -97,7 +97,7 @@ class Executor:
             read_fields.update(self.fields if loss_fields is None else loss_fields)
         self._field_names = frozenset(read_fields)
 
-    def run(self, entries: Lowered, state: StepState, run: ListRun) -> Tensor:
+    def run(self, entries: LoweredList, state: StepState, run: ListRun) -> Tensor:
         """Runs a list with its exchanges; an evaluation runs under `torch.no_grad`. Returns the sum of the loss over this
         rank's samples, or with `keeps_micro_losses` one loss per microbatch: float64 on the device. Discards a failed list
         first.
@@ -122,7 +122,7 @@ class Executor:
         self.is_unfinished = False
         return run.total
 
-    def _run_entries(self, entries: Lowered, actions: Sequence[Action], state: StepState, run: ListRun) -> None:
+    def _run_entries(self, entries: LoweredList, actions: Sequence[Action], state: StepState, run: ListRun) -> None:
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         is_profiled = torch._C._autograd._profiler_enabled()

@@ -16,9 +16,9 @@ from sley_core.engine.parts import Parts
 from sley_core.engine.step_batch import BatchCounts, GivenBatch, ModelOutputs
 from sley_core.engine.totals import StepTotals, Votes, build_refusal
 from sley_core.errors import RunError, StateError, run_closed_error
-from sley_core.hookspecs import NOTIFICATIONS
+from sley_core.hookspecs import NOTIFICATION_HOOKS
 from sley_core.plan.plan import Plan
-from sley_core.plan.tables import row_name
+from sley_core.plan.tables import metric_row_key
 from sley_core.protocols import MetricsWriter
 from sley_trainer.attach import Samples, StepProfiler
 from sley_trainer.run_memory import STEP_PARTS, RunMemory
@@ -97,7 +97,7 @@ class Loop:
         self._checkpointer = build_checkpointer(state)
         # The plugins are searched only once, so that a step makes no hook call if none listens.
         self._listening_plugins = {
-            hook: [plugin for plugin in plan.plugins.values() if plugin.implements(hook)] for hook in NOTIFICATIONS
+            hook: [plugin for plugin in plan.plugins.values() if plugin.implements(hook)] for hook in NOTIFICATION_HOOKS
         }
         self._outcome: Outcome = "finished"
         self._has_begun = self._is_closed = self._is_training = False
@@ -147,7 +147,7 @@ class Loop:
                 if metrics.has_perplexity:
                     perplexity = math.exp(results["loss"]) if results["loss"] < MAX_EXP else math.inf
                     results = {"loss": results["loss"], "perplexity": perplexity, **results}
-                row |= {row_name(metric, set_name): value for metric, value in results.items()}
+                row |= {metric_row_key(metric, set_name): value for metric, value in results.items()}
         return row
 
     @contextmanager

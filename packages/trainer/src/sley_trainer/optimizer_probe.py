@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sley_core.checkpointing import join_leaves
 from sley_core.comm.device import storage_id
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.parts import Parts
 from sley_core.errors import PlanError, RunError, format_cause
-from sley_core.generators import comparable_state, optimizer_generators, seed_generators, seed_host, use_seed
+from sley_core.generators import comparable_state, find_optimizer_generators, seed_generators, seed_host, use_seed
 from sley_core.json_text import decode_value, encode_value
 from sley_core.model.layers import Model
 from sley_core.optim import shared
@@ -27,7 +28,6 @@ from sley_core.optim.config import scope_of
 from sley_core.optim.shared import Traits
 from sley_core.plan.plan import Plan
 from sley_core.records import OffloadManagerRecord
-from sley_core.saved_weights import join_leaves
 from sley_trainer.restore import name_leaves, state_leaves
 from sley_trainer.update import step_buckets
 
@@ -72,7 +72,7 @@ class Trial:
         self.parameters = [part for parts in self._parameters for part in parts]
         groups = [{**options, "params": parts} for options, parts in zip(toys.options, self._parameters, strict=True)]
         self.optimizer = shared.set_training_mode(build(groups))
-        self._generators = optimizer_generators(self.optimizer)
+        self._generators = find_optimizer_generators(self.optimizer)
         self.initial_values = shared.copy_attributes(self.optimizer)
         self.keeps_gradients = self.draws = False
 

@@ -9,12 +9,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import SequenceKey, tree_leaves, tree_map_with_path
 
-from sley_core.checkpointing import AVERAGES, BUFFERS, OPTIMIZER, WEIGHTS, CheckpointReader, Region, region_of
+from sley_core.checkpointing import (
+    AVERAGES,
+    BASE,
+    BUFFERS,
+    OPTIMIZER,
+    OPTIONS,
+    WEIGHTS,
+    CheckpointReader,
+    Region,
+    extra_state_names,
+    join_leaves,
+    shared_states,
+    state_names_by_parameter,
+)
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim import shared
-from sley_core.saved_weights import BASE, OPTIONS, extra_state_names, join_leaves, names_by_parameter, shared_states
 from sley_core.weight_files.write import BY_NAME
 from sley_trainer.state_dict import modules_with_extra_state, set_extra_state
 
@@ -26,11 +38,8 @@ if TYPE_CHECKING:
 
 def state_region(optimizer_param: OptimizerParam) -> Region:
     """Returns the region of the parameter whose optimizer state this rank holds; the owner of a matrix holds the full state."""
-    return (
-        Region(optimizer_param.param.shape)
-        if optimizer_param.is_owned
-        else region_of(optimizer_param.param, optimizer_param.elements)
-    )
+    param, elements = optimizer_param.param, optimizer_param.elements
+    return Region(param.shape) if optimizer_param.is_owned else Region.from_param(param, elements)
 
 
 def state_name(parameter: str, state: str) -> str:
@@ -108,7 +117,7 @@ class RunRestorer:
         self.is_same_layout = is_same_layout
         self.names = frozenset(saved.names)
         self.notes: list[str] = []
-        self._state_names = names_by_parameter(saved)
+        self._state_names = state_names_by_parameter(saved)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the weights and buffers that this rank needs, by name."""
@@ -145,7 +154,7 @@ class RunRestorer:
         for param in self.state.parts.registry:
             if param.name in self.state.base:
                 continue
-            value = self._read_local(WEIGHTS + param.name, region_of(param))
+            value = self._read_local(WEIGHTS + param.name, Region.from_param(param))
             dtypes.add(value.dtype)
             masters.set(param, value)
         saved_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype != masters.dtype)
@@ -168,7 +177,7 @@ class RunRestorer:
         for entry in update.masters.local_params:
             name, parameter = AVERAGES + entry.name, entry.parameter
             if name in self.names:
-                average = self._read_local(name, region_of(entry.param, entry.elements), parameter)
+                average = self._read_local(name, Region.from_param(entry.param, entry.elements), parameter)
                 update.averages.tensors[parameter] = average.to(parameter.device, parameter.dtype)
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from sley_core.errors import UsageError
 from sley_core.memory import Part
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Counts, RestoreResult, RewindableWriter
-from sley_core.weight_files.write import FILE_BYTES
+from sley_core.weight_files.write import MAX_FILE_BYTES
 from sley_trainer.attach import list_built_components
 from sley_trainer.evaluation import local_rows
 from sley_trainer.loop import Loop, Row
@@ -193,7 +193,9 @@ class Run(Loop, AbstractContextManager["Run"]):
         return loaded
 
     @on_stream
-    def save_weights(self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES) -> None:
+    def save_weights(
+        self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = MAX_FILE_BYTES
+    ) -> None:
         """Saves the model's weights in `folder` as safetensors files, with the same names in every layout.
 
         All ranks must see the same `folder`, which is replaced when all files are complete. Several files get an index. A tied

@@ -11,7 +11,7 @@ from sley_core.comm.device import Device, on_stream, storage_id
 from sley_core.engine.parts import StepNumbers
 from sley_core.engine.weights import MasterWeights
 from sley_core.errors import StateError, UsageError
-from sley_core.memory import COPIED, PARTS, MemoryInventory, Moved, OffloadManager, Part, Where, view_in_copy
+from sley_core.memory import COPIED_PARTS, PARTS, MemoryInventory, Moved, OffloadManager, Part, Where, view_in_copy
 
 STEP_PARTS = PARTS
 EVALUATION_PARTS: tuple[Part, ...] = ("weights", "buffers", "pools")
@@ -125,8 +125,8 @@ class RunMemory:
         StateError "memory-away" if this rank's host has only a part of the copy, and RunError "step-running" within a step.
         """
         self.wait_until_idle()
-        if part not in COPIED:
-            hint = f"remove it from the call, or use one of {', '.join(COPIED)}"
+        if part not in COPIED_PARTS:
+            hint = f"remove it from the call, or use one of {', '.join(COPIED_PARTS)}"
             raise UsageError("not-copied", f"an offload makes no copy of a run's {part.replace('_', ' ')}", hint=hint)
         if part == "masters":
             self.update_masters("reading masters")
@@ -193,7 +193,7 @@ class OffloadMetrics:
         self._num_ranks = num_ranks
         self._totals: dict[tuple[str, Part | None], tuple[float, float, float]] = {}
         # the parts of the plan, in the order of `COPIED`: the same names on all ranks
-        for part in (None, *(part for part in COPIED if part in set(parts))):
+        for part in (None, *(part for part in COPIED_PARTS if part in set(parts))):
             prefix = "offload/" if part is None else f"offload/{part}_"
             for name in ("gb", "s", "gb_per_s"):
                 numbers.add(prefix + name, partial(self._measure, name, part))

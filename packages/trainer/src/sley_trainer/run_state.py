@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from sley_core import checkpointing
-from sley_core.attempt import RunAttempt
+from sley_core.checkpointing import BASE, OPTIONS, SHARED, base_error
 from sley_core.data.feed import Feed
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.parts import Parts
 from sley_core.engine.weights import OptimizerParam
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path, shorten_names
-from sley_core.files import CHECKPOINTS
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim import shared
 from sley_core.plan.kinds import CHECKPOINTER
@@ -31,7 +30,7 @@ from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Component, Plan, check_changes, compare_plans
 from sley_core.protocols import Checkpointer, RestoreResult, Stateful
 from sley_core.records import CheckpointerRecord
-from sley_core.saved_weights import BASE, OPTIONS, SHARED, base_error
+from sley_core.run_folder import CHECKPOINTS_FOLDER, AttemptTracker
 from sley_core.weight_files.write import DTYPES
 from sley_trainer.evaluation import BestEvaluation
 from sley_trainer.restore import (
@@ -80,10 +79,10 @@ class RunState(checkpointing.TrainingState):
             for component, part in components
             if isinstance(part, Stateful)
         }
-        self.attempt = RunAttempt(run_folder, parts.world.rank)
+        self.attempt = AttemptTracker(run_folder, parts.world.rank)
         self.folder = plan.checkpoint.config.folder if plan.checkpoint else None
         if self.folder is None and run_folder is not None:
-            self.folder = str(run_folder.absolute() / CHECKPOINTS)
+            self.folder = str(run_folder.absolute() / CHECKPOINTS_FOLDER)
         self._control = parts.groups["control"]
         evaluation = plan.evaluation
         table = None if evaluation is None else evaluation.best
@@ -134,13 +133,14 @@ class RunState(checkpointing.TrainingState):
             if param in masters:
                 yield (
                     checkpointing.WEIGHTS + param.name,
-                    checkpointing.region_of(param, masters[param].elements),
+                    checkpointing.Region.from_param(param, masters[param].elements),
                     masters[param].parameter,
                 )
             elif self.parts.store.elements(param) is None or 0 in param.shape:  # not split, or empty
-                yield checkpointing.WEIGHTS + param.name, checkpointing.region_of(param), param.parameter
+                yield checkpointing.WEIGHTS + param.name, checkpointing.Region.from_param(param), param.parameter
         for entry, average in list_averages(self.update.averages, self.update.masters.local_params):
-            yield checkpointing.AVERAGES + entry.name, checkpointing.region_of(entry.param, entry.elements), average
+            region = checkpointing.Region.from_param(entry.param, entry.elements)
+            yield checkpointing.AVERAGES + entry.name, region, average
         for entry, state in self._optimizer_states():
             for name, value in state_leaves(state):
                 if isinstance(value, Tensor):
@@ -235,7 +235,7 @@ class RunState(checkpointing.TrainingState):
     @property
     def _layout(self) -> dict[str, int]:
         topology = self.parts.topology
-        return {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")} | {"world": topology.world}
+        return {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")} | {"world": topology.world_size}
 
     def restore(self, saved: checkpointing.CheckpointReader) -> list[str]:
         changes = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
@@ -295,7 +295,7 @@ class RunState(checkpointing.TrainingState):
             raise base_error(saved.place, changed_base)
         if data_change := next((text for _, _, text, _ in reports if text), ""):
             assert self._feed is not None, data_change
-            if self._feed.is_digest_exact:
+            if self._feed.has_exact_digest:
                 hint = "restore the data, or start a run with another name; `run.load_weights` loads only weights"
                 raise PlanError("data-changed", data_change, path=("data",), hint=hint)
             restorer.notes.append(data_change)  # only a note, since the dataset may be random
@@ -338,7 +338,7 @@ class LazyCheckpointer(Checkpointer):
             default = self._load_default()
         except PluginError:
             attempt = self._state.attempt.latest
-            if str(path) != AUTO or (attempt is not None and (attempt.saved >= 0 or attempt.origin)):
+            if str(path) != AUTO or (attempt is not None and (attempt.saved_step >= 0 or attempt.loaded_path)):
                 raise
             if not allow_fresh_start and self._state.attempt.folder is not None:
                 self._state.attempt.refuse_fresh_start(f"`{self._state.folder}`")

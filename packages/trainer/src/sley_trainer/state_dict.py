@@ -39,16 +39,16 @@ from sley_core.model.tensors import checksum
 from sley_core.weight_files.write import (
     LocalProbeFolder,
     Spec,
-    TensorFiles,
+    TensorFilesWriter,
     begin_folder,
     check_replaceable,
     complete_folder,
     describe_write_error,
     discard_folder,
-    file_names,
     probe,
     scratch_folder,
     split_by_size,
+    weight_file_names,
 )
 
 EXTRA_STATE_KEY = "_extra_state"
@@ -173,7 +173,7 @@ class WeightSaver:
             for rank, (_, lists, _) in zip(self._control.ranks, messages, strict=True)
             for specs in lists
         ]
-        names = file_names(len(files_of_ranks))
+        names = weight_file_names(len(files_of_ranks))
         return [(name, *file) for name, file in zip(names, files_of_ranks, strict=False)], messages[0][2]
 
     def _list_sources(self, precision: Precision) -> Iterator[_SavedTensor]:
@@ -208,7 +208,7 @@ class WeightSaver:
         for source in sources if self._writes else ():
             files.setdefault(file_of_tensor[source.spec.name], []).append(source.spec)
         failure = ""
-        with TensorFiles(scratch_folder(folder), files, metadata) as tensor_files:
+        with TensorFilesWriter(scratch_folder(folder), files, metadata) as tensor_files:
             for source in sources:
                 value = self._gather_full_tensor(source, precision)
                 if value is not None and not failure:

@@ -19,7 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sley_core.actions.action import Action, Kind, Lowered, Placement, forward_only, loop, select_actions, sequential
+from sley_core.actions.action import (
+    Action,
+    Kind,
+    LoweredList,
+    Placement,
+    loop,
+    select_actions,
+    select_forwards,
+    sequential_actions,
+)
 from sley_core.actions.lower import lower
 from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
 from sley_core.comm.world import World
@@ -60,7 +69,7 @@ class ActionLists:
         self.stage = stage
         self.lower_all_stages = lru_cache(maxsize=64)(lambda micros: lower(generate(micros), placement, micros))
         self._lower_evaluations = lru_cache(maxsize=64)(
-            lambda micros: lower(list(map(forward_only, generate(micros))), placement, micros, training=False)
+            lambda micros: lower(list(map(select_forwards, generate(micros))), placement, micros, training=False)
         )
 
     def for_stage(self, stage: int) -> "ActionLists":
@@ -73,11 +82,11 @@ class ActionLists:
         """Returns whether this stage's training list splits backwards into input gradients (I) and weight gradients (W)."""
         return any(action.kind is Kind.WEIGHT_GRADIENT for action in select_actions(self.training_list(num_microbatches)))
 
-    def training_list(self, num_microbatches: int) -> Lowered:
+    def training_list(self, num_microbatches: int) -> LoweredList:
         """Returns this stage's lowered list for a training step."""
         return self.lower_all_stages(num_microbatches)[self.stage]
 
-    def evaluation_list(self, num_microbatches: int) -> Lowered:
+    def evaluation_list(self, num_microbatches: int) -> LoweredList:
         """Returns this stage's lowered list without backwards."""
         return self._lower_evaluations(num_microbatches)[self.stage]
 
@@ -116,7 +125,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     """
     stage_index = topology.coordinates(rank).stage
     if plan.pipeline is None:  # forward and backward of one microbatch after the other
-        lists = ActionLists(lambda micros: [sequential(micros)], loop(1), 0)
+        lists = ActionLists(lambda micros: [sequential_actions(micros)], loop(1), 0)
         return Stage(lists, [(0, model.layers)])
     assert plan.partition is not None, "a pipeline has a partition"
     schedule = plan.pipeline.build()
@@ -345,7 +354,7 @@ class Stepper:
             for module, was_training in zip(all_modules, training, strict=True):
                 module.training = was_training
 
-    def _begin_forward(self, label: str, index: int, batch: StepBatch, state: StepState) -> Lowered:
+    def _begin_forward(self, label: str, index: int, batch: StepBatch, state: StepState) -> LoweredList:
         # This checks that all ranks evaluate equal models, and that stages and slices have the same samples.
         self.agreement.begin(label, batch).check()
         entries = self.lists.evaluation_list(batch.num_microbatches)

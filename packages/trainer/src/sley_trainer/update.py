@@ -29,7 +29,7 @@ from sley_core.engine.parts import Buckets, Parts
 from sley_core.engine.totals import NORM, LossScale, Skips, StepTotals, Votes
 from sley_core.engine.weights import MasterWeights, OptimizerParam
 from sley_core.errors import RunError
-from sley_core.generators import GENERATOR_LOCK, derive_seed, optimizer_generators, seed_generators
+from sley_core.generators import GENERATOR_LOCK, derive_seed, find_optimizer_generators, seed_generators
 from sley_core.optim import shared
 from sley_core.optim.build import scale_learning_rate
 from sley_trainer.row_metrics import SourceSums
@@ -66,7 +66,7 @@ class Update:
         self.skips = Skips(parts.run.max_skips) if parts.run.on_nan == "skip" else None
         optimizer = self.optimizer = shared.set_training_mode(self.optimizer)
         self.initial_values = shared.copy_attributes(optimizer)
-        self._generators = [] if self.traits is shared.TORCH_TRAITS else optimizer_generators(optimizer)
+        self._generators = [] if self.traits is shared.TORCH_TRAITS else find_optimizer_generators(optimizer)
         self._factor = 1.0
         self._has_stepped = False
         self._num_layouts = self.store.num_layouts

@@ -11,11 +11,11 @@ import typer
 
 from sley_core.data.dataset import TextIds
 from sley_core.errors import UsageError
-from sley_core.files import PLAN
-from sley_core.hugging_face import CONFIG, merge_adapters
-from sley_core.plan.loader import Loader
+from sley_core.plan.loader import PluginLoader
 from sley_core.plan.plan import Plan
 from sley_core.records import DatasetRecord
+from sley_core.run_folder import PLAN_FILE
+from sley_core.weight_files.read import CONFIG_FILE, merge_adapters
 from train_cli.commands.export import hugging_face_model, write_other_files
 from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, print_line
 from train_cli.main import import_optional
@@ -117,7 +117,7 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
     Raises PluginError "command-missing" without sley-hf, and UsageError "no-chat" if transformers has no such model.
     """
     generate = import_optional("hf", "sley_hf.generate", feature)
-    if (Path(run) / CONFIG).is_file() and not (Path(run) / PLAN).is_file():  # a transformers model
+    if (Path(run) / CONFIG_FILE).is_file() and not (Path(run) / PLAN_FILE).is_file():  # a transformers model
         text_ids = load_text_ids(None, tokenizer or Path(run))
         return generate.Generator(Path(run), stop=() if text_ids.end is None else (text_ids.end,)), text_ids
     plan, source = open_weights(run, best=best)
@@ -141,7 +141,7 @@ def load_text_ids(plan: Plan | None, tokenizer: Path | None) -> TextIds:
     installed.
     """
     if plan is None or tokenizer is not None:
-        record: Any = (Loader() if plan is None else plan.loader).record(DatasetRecord, "data.text")
+        record: Any = (PluginLoader() if plan is None else plan.loader).record(DatasetRecord, "data.text")
     else:
         record = plan.data.record
     if not isinstance(record, DatasetRecord) or record.text_ids is None:

@@ -42,7 +42,7 @@ def show(
         raise UsageError("no-split", f"there is no split `{split}`", hint=f"use one of {names}")
     data, data_split = resolved.data, split
     if split not in ("train", "held_out"):
-        data, data_split = sets[split].data, "held_out" if sets[split].keys.split == "held_out" else "train"
+        data, data_split = sets[split].data, "held_out" if sets[split].settings.split == "held_out" else "train"
     opened = _open_dataset(data, DataContext(resolved.run.seed, cast(Split, data_split)))
     if is_stream(opened) or not {"tokens", "labels"} <= opened.info.fields.keys():
         hint = "use a dataset with a length whose samples have `tokens` and `labels`"
@@ -114,7 +114,7 @@ def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
     """Opens the dataset of `data`. Imports torch if a factory makes the dataset, or if the dataset's module imports it."""
     if data.record is not None:
         return cast("AnyDataset", data.build(context))
-    from sley_core.data.factory import open_dataset
+    from sley_core.data.batches import open_dataset
 
     return open_dataset(data, context)
 

@@ -22,21 +22,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sley_core.errors import RunError, UsageError
-from sley_core.files import PLAN, replace_atomically
-from sley_core.hugging_face import CONFIG, GENERATION, IDS, end_token, merge_adapters, start_folder
+from sley_core.files import replace_atomically
 from sley_core.records import AdaptersRecord, ModelRecord
+from sley_core.run_folder import PLAN_FILE
 from sley_core.table import expand_path
-from sley_core.weight_files.read import TOKENIZER, deterministic_tokenizer_json
+from sley_core.weight_files.read import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    IDS,
+    TOKENIZER_FILES,
+    deterministic_tokenizer_json,
+    end_token_id,
+    merge_adapters,
+    start_folder,
+)
 from train_cli.console import BestOption, format_count, print_line
 from train_cli.saved import open_weights
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from sley_core.hugging_face import HuggingFaceModel
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
-    from sley_core.weight_files.read import TensorReader
+    from sley_core.weight_files.read import HuggingFaceModel, TensorReader
 
 
 class ExportFormat(StrEnum):
@@ -99,7 +107,7 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, *, check: 
     check: whether to load them with transformers, and compare the logits with those of the run's layers. Raises UsageError
     "export-format" if transformers has no such model, and RunError "export-differs" if the logits differ.
     """
-    from sley_core.weight_files.write import FILE_BYTES, write_tensors
+    from sley_core.weight_files.write import MAX_FILE_BYTES, write_tensors
 
     model = hugging_face_model(plan, source)
     if model is None:
@@ -107,10 +115,10 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, *, check: 
         raise UsageError("export-format", f"`{plan.model.name}` cannot be exported in Hugging Face's format", hint=hint)
     write_others = partial(write_other_files, plan, model)
     if model.files is None:
-        files = write_tensors(out, source, model.names.items(), FILE_BYTES, write_others)
+        files = write_tensors(out, source, model.names.items(), MAX_FILE_BYTES, write_others)
     else:
         names = model.files.names
-        files = write_tensors(out, model.files, zip(names, names, strict=True), FILE_BYTES, write_others)
+        files = write_tensors(out, model.files, zip(names, names, strict=True), MAX_FILE_BYTES, write_others)
     if not check:
         return len(files)
     if find_spec("sley_hf") is None:
@@ -125,11 +133,11 @@ def _make_generation_config(plan: Plan, model: HuggingFaceModel) -> dict[str, An
     """Returns the content of `generation_config.json`: that of the initial weights, with all end tokens of the plan."""
     content: dict[str, Any] = {}
     folder = start_folder(plan)
-    if folder is not None and (folder / GENERATION).is_file():
-        content = json.loads((folder / GENERATION).read_text("utf-8"))
+    if folder is not None and (folder / GENERATION_CONFIG_FILE).is_file():
+        content = json.loads((folder / GENERATION_CONFIG_FILE).read_text("utf-8"))
     content = {key: model.config[key] for key in IDS if model.config.get(key) is not None} | content
     ends: list[int] = []
-    for value in (content.get("eos_token_id"), model.config.get("eos_token_id"), end_token(plan)):
+    for value in (content.get("eos_token_id"), model.config.get("eos_token_id"), end_token_id(plan)):
         values = value if isinstance(value, list) else [value]
         ends += [token for token in values if token is not None and token not in ends]
     if ends:
@@ -142,9 +150,9 @@ def _find_tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
     data = plan.data.config
     tokenizer, template = getattr(data, "tokenizer", None), getattr(data, "template", None)
     if tokenizer is not None and tokenizer.is_file():
-        yield tokenizer, TOKENIZER[0]
+        yield tokenizer, TOKENIZER_FILES[0]
     folder = tokenizer or (None if hasattr(data, "tokenizer") else start_folder(plan))
-    names = [name for name in TOKENIZER if template is None or not name.startswith("chat_template")]
+    names = [name for name in TOKENIZER_FILES if template is None or not name.startswith("chat_template")]
     yield from ((folder / name, name) for name in names if folder is not None and (folder / name).is_file())
     if template is not None:
         yield template, "chat_template.jinja"
@@ -152,14 +160,14 @@ def _find_tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
 
 def write_other_files(plan: Plan, model: HuggingFaceModel, folder: Path) -> None:
     """Writes the config files and the tokenizer of an exported model. The tokenizer makes the same tokens as in training."""
-    contents = {CONFIG: dict(model.config), GENERATION: _make_generation_config(plan, model)}
+    contents = {CONFIG_FILE: dict(model.config), GENERATION_CONFIG_FILE: _make_generation_config(plan, model)}
     for name, content in contents.items():
         if content:
             with replace_atomically(folder / name) as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
     for source, name in _find_tokenizer_files(plan):
         shutil.copyfile(source, folder / name)
-    if (path := folder / TOKENIZER[0]).is_file():
+    if (path := folder / TOKENIZER_FILES[0]).is_file():
         text = path.read_text("utf-8")
         if (new_text := deterministic_tokenizer_json(text)) != text:
             with replace_atomically(path) as file:
@@ -172,14 +180,14 @@ def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> 
     Raises UsageError "export-adapters" for a run without adapters, "export-format" for adapters that peft does not have, and
     RunError "export-differs" if peft computes other values.
     """
-    from sley_core.saved_weights import SavedWeights
+    from sley_core.checkpointing import SavedWeights
 
     record = None if plan.adapters is None else plan.adapters.record
     model = hugging_face_model(plan, merge_adapters(plan, source))
     if not isinstance(record, AdaptersRecord) or record.export is None or model is None:
         message = "the run has no adapters that could be exported for peft"
         raise UsageError("export-adapters", message, hint="use `--format safetensors`")
-    plan_text = source.saved.description.plan if isinstance(source, SavedWeights) else (run / PLAN).read_text("utf-8")
+    plan_text = source.saved.description.plan if isinstance(source, SavedWeights) else (run / PLAN_FILE).read_text("utf-8")
     tables = tomllib.loads(plan_text)  # not from `plan`, whose paths lead to copies in the run folder without weights
     weights = tables["model"].get("weights")
     base = None if weights is None else Path(tables.get("source_folder", "."), expand_path(weights))
@@ -201,7 +209,7 @@ def _export_safetensors(plan: Plan, source: TensorReader, out: Path) -> int:
 
     Raises RunError "weights-mismatch" if the factory no longer makes the run's model.
     """
-    from sley_core.weight_files.write import FILE_BYTES, write_tensors
+    from sley_core.weight_files.write import MAX_FILE_BYTES, write_tensors
 
     record = plan.model.record
     if isinstance(record, ModelRecord) and record.uses_layer_names:
@@ -212,7 +220,7 @@ def _export_safetensors(plan: Plan, source: TensorReader, out: Path) -> int:
             owner = "the run's weights have" if differing_names[0] in source.names else "the model now has"
             message = f"the factory returns a different model than for the run: only {owner} {differing_names[0]!r}"
             raise RunError("weights-mismatch", message, hint="restore the code and files of the run")
-    files = write_tensors(out, source, [(name, exported) for name in source.names for exported in names[name]], FILE_BYTES)
+    files = write_tensors(out, source, [(name, exported) for name in source.names for exported in names[name]], MAX_FILE_BYTES)
     if module is not None:
         print_line(f"the names are those of `{type(module).__name__}.load_state_dict`")
     return len(files)
@@ -227,8 +235,8 @@ def _find_module_names(plan: Plan) -> tuple[dict[str, list[str]], nn.Module | No
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
+    from sley_core.data.batches import open_dataset
     from sley_core.data.dataset import DataContext
-    from sley_core.data.factory import open_dataset
     from sley_trainer.assemble import build_meta_model
 
     info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info

@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, PluginError, UsageError, suggestion
 from sley_core.plan.document import to_plain_data
-from sley_core.plan.kinds import COMPONENTS, type_name
-from sley_core.plan.loader import CORE, FIRST_PARTY, Loader, Plugin, find_plugins
+from sley_core.plan.kinds import COMPONENTS, record_type_name
+from sley_core.plan.loader import CORE, FIRST_PARTY_PLUGINS, Plugin, PluginLoader, find_plugins
 from sley_core.plan.plan import format_value
 from sley_core.table import describe_type
 from train_cli import templates
@@ -50,7 +50,7 @@ def plugins(
         raise typer.Exit(EXIT_RUN_FAILED if "failed" in statuses else EXIT_OK)
     if dist is not None:
         raise UsageError("plugins", f"unexpected argument `{dist}`", hint="use `train-cli plugins check DIST`")
-    loader = Loader()
+    loader = PluginLoader()
     if name is None:
         lines = [line for plugin in loader.names() for line in _plugin_lines(plugin, loader)]
     else:
@@ -59,7 +59,7 @@ def plugins(
     typer.echo("\n".join(lines))
 
 
-def _plugin_lines(name: str, loader: Loader) -> Iterator[str]:
+def _plugin_lines(name: str, loader: PluginLoader) -> Iterator[str]:
     """Yields a line with the plugin and its distributions, and a line per kind of record or an error if it cannot load."""
     yield f"{name}  ({', '.join(f'{dist.dist} {dist.version}' for dist in loader.sources(name))})"
     try:
@@ -69,7 +69,7 @@ def _plugin_lines(name: str, loader: Loader) -> Iterator[str]:
         return
     names: dict[str, list[str]] = {}
     for record in records:
-        names.setdefault(type_name(type(record)), []).append(f"{name}.{record.name}")
+        names.setdefault(record_type_name(type(record)), []).append(f"{name}.{record.name}")
     for kind, record_names in names.items():
         yield f"  {f'{kind}:':{_KIND_COLUMNS}} {', '.join(record_names)}"
 
@@ -87,7 +87,7 @@ def _record_lines(plugin: Plugin, record_name: str) -> Iterator[str]:
         raise PlanError("unknown-record", f"{plugin.label} has no record `{record_name}`", hint=hint)
     tables = {spec.record_type: f", for {spec.header}" for spec in COMPONENTS}
     for record in records:
-        yield f"{plugin.name}.{record.name}  ({type_name(type(record))}{tables.get(type(record), '')})"
+        yield f"{plugin.name}.{record.name}  ({record_type_name(type(record))}{tables.get(type(record), '')})"
         if summary := " ".join((record.config.__doc__ or "").split()):
             yield f"  {summary}"
         for key, option in record.config.model_fields.items():
@@ -104,7 +104,7 @@ def _default_text(option: FieldInfo) -> str:
     return " (optional)" if default is None else f" = {format_value(default)}"
 
 
-SLEY_PLUGINS = frozenset({CORE, *FIRST_PARTY})
+SLEY_PLUGINS = frozenset({CORE, *FIRST_PARTY_PLUGINS})
 """Sley's plugins, installed or not. Other plugins must not have these names."""
 
 _KIND_COLUMNS = 24

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sley_core.errors import PlanError, RunError, UsageError
-from sley_core.files import PLAN
 from sley_core.json_text import write_json
-from sley_core.plan.tables import row_name
+from sley_core.plan.tables import metric_row_key
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import DatasetRecord, ModelRecord
+from sley_core.run_folder import PLAN_FILE
 from train_cli.commands.chat import limit_tokens, load_text_ids, open_generator
 from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, print_line
 from train_cli.one_process import open_trained_run, plan_with_data
@@ -61,7 +61,7 @@ def sample(
     if not all(prompt):
         raise UsageError("empty-prompt", "the prompt is empty", hint="use a `--prompt` of at least one letter")
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
-    plan = plan_with_data(Path(run)) if (Path(run) / PLAN).is_file() else None
+    plan = plan_with_data(Path(run)) if (Path(run) / PLAN_FILE).is_file() else None
     text_ids = None if plan is None else load_text_ids(plan, tokenizer)  # first, to fail at once if the data have no vocabulary
     windows_plan = plan if len(prompt) == 1 and not chat else None
     if windows_plan is None or _has_cache(windows_plan):
@@ -243,7 +243,7 @@ def _evaluate_run(run: Path, data: list[str], *, best: bool) -> None:
         assert evaluation is not None
         if model.held_out is not None and (note := describe_repetition(model.held_out.num_samples, model.plan)):
             print_line(note)
-    if (loss := metrics.pop(row_name("loss"), None)) is not None:
+    if (loss := metrics.pop(metric_row_key("loss"), None)) is not None:
         typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
         if _is_nats_per_byte(plan):
             typer.echo(f"bits per byte  {loss / math.log(2):.4f}")

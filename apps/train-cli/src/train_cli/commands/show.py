@@ -50,12 +50,12 @@ def show(
     world = world_size(world, nodes, per_node)
     resolved = load_plan(plan, overrides or [])
     topology = resolved.topology(resolved.world_size(world) if world is None else world)
-    if rank is not None and rank >= topology.world:
-        raise PlanError("layout", f"the rank must be from 0 to {topology.world - 1}, but is {rank}")
+    if rank is not None and rank >= topology.world_size:
+        raise PlanError("layout", f"the rank must be from 0 to {topology.world_size - 1}, but is {rank}")
     if timeline and machine is not None:
         estimates = import_optional("estimate", "sley_estimate.commands.estimate", "`show --timeline --machine`")
         machine_file = estimates.load_machine_with_ranks(machine, per_node)
-        lines = estimates.draw_step(resolved, topology.world, machine_file)
+        lines = estimates.draw_step(resolved, topology.world_size, machine_file)
     elif timeline:
         lines = _timeline_lines(resolved, topology)
     else:
@@ -74,7 +74,7 @@ def _plan_lines(plan: Plan, topology: Topology, rank: int | None) -> Iterator[st
             yield f"\n[[{name}]]" if isinstance(table[-1], int) else f"\n[{name}]"
         yield f"{f'{path[-1]} = {format_value(value)}':{_ORIGIN_COLUMN}}  # {plan.origin(path)}"
     sizes = ", ".join(f"{name} {getattr(topology, name)}" for name in ("pp", "dp", "sp", "wdp", "wp"))
-    yield f"\n# world of {topology.world}: {sizes}"
+    yield f"\n# world of {topology.world_size}: {sizes}"
     yield from rank_lines(topology, rank)
     yield "\n# groups, in the order in which all ranks make them"
     yield from group_lines([group for group in topology.groups() if rank is None or rank in group.ranks])
@@ -91,13 +91,13 @@ def _plan_lines(plan: Plan, topology: Topology, rank: int | None) -> Iterator[st
 def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
     """Yields a table of the coordinates of all ranks, or of `rank`. Of more than 32 ranks, lists the first 32 and the last."""
     yield "  rank  stage    dp    sp   wdp    wp"
-    is_large = rank is None and topology.world > _MAX_RANKS
-    last = topology.world - 1
-    for number in (rank,) if rank is not None else (*range(_MAX_RANKS), last) if is_large else range(topology.world):
+    is_large = rank is None and topology.world_size > _MAX_RANKS
+    last = topology.world_size - 1
+    for number in (rank,) if rank is not None else (*range(_MAX_RANKS), last) if is_large else range(topology.world_size):
         place = topology.coordinates(number)
         yield "".join(f"{index:6}" for index in (place.rank, place.stage, place.dp, place.sp, place.wdp, place.wp))
     if is_large:
-        yield f"  of {topology.world} ranks; --rank N shows another rank"
+        yield f"  of {topology.world_size} ranks; --rank N shows another rank"
 
 
 def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
         lists = lower(schedule.lists(topology.pp, num_microbatches), placement, num_microbatches)
     except PlanError as error:
         raise plan.add_places(error) from None
-    simulation = simulate(lists, placement, Costs.even(placement.num_positions))
+    simulation = simulate(lists, placement, Costs.uniform(placement.num_positions))
     sizes = f"{format_count(topology.pp, 'stage')}, {format_count(num_microbatches, 'microbatch', 'es')}"
     yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"
     yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)

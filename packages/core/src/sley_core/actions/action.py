@@ -43,7 +43,7 @@ class Kind(StrEnum):
 
     @property
     def makes_gradients(self) -> bool:
-        """Returns whether an action of this type may change a gradient."""
+        """Whether an action of this type may change a gradient."""
         return self in INPUT_GRADIENT_KINDS or self is Kind.WEIGHT_GRADIENT
 
 
@@ -52,9 +52,7 @@ INPUT_GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 class Action(NamedTuple):
-    """An entry of a rank's list: `kind` on model chunk `chunk` and microbatch `micro`, both counted from 0 per rank. `micro` is
-    -1 for CHUNK_DONE.
-    """
+    """An entry of a rank's list: `kind` on its chunk `chunk` and microbatch `micro`, from 0. CHUNK_DONE has the `micro` -1."""
 
     kind: Kind
     chunk: int
@@ -69,11 +67,7 @@ Flow = Literal["forward", "backward"]
 """The content of a transfer: outputs of a chunk for the next chunk, or gradients for the previous chunk."""
 
 Direction = Literal["up", "down"]
-"""The direction of a transfer: "up" to a stage with a higher number, "down" to one with a lower number. Between two stages,
-each direction has its own communicator.
-"""
-
-DIRECTIONS: tuple[Direction, Direction] = ("up", "down")
+"""The direction of a transfer, which has its own communicator: "up" to a stage with a higher number, or else "down"."""
 
 
 def direction_of(sender: int, receiver: int) -> Direction:
@@ -105,17 +99,17 @@ class Transfer(NamedTuple):
 Step = Action | Transfer
 """An entry of a lowered list."""
 
-Lowered = tuple[Step, ...]
+LoweredList = tuple[Step, ...]
 """The entries of one rank in one step, in order."""
 
 
-def sequential(num_microbatches: int) -> list[Action]:
-    """Returns the actions of a step without a pipeline, F0.0 B0.0 F0.1 B0.1 ...: one microbatch is in flight at a time."""
+def sequential_actions(num_microbatches: int) -> list[Action]:
+    """Returns the actions of a step without a pipeline: F0.0 B0.0 F0.1 B0.1 ..."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [Action(kind, 0, micro) for micro in range(num_microbatches) for kind in kinds]
 
 
-def forward_only(actions: Iterable[Action]) -> list[Action]:
+def select_forwards(actions: Iterable[Action]) -> list[Action]:
     """Returns the forwards of a training list, for an evaluation. They keep their order, in which they cannot deadlock."""
     return [action for action in actions if action.kind is Kind.FORWARD]
 
@@ -125,22 +119,21 @@ def select_actions(steps: Sequence[Step]) -> tuple[Action, ...]:
 
 
 _KIND_TEXTS = {
-    "F": "the forward",
-    "B": "the backward",
-    "I": "the backward for inputs",
-    "W": "the backward for weights",
-    "C": "the end of the gradients",
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for inputs",
+    "W": "backward for weights",
+    "C": "end of the gradients",
 }
 
 
-def in_words(entry: str) -> str:
+def describe_action(entry: str) -> str:
     """Returns `the forward of chunk 0 on microbatch 3 (F0.3)` for `F0.3`, and other texts unchanged."""
-    match = re.match(r"([FBIWC])(\d+)(?:\.(\d+))?(.*)$", entry)
+    match = re.match(r"(([FBIWC])(\d+)(?:\.(\d+))?)(.*)$", entry)
     if match is None:
         return entry
-    kind, chunk, micro, suffix = match.groups()
-    micro_text = "" if micro is None else f" on microbatch {micro}"
-    return f"{_KIND_TEXTS[kind]} of chunk {chunk}{micro_text}{suffix} ({kind}{chunk}{'' if micro is None else f'.{micro}'})"
+    action, kind, chunk, micro, suffix = match.groups()
+    return f"the {_KIND_TEXTS[kind]} of chunk {chunk}{f' on microbatch {micro}' if micro else ''}{suffix} ({action})"
 
 
 class Delivery(NamedTuple):
@@ -151,8 +144,8 @@ class Delivery(NamedTuple):
     micro: int
 
     @property
-    def origin(self) -> int:
-        """Returns the position of the chunk that computes the value."""
+    def source_position(self) -> int:
+        """The position of the chunk that computes the value."""
         return self.position + (-1 if self.flow == "forward" else 1)
 
 
@@ -161,10 +154,6 @@ class StageChunk(NamedTuple):
 
     stage: int
     chunk: int
-
-
-MAX_SHOWN_STAGES = 4
-"""The maximum number of stages that the error of an invalid placement lists."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +170,7 @@ class Placement:
     def __post_init__(self) -> None:
         counts = Counter(self.route)
         if sorted(counts) != list(range(len(counts))) or len(set(counts.values())) != 1:
-            texts = ", ".join(f"{count} on stage {stage}" for stage, count in sorted(counts.items())[:MAX_SHOWN_STAGES])
+            texts = ", ".join(f"{count} on stage {stage}" for stage, count in sorted(counts.items())[:4])
             raise placement_error(f"must have equally many chunks on each of stages 0, 1, 2, ..., but has {texts or 'none'}")
 
     @cached_property
@@ -190,7 +179,7 @@ class Placement:
 
     @cached_property
     def chunks(self) -> int:
-        """Returns the number of positions that each stage holds."""
+        """The number of positions that each stage holds."""
         return self.num_positions // self.stages
 
     @cached_property
@@ -208,7 +197,7 @@ class Placement:
         return self._positions[stage]
 
     def holder(self, position: int) -> StageChunk:
-        """Returns the stage and chunk that hold `position`. The inverse of the method `position`."""
+        """Returns the stage and chunk that hold `position`: the inverse of the method `position`."""
         assert 0 <= position < self.num_positions, f"position {position} of {self.num_positions}"
         return self._holders[position]
 
@@ -239,20 +228,12 @@ class Placement:
         return None
 
     @cached_property
-    def _positions(self) -> tuple[tuple[int, ...], ...]:
-        by_stage: list[list[int]] = [[] for _ in range(self.stages)]
-        for position, stage in enumerate(self.route):
-            by_stage[stage].append(position)
-        return tuple(map(tuple, by_stage))
+    def _holders(self) -> list[StageChunk]:
+        return [StageChunk(stage, self.route[:position].count(stage)) for position, stage in enumerate(self.route)]
 
     @cached_property
-    def _holders(self) -> tuple[StageChunk, ...]:
-        num_chunks: Counter[int] = Counter()
-        holders = []
-        for stage in self.route:
-            holders.append(StageChunk(stage, num_chunks[stage]))
-            num_chunks[stage] += 1
-        return tuple(holders)
+    def _positions(self) -> list[list[int]]:
+        return [[position for position, owner in enumerate(self.route) if owner == stage] for stage in range(self.stages)]
 
 
 PlacementFunction = Callable[[int, int], Placement]
@@ -260,7 +241,7 @@ PlacementFunction = Callable[[int, int], Placement]
 
 
 def loop(stages: int, chunks: int = 1) -> Placement:
-    """Returns the interleaved placement: a sample passes through all stages in order, `chunks` times."""
+    """Returns the placement in which a sample passes through all stages in order, `chunks` times."""
     return Placement(tuple(range(stages)) * chunks)
 
 
@@ -272,11 +253,11 @@ def v_placement(stages: int, chunks: int = 2) -> Placement:
 
 
 def placement_error(fault: str) -> PlanError:
-    """Returns the PlanError "placement-wrong". fault: a description of the fault that starts with a verb."""
+    """Returns PlanError "placement-wrong". fault: a description that starts with a verb."""
     return PlanError("placement-wrong", f"the schedule's placement {fault}", path=("pipeline", "use"))
 
 
-Generator = Callable[[int, int, int], list[list[Action]]]
+ScheduleGenerator = Callable[[int, int, int], list[list[Action]]]
 """A pure function `(stages, chunks, micros) -> one list of compute actions per stage`. It may raise PlanError."""
 
 
@@ -286,7 +267,7 @@ class Schedule:
     returns the placement, as `loop` and `v_placement` do.
     """
 
-    generate: Generator
+    generate: ScheduleGenerator
     chunks: int = 1
     place: PlacementFunction = loop
 

@@ -23,17 +23,18 @@ are in use.
 """
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from sley_core.actions.action import (
-    DIRECTIONS,
     Action,
     Delivery,
     Direction,
     Flow,
     Kind,
-    Lowered,
+    LoweredList,
     Placement,
     Step,
     Transfer,
@@ -95,16 +96,12 @@ def _find_fault(action: Action, earlier_actions: set[Action], chunks: int, micro
 
 
 def _missing_actions(earlier_actions: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
-    for chunk in range(chunks):
-        for micro in range(micros):
-            if (Kind.FORWARD, chunk, micro) not in earlier_actions:
-                yield Action(Kind.FORWARD, chunk, micro)
-            if not training or (Kind.BACKWARD, chunk, micro) in earlier_actions:
-                continue
-            if (Kind.INPUT_GRADIENT, chunk, micro) not in earlier_actions:
-                yield Action(Kind.BACKWARD, chunk, micro)
-            elif (Kind.WEIGHT_GRADIENT, chunk, micro) not in earlier_actions:
-                yield Action(Kind.WEIGHT_GRADIENT, chunk, micro)
+    for chunk, micro in product(range(chunks), range(micros)):
+        is_split = (Kind.INPUT_GRADIENT, chunk, micro) in earlier_actions
+        last_kind = Kind.WEIGHT_GRADIENT if is_split else Kind.BACKWARD
+        for kind in (Kind.FORWARD, last_kind) if training else (Kind.FORWARD,):
+            if (kind, chunk, micro) not in earlier_actions:
+                yield Action(kind, chunk, micro)
 
 
 NUM_AHEAD = 4
@@ -133,75 +130,68 @@ def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
 class _TransferEnd(NamedTuple):
     """One end of a transfer in one stage's list.
 
-    order: the index of the transfer in the global order. action: the index of the action that computes or uses the value. post:
-    the entry to insert; None for a send, whose position is fixed. latest: the index of the last action before which the post
-    may stand: the first action that needs this transfer or a later one.
+    order: the index of the transfer in the global order. action_index: the index of the action that computes or uses the value.
+    post: the entry to insert; None for a send, whose position is fixed. latest_index: the index of the last action before which
+    the post may stand: the first action that needs this transfer or a later one.
     """
 
     order: int
-    action: int
+    action_index: int
     post: Transfer | None
-    latest: int
+    latest_index: int
 
 
 def schedule_posts(
-    actions: Sequence[Action],
-    outputs: Sequence[Delivery | None],
-    stage: int,
-    placement: Placement,
-    order: Mapping[Delivery, int],
+    actions: Sequence[Action], outputs: list[Delivery | None], stage: int, placement: Placement, order: Mapping[Delivery, int]
 ) -> dict[int, list[Transfer]]:
     """Returns the posts of `stage` by the index of the action that they precede. outputs: the value that each action computes
     for a neighbouring chunk. order: the index of each transfer.
     """
-    issues: dict[Direction, list[_TransferEnd]] = {direction: [] for direction in DIRECTIONS}
-    latest_taken: list[int] = []
-    positions, latest_order = placement.positions(stage), -1
-    for number, (action, output) in enumerate(zip(actions, outputs, strict=True)):
+    ends: dict[Direction, list[_TransferEnd]] = {"up": [], "down": []}
+    max_orders: list[int] = []  # after each action, the latest transfer that the list has needed so far
+    positions, max_order = placement.positions(stage), -1
+    for index, (action, output) in enumerate(zip(actions, outputs, strict=True)):
         needed = placement.input_of(action, positions[action.chunk])
         if output is not None and output in order:
             direction = direction_of(stage, placement.holder(output.position).stage)
-            issues[direction].append(_TransferEnd(order[output], number, None, number))
+            ends[direction].append(_TransferEnd(order[output], index, None, index))
         if needed is not None and needed in order:
-            position = order[needed]
-            source = placement.holder(needed.origin)
+            source = placement.holder(needed.source_position)
             post = Transfer("post", needed.flow, action.chunk, action.micro, source.stage, source.chunk)
-            latest = bisect_right(latest_taken, position)
-            issues[direction_of(source.stage, stage)].append(_TransferEnd(position, number, post, latest))
-            latest_order = max(latest_order, position)
-        latest_taken.append(latest_order)
-    posts: dict[int, list[Transfer]] = {}
-    for direction in DIRECTIONS:
-        for number, post in _place_posts(sorted(issues[direction], key=lambda issue: issue.order)):
-            posts.setdefault(number, []).append(post)
+            end = _TransferEnd(order[needed], index, post, bisect_right(max_orders, order[needed]))
+            ends[direction_of(source.stage, stage)].append(end)
+            max_order = max(max_order, order[needed])
+        max_orders.append(max_order)
+    posts: dict[int, list[Transfer]] = defaultdict(list)
+    for direction_ends in ends.values():
+        for index, post in _place_posts(sorted(direction_ends, key=lambda end: end.order)):
+            posts[index].append(post)
     return posts
 
 
-def _place_posts(issues: Sequence[_TransferEnd]) -> list[tuple[int, Transfer]]:
-    """Returns each post in `issues`, which are sorted and of one direction, with the index of the action that it precedes.
+def _place_posts(ends: Sequence[_TransferEnd]) -> Iterator[tuple[int, Transfer]]:
+    """Yields the index of the action that each post precedes, and the post. ends: sorted, and of one direction.
 
-    The backward pass over the issues puts a post `NUM_AHEAD` actions before its use, but not after its latest index nor after a
-    later issue. The forward pass keeps it from overtaking an earlier issue.
+    The backward pass over `ends` puts a post `NUM_AHEAD` actions before its use, but not after its latest index nor after a
+    later end. The forward pass keeps it from overtaking an earlier end.
     """
-    positions: list[int] = []
-    following = max((issue.action for issue in issues), default=0)
-    for issue in reversed(issues):
-        following = min(following, issue.latest, issue.action - NUM_AHEAD if issue.post else issue.action)
-        positions.append(max(0, following))
-    placed: list[tuple[int, Transfer]] = []
+    indices: list[int] = []
+    following = max((end.action_index for end in ends), default=0)
+    for end in reversed(ends):
+        following = min(following, end.latest_index, end.action_index - NUM_AHEAD if end.post else end.action_index)
+        indices.append(max(0, following))
     preceding = 0
-    for issue, number in zip(issues, reversed(positions), strict=True):
-        if issue.post is None:
-            preceding = issue.action + 1
+    for end, index in zip(ends, reversed(indices), strict=True):
+        if end.post is None:
+            preceding = end.action_index + 1
         else:
-            preceding = max(preceding, number)
-            assert preceding <= issue.action, f"{issue.post} is posted after action {issue.action}, which uses it"
-            placed.append((preceding, issue.post))
-    return placed
+            preceding = max(preceding, index)
+            assert preceding <= end.action_index, f"{end.post} is posted after action {end.action_index}, which uses it"
+            yield preceding, end.post
 
 
-def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool = True) -> list[Lowered]:
-    """Returns one lowered list per stage. Pure: every rank computes all of them and gets the same result.
+def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool = True) -> list[LoweredList]:
+    """Returns one lowered list per stage, the same on every rank.
 
     lists: each stage's compute actions over its chunks and `micros` microbatches. training: whether every forward must have a
     full or split backward; if False, no forward may have one.
@@ -211,24 +201,24 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
     for which the blocked stages wait.
     """
     check_lists(lists, placement, micros, training=training)
-    machine = ScheduleSimulator(lists, placement, Costs.even(placement.num_positions), is_lowered=False)
-    machine.run()
-    order = order_transfers(machine.sent_s)
+    simulator = ScheduleSimulator(lists, placement, Costs.uniform(placement.num_positions), is_lowered=False)
+    simulator.run()
+    order = order_transfers(simulator.sent_s)
     return [_lower_stage(actions, stage, placement, order) for stage, actions in enumerate(lists)]
 
 
-def _lower_stage(actions: Sequence[Action], stage: int, placement: Placement, order: Mapping[Delivery, int]) -> Lowered:
+def _lower_stage(actions: Sequence[Action], stage: int, placement: Placement, order: Mapping[Delivery, int]) -> LoweredList:
     positions = placement.positions(stage)
     outputs = [placement.output_of(action, positions[action.chunk]) for action in actions]
     posts = schedule_posts(actions, outputs, stage, placement, order)
-    last = {action.chunk: number for number, action in enumerate(actions) if action.kind.makes_gradients}
+    last_indices = {action.chunk: index for index, action in enumerate(actions) if action.kind.makes_gradients}
     steps: list[Step] = [*posts.get(0, ())]
-    for number, (action, output) in enumerate(zip(actions, outputs, strict=True)):
+    for index, (action, output) in enumerate(zip(actions, outputs, strict=True)):
         steps.append(action)
         if output is not None and output in order:
             peer = placement.holder(output.position)
             steps.append(Transfer("send", output.flow, action.chunk, action.micro, peer.stage, peer.chunk))
-        steps += posts.get(number + 1, ())
-        if last.get(action.chunk) == number:
+        steps += posts.get(index + 1, ())
+        if last_indices.get(action.chunk) == index:
             steps.append(Action(Kind.CHUNK_DONE, action.chunk))
     return tuple(steps)

@@ -29,7 +29,7 @@ class ScheduleSimulator:
     """Simulates one run of `lists`, one list per stage.
 
     is_lowered: whether the lists have sends and posts. If not, a value arrives when the action that computes it ends. spans:
-    the actions that have run. sent_s, posted_s: the times at which values were sent, and their receives posted.
+    the actions that have run. sent_s, posted_s: the times at which values were sent, and at which their receives were posted.
     """
 
     def __init__(self, lists: Sequence[Sequence[Step]], placement: Placement, costs: "Costs", *, is_lowered: bool) -> None:
@@ -49,9 +49,7 @@ class ScheduleSimulator:
         self._ready = deque(range(len(lists)))
 
     def run(self) -> None:
-        """Runs all lists to their ends. Raises PlanError "schedule-deadlock" with each blocked stage's position and awaited
-        action.
-        """
+        """Runs all lists to their ends. Raises PlanError "schedule-deadlock" with the position of each blocked stage."""
         while self._ready:
             self._advance(self._ready.popleft())
         if self._waiting:
@@ -77,11 +75,10 @@ class ScheduleSimulator:
         start_s = self._now_s[stage]
         delivery = self.placement.input_of(action, position)
         if delivery is not None:
-            arrived_s = self._arrived_s.get(delivery)
-            if arrived_s is None:
+            if delivery not in self._arrived_s:
                 self._waiting[delivery] = stage
                 return False
-            start_s = max(start_s, arrived_s)
+            start_s = max(start_s, self._arrived_s[delivery])
         end_s = self._now_s[stage] = start_s + self.costs.seconds[action.kind][position]
         self.spans.append(TimedAction(stage, action, start_s, end_s))
         output = self.placement.output_of(action, position)
@@ -104,28 +101,25 @@ class ScheduleSimulator:
         sent_s, posted_s = self.sent_s.get(delivery), self.posted_s.get(delivery)
         if sent_s is not None and posted_s is not None:
             start_s = max(sent_s, posted_s, self._free_s.get(channel, 0.0))
-            end_s = self._free_s[channel] = start_s + self.costs.link_s[min(delivery.position, delivery.origin)]
+            end_s = self._free_s[channel] = start_s + self.costs.link_s[min(delivery.position, delivery.source_position)]
             self._record_arrival(delivery, end_s)
 
     def _describe_blocked_stage(self, stage: int, delivery: Delivery) -> str:
-        before = select_actions(self.lists[stage][: self._next_index[stage]])
-        action = self.lists[stage][self._next_index[stage]]
-        source = self.placement.holder(delivery.origin)
-        kind = Kind.FORWARD if delivery.flow == "forward" else Kind.BACKWARD
-        awaited = Action(kind, source.chunk, delivery.micro)
-        location = f"stage {stage} at {action} (number {len(before) + 1} in its list)"
-        return f"{location} waits for {awaited} of stage {source.stage}"
+        index = self._next_index[stage]
+        number = len(select_actions(self.lists[stage][:index])) + 1
+        source = self.placement.holder(delivery.source_position)
+        needed = Action(Kind.FORWARD if delivery.flow == "forward" else Kind.BACKWARD, source.chunk, delivery.micro)
+        location = f"stage {stage} at {self.lists[stage][index]} (number {number} in its list)"
+        return f"{location} waits for {needed} of stage {source.stage}"
 
-    def _record_arrival(self, delivery: Delivery, at_s: float) -> None:
-        self._arrived_s[delivery] = at_s
-        waiting = self._waiting.pop(delivery, None)
-        if waiting is not None:
-            self._ready.append(waiting)
+    def _record_arrival(self, delivery: Delivery, time_s: float) -> None:
+        self._arrived_s[delivery] = time_s
+        if delivery in self._waiting:
+            self._ready.append(self._waiting.pop(delivery))
 
 
-@dataclass(frozen=True)
-class Peaks:
-    """Holds the peak counts and bytes of one stage. The peaks may occur at different times.
+class Peaks(NamedTuple):
+    """The peak counts and bytes of one stage. The peaks may occur at different times.
 
     pairs: the number of (chunk, microbatch) pairs with a graph or a queue. 1F1B on P stages with M microbatches reaches
     min(P - s, M) on stage s. graphs: the number of pairs with a graph. receives: the number of receive buffers. num_bytes: the
@@ -154,7 +148,7 @@ def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs
             change, is_forward = int(step.op == "post"), step.flow == "forward"
         else:
             delivery = placement.input_of(step, position)
-            if delivery is not None and placement.holder(delivery.origin).stage != stage:
+            if delivery is not None and placement.holder(delivery.source_position).stage != stage:
                 change, is_forward = -1, delivery.flow == "forward"
             graph, queue = _COUNT_CHANGES.get(step.kind, (0, 0)) if keeps_graphs else (0, 0)
             graphs += graph
@@ -163,12 +157,7 @@ def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs
         if change:  # a buffer of a value from the position before or after
             receives += change
             num_bytes += change * costs.boundary_bytes[position - 1 if is_forward else position]
-        peak = Peaks(
-            max(peak.pairs, graphs + queues),
-            max(peak.graphs, graphs),
-            max(peak.receives, receives),
-            max(peak.num_bytes, num_bytes),
-        )
+        peak = Peaks(*map(max, peak, (graphs + queues, graphs, receives, num_bytes)))
     assert graphs >= 0 <= queues, f"stage {stage} ends with {graphs} graphs and {queues} queues"
     return peak
 
@@ -185,9 +174,9 @@ def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: "Cost
     """Runs lowered lists in simulated time, and returns the prediction. A transfer takes the time of its link, and overlaps
     with the actions of both stages. Raises PlanError "schedule-deadlock" if stages wait for each other.
     """
-    machine = ScheduleSimulator(lists, placement, costs, is_lowered=True)
-    machine.run()
-    timeline = Timeline.from_spans(placement.stages, machine.spans)
+    simulator = ScheduleSimulator(lists, placement, costs, is_lowered=True)
+    simulator.run()
+    timeline = Timeline.from_spans(placement.stages, simulator.spans)
     return SimulatedStep(timeline, tuple(compute_peaks(steps, stage, placement, costs) for stage, steps in enumerate(lists)))
 
 
@@ -223,15 +212,14 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Returns the seconds from the start of the step to `end_s` or the end of the last action, whichever is later."""
+        """The seconds from the start of the step to `end_s` or the end of the last action, whichever is later."""
         return max((self.end_s, *(span.end_s for span in self.spans)))
 
     def idle_share(self, stage: int) -> float:
         """Returns the bubble of a stage: the share of the step in which it computes nothing, from 0 to 1."""
-        makespan = self.makespan_s
-        spent = (span.end_s - span.start_s for span in self.stage_spans(stage))
-        busy = self.computing_s[stage] if self.computing_s else sum(spent)
-        return 1.0 - busy / makespan if makespan > 0 else 0.0
+        spans_s = sum(span.end_s - span.start_s for span in self.stage_spans(stage))
+        busy_s = self.computing_s[stage] if self.computing_s else spans_s
+        return 1.0 - busy_s / self.makespan_s if self.makespan_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -251,7 +239,7 @@ class Costs:
     boundary_bytes: tuple[int, ...]
 
     @classmethod
-    def even(
+    def uniform(
         cls,
         positions: int,
         *,

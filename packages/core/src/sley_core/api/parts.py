@@ -1,6 +1,6 @@
 """For plugins: a run's parameters, gradients, step state and values at stage boundaries; and datasets."""
 
-from sley_core.data.factory import open_dataset
+from sley_core.data.batches import open_dataset
 from sley_core.data.feed import SeededReader, read_sample, set_epoch
 from sley_core.engine.boundary import Description, Leaf
 from sley_core.engine.buffers import BufferShard, FlatBuffer, FlatLayout, GradientBuffer, Layout

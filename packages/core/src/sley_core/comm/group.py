@@ -26,7 +26,7 @@ from sley_core.comm.backends import (
 from sley_core.comm.progress import COLLECTIVE_HINT, Members, Progress, begin_turn, first_line, run_guarded
 from sley_core.comm.transport import ExchangeLog, GroupWork, Transport, Work, gather_values
 from sley_core.errors import RunError
-from sley_core.topology import AXES, DEFAULT_CHANNEL, TIE, GroupEntry, Topology
+from sley_core.topology import AXES, DEFAULT_CHANNEL, TIE_PREFIX, GroupEntry, Topology
 
 Op = Literal["sum", "max", "min"]
 
@@ -222,7 +222,7 @@ def make_groups(
     axes_with_memory = axes_with_cma(topology, extra) if cross_memory else ()
     groups = {}
     ranks_by_axis = {entry.axis: entry.ranks for entry in lines}
-    for axis in (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE))):
+    for axis in (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE_PREFIX))):
         ranks_by_axis.setdefault(axis, (rank,))
     for axis, ranks in ranks_by_axis.items():
         members, log, axis_channels = Members(axis, ranks, rank, progress=progress), ExchangeLog(), channels.get(axis, {})
@@ -231,7 +231,7 @@ def make_groups(
         else:
             transports = simulation.transports(members, axis_channels, cross_memory=axis in axes_with_memory)
         groups[axis] = Group(axis, ranks, rank, axis_channels, transports, log, simulation, progress=progress)
-    if simulation is None and cross_memory and topology.world > 1 and sends_from_host(backend, device):
+    if simulation is None and cross_memory and topology.world_size > 1 and sends_from_host(backend, device):
         records = common_transports(groups["control"], channels["control"][DEFAULT_CHANNEL])
         # Connecting is a collective: all ranks connect the same axes in the same order.
         for group in (groups[axis] for axis in axes_with_memory):

@@ -133,7 +133,7 @@ class World(AbstractContextManager["World"]):
 
         cross_memory: whether CPU ranks of one host may read each other's memory (cross-memory attach).
         """
-        assert topology.world == self.size, f"the topology has {topology.world} ranks, but the world has {self.size}"
+        assert topology.world_size == self.size, f"the topology has {topology.world_size} ranks, but the world has {self.size}"
         groups = make_groups(
             topology,
             self.rank,

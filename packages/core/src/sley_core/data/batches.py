@@ -1,4 +1,9 @@
-"""Collates samples into batches, checks batches, and splits them into microbatches and sequence slices.
+"""Opens datasets, collates their samples into batches, checks batches, and splits them into microbatches and sequence slices.
+
+A factory may return any map-style dataset or stream of dicts of tensors. Its `fields`, `vocab_size` and `sequence` come from
+`[data]`, or else from its `info`. If neither has `fields`, they are inferred from the first sample: each key becomes a field
+with the tensor's dtype, stacked along dim 0, without a sequence dim. A sample of int64 `tokens` and `labels` of equal length
+has `TOKEN_FIELDS`.
 
     samples of one dp coordinate     [b, s]
                                  ┌─────┼─────┐        split along each field's `sequence_dim`; a field without one is
@@ -8,16 +13,155 @@ If sequences are split, every batch has a field `positions`: the dataset's own, 
 a model that counts the positions of its input would start every slice at 0.
 """
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from sley_core.data.dataset import Batch, Collate, DataInfo, Field, Sample
+from sley_core.data.dataset import (
+    TOKEN_FIELDS,
+    AnyDataset,
+    Batch,
+    Collate,
+    DataConfig,
+    DataContext,
+    DataInfo,
+    FactoryDataConfig,
+    Field,
+    Sample,
+    is_stream,
+)
 from sley_core.errors import KeyPath, PlanError, RunError, format_cause
 from sley_core.protocols import Loss
+from sley_core.records import import_factory
+from sley_core.table import Table
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Component
+
+
+def open_dataset(component: "Component", context: DataContext) -> AnyDataset:
+    """Builds the dataset of the plan's table `component`, and gives it an `info`. Reads no sample. Raises PlanError
+    "data-factory" for no dataset, and "held-out" if the factory of held-out data has no parameter `context`.
+    """
+    dataset = component.build(context)
+    if component.record is not None:
+        return cast(AnyDataset, dataset)
+    if context.split == "held_out":
+        factory = import_factory(component.name, component.path, component.document.folder)
+        if "context" not in inspect.signature(factory).parameters:
+            message = f"there is no held-out data to evaluate: `{component.name}` has no parameter `context`"
+            hint = 'add a parameter `context`, whose `split` is "train" or "held_out"'
+            raise PlanError("held-out", message, path=("evaluation",), hint=hint)
+    assert isinstance(component.config, FactoryDataConfig), component.config
+    return wrap_dataset(dataset, component.config, component.name)
+
+
+def count_samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
+    """Returns `len(dataset)`, which may load the data, or None for a stream.
+
+    config: the table of the data. Raises PlanError "data-changed" if its `samples_per_epoch` differs, or is set for a stream.
+    """
+    assert isinstance(config, DataConfig), config
+    if is_stream(dataset):
+        if config.samples_per_epoch is not None:
+            message = "a stream has no number of samples per epoch"
+            raise PlanError("data-changed", message, path=("data", "samples_per_epoch"), hint="remove the key")
+        return None
+    count = len(cast(Any, dataset))
+    config.check_num_samples(count)
+    return count
+
+
+def wrap_dataset(dataset: Any, config: FactoryDataConfig, name: str) -> AnyDataset:
+    """Wraps `dataset`, and gives it an `info`. name: the factory's name, for errors. Raises PlanError "data-factory" for an
+    object that is neither a map-style dataset nor a stream that can start over.
+    """
+    if is_stream(dataset):
+        type_name = type(dataset).__name__
+        if not hasattr(dataset, "__iter__"):
+            hint = "return an object with `__len__` and `__getitem__`, or with `__iter__`"
+            raise _factory_error(f"`{name}` returned a {type_name}, which is not a dataset", hint)
+        if hasattr(dataset, "__next__"):
+            hint = "return an object whose `__iter__` starts over, such as a class with `def __iter__(self): yield ...`"
+            raise _factory_error(f"`{name}` returned a {type_name}, which can be iterated only once", hint)
+        return _StreamWrapper(dataset, config, name)
+    return _DatasetWrapper(dataset, config, name)
+
+
+class _InfoWrapper:
+    """Wraps a dataset, adds an `info`, and forwards all other public attributes."""
+
+    def __init__(self, dataset: Any, config: FactoryDataConfig, name: str) -> None:
+        self._dataset = dataset
+        self._config = config
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    @cached_property
+    def info(self) -> DataInfo:
+        """The declaration of a batch. Reads the first sample if neither the plan nor the dataset declares the fields."""
+        info = getattr(self._dataset, "info", None)
+        keys: dict[str, Any] = {key: getattr(self._config, key) for key in ("vocab_size", "sequence")}
+        if self._config.fields is not None:
+            keys["fields"] = {name: Field(**field.model_dump()) for name, field in self._config.fields.items()}
+        elif not isinstance(info, DataInfo):
+            keys["fields"] = self._infer_fields()
+        keys = {key: value for key, value in keys.items() if value is not None}
+        return replace(info, **keys) if isinstance(info, DataInfo) else DataInfo(**keys)
+
+    def _infer_fields(self) -> dict[str, Field]:
+        """Returns the fields of the first sample. Raises PlanError "data-factory" if it is not a dict of tensors."""
+        try:
+            sample = next(iter(self._dataset), None) if is_stream(self._dataset) else self._dataset[0]
+            collate = getattr(self._dataset, "collate", None)
+            sample = collate([sample]) if collate is not None else sample
+        except (Exception, SystemExit) as error:
+            raise _factory_error(f"the first sample of `{self._name}` failed: {format_cause(error)}") from error
+        if not isinstance(sample, Mapping) or not sample:
+            raise _factory_error(f"a sample of `{self._name}` is a {type(sample).__name__}, not a dict of tensors")
+        for key, value in sample.items():
+            if not isinstance(value, torch.Tensor):
+                message = f"`{key}` in a sample of `{self._name}` must be a tensor, but is a {type(value).__name__}"
+                raise _factory_error(message, "return dicts of tensors")
+        if _are_token_ids(sample, num_dims=1 if collate is None else 2):
+            return dict(TOKEN_FIELDS)
+        return {str(key): Field(str(value.dtype).removeprefix("torch.")) for key, value in sample.items()}
+
+
+class _DatasetWrapper(_InfoWrapper):
+    def __len__(self) -> int:
+        try:
+            return len(self._dataset)
+        except (Exception, SystemExit) as error:
+            raise _factory_error(f"the length of `{self._name}` failed: {format_cause(error)}") from error
+
+    def __getitem__(self, index: int) -> Sample:
+        return cast(Sample, self._dataset[index])
+
+
+class _StreamWrapper(_InfoWrapper):
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self._dataset)
+
+
+def _factory_error(message: str, hint: str | None = None) -> PlanError:
+    return PlanError("data-factory", message, path=("data", "factory"), hint=hint)
+
+
+def _are_token_ids(values: Mapping[str, Tensor], num_dims: int) -> bool:
+    if values.keys() != TOKEN_FIELDS.keys():
+        return False
+    kinds = {(value.dtype, value.ndim, value.shape) for value in values.values()}
+    return len(kinds) == 1 and next(iter(kinds))[:2] == (torch.int64, num_dims)
 
 
 def narrow_batch(
@@ -27,12 +171,10 @@ def narrow_batch(
     num_parts: int,
     dim: Literal["batch", "sequence"] = "batch",
 ) -> Batch:
-    """Returns part `index` of `num_parts` equal parts of a batch: a microbatch if `dim` is "batch", a slice if it is
-    "sequence".
+    """Returns part `index` of `num_parts` equal parts of a batch: a microbatch if `dim` is "batch", or else a slice.
 
-    The tensors of the result are views, in the order of `fields`. A field without the dim is complete in every part. Raises
-    RunError "batch-fields" for missing or undeclared fields, and "batch-size" for a field that does not divide into equal
-    parts.
+    The tensors are views, in the order of `fields`. A field without the dim is complete in every part. Raises RunError
+    "batch-fields" for missing or undeclared fields, and "batch-size" for a field that does not divide into equal parts.
     """
     assert 0 <= index < num_parts, (index, num_parts)
     _check_fields(batch, fields)
@@ -51,10 +193,8 @@ def narrow_batch(
 
 
 def count_microbatches(batch: Mapping[str, Tensor], fields: Mapping[str, Field], micro_size: int) -> int:
-    """Returns the number of microbatches of `micro_size` samples in `batch`, at least one.
-
-    Raises RunError "batch-fields" for missing or undeclared fields, and "batch-size" if fields have different numbers of
-    samples or the number is not a positive multiple of `micro_size`.
+    """Returns the number of microbatches of `micro_size` samples in `batch`. Raises RunError "batch-fields" for missing or
+    undeclared fields, and "batch-size" unless all fields have the same positive multiple of `micro_size` samples.
     """
     _check_fields(batch, fields)
     sizes = {name: _num_samples(name, batch[name], field) for name, field in fields.items()}
@@ -120,10 +260,8 @@ def _stack_field(name: str, field: Field, samples: Sequence[Sample]) -> Tensor:
 
 
 def check_tokens(batch: Mapping[str, Tensor], info: DataInfo, samples: Sequence[int] | None = None) -> None:
-    """Raises RunError "token-out-of-range" if a token id is not in [0, vocab_size). Negative labels are allowed.
-
-    Does not check missing fields, fields whose `ids` is None, and data without a `vocab_size`. samples: the sample number of
-    each row, for the error (`Feed.samples`).
+    """Raises RunError "token-out-of-range" if a token id is not in [0, vocab_size). Negative labels are allowed. samples: the
+    sample number of each row, for the error (`Feed.samples`).
     """
     if info.vocab_size is None:
         return
@@ -153,21 +291,16 @@ def _token_error(name: str, value: Tensor, field: Field, vocab_size: int, sample
 POSITIONS = "positions"
 """The name of the field with the positions in the full sequence."""
 
-_ROUNDING = 1e-5
-"""The relative tolerance of sums of loss weights, which may be class weights summed in fp32."""
-
 
 def check_additive(
     loss: Loss, batch: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], name: str, path: KeyPath, hint: str
 ) -> None:
-    """Raises RunError "loss-not-additive" unless the loss weights of `parts` add up to that of `batch`.
-
-    If all weights are integers (counts), they must add up exactly; otherwise, within the rounding of fp32. name: what the error
-    calls the parts. path, hint: of the error.
+    """Raises RunError "loss-not-additive" unless the loss weights of `parts` add up to that of `batch`: integers (counts)
+    exactly, others within the rounding of fp32. name: what the error calls the parts. path, hint: of the error.
     """
     total, weights = loss.weight(batch), [loss.weight(part) for part in parts]
     are_counts = all(float(weight).is_integer() for weight in (*weights, total))
-    if abs(sum(weights) - total) > (1e-9 if are_counts else _ROUNDING) * abs(total):
+    if abs(sum(weights) - total) > (1e-9 if are_counts else 1e-5) * abs(total):
         terms = " + ".join(f"{weight:g}" for weight in weights[:4]) + (" + ..." if len(weights) > 4 else "")
         raise RunError(
             "loss-not-additive",
@@ -178,17 +311,14 @@ def check_additive(
         )
 
 
-def sliced_info(info: DataInfo, num_slices: int) -> DataInfo:
-    """Returns the declaration of the data with a field `positions`, which slices of sequences need; `info` itself for one
-    slice.
-
-    Raises PlanError "sequence-field" if no field has a sequence dim, or the data's own `positions` has none, and
-    "sequence-does-not-divide" if the length is not a multiple of `num_slices`.
+def add_positions(info: DataInfo, num_slices: int) -> DataInfo:
+    """Returns `info`, with a field `positions` if there are several slices. Raises PlanError "sequence-field" if no field has a
+    sequence dim, or the data's own `positions` has none, and "sequence-does-not-divide" if the length does not divide.
     """
     if num_slices == 1:
         return info
     positions = info.fields.get(POSITIONS)
-    if _sequence_field(info.fields) is None or (positions is not None and positions.sequence_dim is None):
+    if _find_sequence_field(info.fields) is None or (positions is not None and positions.sequence_dim is None):
         fields = "no field of the data declares" if positions is None else f"the field `{POSITIONS}` does not declare"
         message = f"`sp = {num_slices}` splits sequences, but {fields} a sequence dim"
         hint = "set `sequence_dim = 1` in `[data.fields.NAME]`, or use `Field(..., sequence_dim=1)` in the dataset"
@@ -210,14 +340,12 @@ class SequenceSlicer:
         self.fields = fields
         self.num_slices = num_slices
         self.index = index
-        self._sequence = _sequence_field(fields) or ""
+        self._sequence_field = _find_sequence_field(fields) or ""
         self._unchecked_loss = loss
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns this rank's slice of `batch`. Its tensors are views, except for `positions` if the slicer adds them.
-
-        Raises the errors of `narrow_batch`, and RunError "loss-not-additive" if the loss weight of the first batch is not the
-        sum of its slices' weights.
+        """Returns this rank's slice of `batch`: views, except for `positions` if the slicer adds them. Raises the errors of
+        `narrow_batch`, and in the first call those of `check_additive`.
         """
         if self.num_slices == 1:
             return batch
@@ -235,7 +363,7 @@ class SequenceSlicer:
         """Returns slice `index`, with `positions` in the full sequence, int64 [b, s / num_slices], if the data has none."""
         part = narrow_batch(batch, self.fields, index, self.num_slices, dim="sequence")
         if POSITIONS not in part:
-            field, value = self.fields[self._sequence], part[self._sequence]
+            field, value = self.fields[self._sequence_field], part[self._sequence_field]
             assert field.sequence_dim is not None, field
             length = value.shape[field.sequence_dim]
             positions = torch.arange(index * length, (index + 1) * length)
@@ -243,5 +371,5 @@ class SequenceSlicer:
         return part
 
 
-def _sequence_field(fields: Mapping[str, Field]) -> str | None:
+def _find_sequence_field(fields: Mapping[str, Field]) -> str | None:
     return next((name for name, field in fields.items() if field.sequence_dim is not None), None)

@@ -171,9 +171,6 @@ SOURCE = "source"
 """The name of the field, in a dataset with `sources`, that has the index of each sample's source, int64 [b]."""
 
 
-DType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
-
-
 class DataConfig(Table):
     """The base class of every dataset record's config."""
 
@@ -186,9 +183,8 @@ class DataConfig(Table):
     """
 
     def include_held_out(self) -> Self:
-        """Returns the table with all samples in the training split, for `[evaluation.sets.NAME]`.
-
-        Raises ValueError for a dataset that cannot include its held-out samples.
+        """Returns the table with all samples in the training split, for `[evaluation.sets.NAME]`. Raises ValueError for a
+        dataset that cannot include its held-out samples.
         """
         empty = {"held_out": 0.0, "held_out_files": ()}
         return self.model_copy(update={key: value for key, value in empty.items() if key in type(self).model_fields})
@@ -196,15 +192,15 @@ class DataConfig(Table):
     def check_num_samples(self, num_samples: int, path: KeyPath = ("data",)) -> None:
         """Raises PlanError "data-changed" if the plan sets another `samples_per_epoch` than `num_samples`."""
         if self.samples_per_epoch not in (None, num_samples):
-            message = f"it has {num_samples} samples per epoch, but the plan expects {self.samples_per_epoch}"
+            counts = f"it has {num_samples} samples per epoch, but the plan expects {self.samples_per_epoch}"
             hint = "remove `samples_per_epoch` to train on the present data"
-            raise PlanError("data-changed", f"the data has changed: {message}", path=(*path, "samples_per_epoch"), hint=hint)
+            raise PlanError("data-changed", f"the data has changed: {counts}", path=(*path, "samples_per_epoch"), hint=hint)
 
 
 class FieldConfig(Table):
     """Declares one field of a batch, for a dataset that a factory builds."""
 
-    dtype: DType
+    dtype: Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
     """The torch dtype of the field."""
 
     batch_dim: NonNegativeInt = 0
@@ -248,10 +244,9 @@ class Order:
     The permutation depends only on (num_samples, seed, epoch); with `shuffle = False` it is the identity. Each item is computed
     on access, so an epoch of any size needs no memory and can start at any position.
 
-    With n samples and a = ceil(sqrt(n)), the permutation is a Feistel network over pairs (left, right) in [0, a)^2. It is
-    applied again until the result is below n (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): a^2 / n
-    times on average, close to 1 for large n. The round function is BLAKE2b. Small domains need ten rounds, as in NIST SP
-    800-38G.
+    With n samples and a = ceil(sqrt(n)), the permutation is a Feistel network over pairs (left, right) in [0, a)^2, applied
+    again until the result is below n (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). The round
+    function is BLAKE2b. Small domains need ten rounds, as in NIST SP 800-38G.
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> None:

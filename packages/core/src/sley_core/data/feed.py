@@ -31,17 +31,13 @@ T = TypeVar("T")
 class PrefetchThread:
     """A thread that prefetches one item of `items` at a time. `close` ends the thread.
 
-             ┌── permit ──┐                   The thread produces one item per permit. It starts with one permit, and `get`
-        next │            │ get               returns a permit for each item, so exactly one item is prefetched.
-             └── queue ───┘
-
-    `get` raises the thread's errors with their traceback. The thread is a daemon, so a dataset that never returns cannot keep
-    the process alive.
+    The thread produces one item per permit. It starts with one permit, and `get` returns a permit for each item. The thread is
+    a daemon, so a dataset that never returns cannot keep the process alive.
     """
 
-    def __init__(self, items: "Iterator[_Item]") -> None:
+    def __init__(self, items: "Iterator[_PrefetchedBatch]") -> None:
         self._items = items
-        self._ready: SimpleQueue[_Item | BaseException] = SimpleQueue()
+        self._ready: SimpleQueue[_PrefetchedBatch | BaseException] = SimpleQueue()
         self._permits = threading.Semaphore(1)
         self._is_closing = False
         self._error: BaseException | None = None
@@ -59,11 +55,9 @@ class PrefetchThread:
         except BaseException as error:
             self._ready.put(error)
 
-    def get(self, timeout_s: float) -> "_Item":
-        """Waits for the next item and returns it.
-
-        If the thread has failed, raises its error, also in later calls. Raises RunError "data-timeout" after `timeout_s`
-        seconds.
+    def get(self, timeout_s: float) -> "_PrefetchedBatch":
+        """Waits for the next item and returns it. Raises the thread's error, also in later calls, and RunError "data-timeout"
+        after `timeout_s` seconds.
         """
         if self._error is not None:
             raise self._error
@@ -93,7 +87,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class _Item:
+class _PrefetchedBatch:
     batch: Batch
     samples: tuple[int, ...]
     state: dict[str, Any]
@@ -153,10 +147,7 @@ class Feed:
         return None if is_stream(self._dataset) else len(cast(Dataset, self._dataset))
 
     def next(self) -> Batch:
-        """Waits for this rank's rows of the next global batch and returns them, on the host.
-
-        Raises RunError "data-timeout" after `timeout_s` seconds.
-        """
+        """Returns this rank's rows of the next global batch, on the host. Raises RunError "data-timeout" after `timeout_s`."""
         start = time.perf_counter()
         if self._prefetch is None:
             self._prefetch = PrefetchThread(self._checked_batches(self._state))
@@ -168,7 +159,7 @@ class Feed:
     def state(self) -> dict[str, Any]:
         """Returns the position after the last batch of `next`, equal on all ranks in all layouts. It may contain a digest."""
         is_read = self._prefetch is not None and self._state["samples"] > 0
-        digest = self.digest if is_read and (self._will_save or self.is_digest_exact) else None
+        digest = self.digest if is_read and (self._will_save or self.has_exact_digest) else None
         return deepcopy(self._state) | ({} if digest is None else {"digest": digest})
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -181,24 +172,23 @@ class Feed:
         old, new = state.get("digest"), None if "digest" not in state else self.digest
         if None in (old, new) or old == new:
             return ""
-        if self.is_digest_exact:
+        if self.has_exact_digest:
             return "the training text or tokens, or their order, differ from those of the checkpoint's run"
         return "the length of the dataset, or samples at its start, middle or end, differ from those of the checkpoint's run"
 
     @property
-    def is_digest_exact(self) -> bool:
+    def has_exact_digest(self) -> bool:
         """Whether the dataset has its own digest, which differs if and only if the data differ."""
         return hasattr(self._dataset, "data_digest")
 
     @cached_property
     def digest(self) -> str | None:
-        """The dataset's own `data_digest`, or a digest of its length and three samples.
-
-        None for a stream, for a dataset that returns different samples when it is read again, and if a read fails.
+        """The dataset's own `data_digest`, or a digest of its length and three samples. None for a stream, for a dataset whose
+        samples differ when they are read again, and if a read fails.
         """
         if self._reader is not None:
             return None
-        if self.is_digest_exact:
+        if self.has_exact_digest:
             return str(cast(Any, self._dataset).data_digest)
         set_epoch(self._dataset, 0)
         dataset = cast(Dataset, self._dataset)
@@ -213,9 +203,7 @@ class Feed:
         return f"{num_samples}:{first}" if first == second else None
 
     def close(self) -> None:
-        """Ends the thread and discards the prefetched batch. Raises RunError "data-timeout" if the thread does not end within
-        the shorter of `CLOSE_TIMEOUT_S` and `timeout_s`.
-        """
+        """Ends the thread and discards the prefetched batch. Raises RunError "data-timeout" if it does not end in time."""
         if self._prefetch is not None:
             self._prefetch.close(min(self._timeout_s, CLOSE_TIMEOUT_S))
             self._prefetch = None
@@ -226,7 +214,7 @@ class Feed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _checked_batches(self, state: Mapping[str, Any]) -> Iterator[_Item]:
+    def _checked_batches(self, state: Mapping[str, Any]) -> Iterator[_PrefetchedBatch]:
         if self._reader is not None:
             items = self._stream_batches(self._reader, state)
         else:
@@ -236,7 +224,7 @@ class Feed:
                 self._check(item.batch, item.samples)
             yield item
 
-    def _dataset_batches(self, dataset: Dataset, done: int) -> Iterator[_Item]:
+    def _dataset_batches(self, dataset: Dataset, done: int) -> Iterator[_PrefetchedBatch]:
         collate = collate_function(dataset)
         num_samples = len(dataset)
         if not num_samples:
@@ -261,30 +249,29 @@ class Feed:
                 samples.append(self._sample_reader.read(done + row, partial(read_sample, dataset, indices[-1])))
             batch = self._collate(done + self.rows.start, collate, samples)
             done += self.batch_size
-            yield _Item(batch, tuple(indices), {"samples": done})
+            yield _PrefetchedBatch(batch, tuple(indices), {"samples": done})
 
-    def _stream_batches(self, reader: "StreamReader", state: Mapping[str, Any]) -> Iterator[_Item]:
+    def _stream_batches(self, reader: "StreamReader", state: Mapping[str, Any]) -> Iterator[_PrefetchedBatch]:
         """Yields the batches of a stream. Every rank reads all samples and keeps its rows."""
         collate = collate_function(self._dataset)
         samples = reader.read(state, lambda note: self.notes.append(note))
         done = state["samples"]
         while True:
-            position, digest, local_samples = reader.position(), SamplesDigest(), []
+            position, digest, local_samples = reader.position(), blake2b(digest_size=16), []
             # `range` must come first, so that `zip` reads no sample after the batch.
             for row, sample in zip(range(self.batch_size), samples, strict=False):
-                digest.add(sample)
+                update_digest(digest, sample)
                 if row in self.rows:
                     local_samples.append(sample)
             numbers = tuple(done + row for row in self.rows)
-            replay = {"samples": done, "place": position, "digest": digest.text}
+            replay = {"samples": done, "place": position, "digest": digest.hexdigest()}
             batch = self._collate(numbers[0], collate, local_samples)
             done += self.batch_size
-            yield _Item(batch, numbers, {"samples": done, "replay": replay})
+            yield _PrefetchedBatch(batch, numbers, {"samples": done, "replay": replay})
 
     def _collate(self, number: int, collate: Callable[[Sequence[Sample]], Batch], samples: Sequence[Sample]) -> Batch:
-        """Returns the batch of `samples`. number: the number of the first sample, by which the generators are seeded.
-
-        Raises RunError "data-random" if `collate` draws random numbers and this rank has only some of the rows.
+        """Returns the batch of `samples`; seeds the generators by `number`. Raises RunError "data-random" if `collate` draws
+        random numbers and this rank has only some of the rows.
         """
         batch = self._collate_reader.read(number, partial(collate, samples))
         if self._collate_reader.has_drawn and len(self.rows) < self.batch_size:
@@ -318,76 +305,53 @@ class SeededReader:
         self._num_to_observe = num_observed
         self.has_drawn = False
 
-    def read(self, number: int, read_one: Callable[[], T]) -> T:
-        """Calls `read_one` and returns its result. number: the number of the sample, counted over all epochs."""
+    def read(self, number: int, read: Callable[[], T]) -> T:
+        """Calls `read` and returns its result. number: the number of the sample, counted over all epochs."""
         self._num_to_observe -= 1
         if not self.has_drawn and self._num_to_observe < 0:
-            return read_one()
+            return read()
         with use_seed(derive_seed(self._seed, "sample", number)):
             state = None if self.has_drawn else comparable_state()
-            sample = read_one()
+            sample = read()
             self.has_drawn = state is None or state != comparable_state()
         return sample
 
 
 def compute_digest(samples: Iterable[Any]) -> str:
     """Returns a digest of the names, dtypes, shapes and values of all tensors in `samples`."""
-    digest = SamplesDigest()
+    digest = blake2b(digest_size=16)
     for sample in samples:
-        digest.add(sample)
-    return digest.text
+        update_digest(digest, sample)
+    return digest.hexdigest()
 
 
-class SamplesDigest:
-    """Computes the digest of samples that are added one by one."""
-
-    def __init__(self) -> None:
-        self._hash = blake2b(digest_size=16)
-
-    def add(self, value: Any) -> None:
-        """Adds a sample or a value. Only the type of values other than dicts, tensors, numbers, text and bytes counts."""
-        if isinstance(value, Mapping):
-            for key in sorted(value, key=str):
-                self._hash.update(f"{key}=".encode())
-                self.add(value[key])
-        elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
-            self._hash.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            self._hash.update(flat_bytes(value.cpu()).numpy().data)
-        else:
-            is_plain = isinstance(value, int | float | str | bytes)
-            self._hash.update((repr(value) if is_plain else type(value).__qualname__).encode())
-
-    @property
-    def text(self) -> str:
-        """The digest of the samples so far, in hexadecimal digits."""
-        return self._hash.hexdigest()
-
-
-STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))
-"""The pairs of methods that read and restore the state of a stream."""
-
-INEXACT_STATE_NOTE = (
-    "the data stream cannot return to its saved position, for example because of a shuffle buffer; "
-    "{count} samples were read again from its start"
-)
-CHANGED_STREAM_NOTE = (
-    "the data stream yields different samples than before the checkpoint: "
-    "its data have changed, or its order is random at each start"
-)
+def update_digest(digest: blake2b, value: Any) -> None:
+    """Adds a sample or value to `digest`. Of values other than dicts, tensors, numbers, text and bytes, adds only the type."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            digest.update(f"{key}=".encode())
+            update_digest(digest, value[key])
+    elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(flat_bytes(value.cpu()).numpy().data)
+    else:
+        is_plain = isinstance(value, int | float | str | bytes)
+        digest.update((repr(value) if is_plain else type(value).__qualname__).encode())
 
 
 class StreamReader:
     """Reads the samples of a stream, epoch after epoch.
 
     A position is `{"epoch": the number of completed epochs, "stream": the stream's state}`, without "stream" if the stream has
-    no state. read_sample: a function `(number, read_one) -> sample` that reads each sample by `read_one`; number: the number of
+    no state. read_sample: a function `(number, read) -> sample` that reads each sample by `read`; number: the number of
     the sample, counted over all epochs.
     """
 
     def __init__(self, stream: Stream, read_sample: Callable[[int, Callable[[], Sample]], Sample]) -> None:
         self._read_sample = read_sample
         self._stream = stream
-        self._methods = next((names for names in STATE_METHODS if all(hasattr(stream, name) for name in names)), None)
+        pairs = (("state", "restore"), ("state_dict", "load_state_dict"))
+        self._methods = next((names for names in pairs if all(hasattr(stream, name) for name in names)), None)
         self._epoch = 0
         self._start = self.position()
 
@@ -409,12 +373,14 @@ class StreamReader:
             samples = self._read_samples_after(replay["place"], batch_start)
             if compute_digest(islice(samples, done - batch_start)) == replay["digest"]:
                 return samples
-            add_note(INEXACT_STATE_NOTE.format(count=done))
+            reason = "the data stream cannot return to its saved position, for example because of a shuffle buffer"
+            add_note(f"{reason}; {done} samples were read again from its start")
         samples = self._read_samples_after(self._start, 0)
         for _ in islice(samples, batch_start):
             pass
         if replay and compute_digest(islice(samples, done - batch_start)) != replay["digest"]:
-            add_note(CHANGED_STREAM_NOTE)
+            message = "the data stream yields different samples than before the checkpoint"
+            add_note(f"{message}: its data have changed, or its order is random at each start")
         return samples
 
     def _read_samples_after(self, position: Mapping[str, Any], start: int) -> Iterator[Sample]:

@@ -31,7 +31,7 @@ from sley_core.engine.boundary import copy_containers, tensors_in
 from sley_core.engine.parts import MicroStep, Phase, Waits
 from sley_core.engine.replicas import WriteWatch
 from sley_core.errors import PlanError, RunError, note_origin
-from sley_core.generators import GENERATOR_LOCK, derive_seed, module_generators, seed_generators
+from sley_core.generators import GENERATOR_LOCK, derive_seed, find_module_generators, seed_generators
 from sley_core.model.attention import varlen
 from sley_core.model.layers import ForwardPatch, Layer
 from sley_core.model.tensors import dtype_hint, sum_of_bits, version_of
@@ -205,7 +205,7 @@ class LayerCaller:
             self.writes.check(layer, snapshot)
         if is_first_call:  # which call would be the first to use a generator made in the forward depends on the layout
             seeded = {id(generator) for generator in self._generators[layer.name]}
-            if any(id(generator) not in seeded for generator in module_generators(layer.module, layer.name)):
+            if any(id(generator) not in seeded for generator in find_module_generators(layer.module, layer.name)):
                 raise PlanError(
                     "model-random",
                     f"the forward of the layer {layer.name!r} creates a generator and keeps it, so its first random "
@@ -220,7 +220,7 @@ class LayerCaller:
         seed = self._seed(layer.name, micro)
         self.device.seed(seed)
         if layer.name not in self._generators:
-            self._generators[layer.name] = module_generators(layer.module, layer.name)
+            self._generators[layer.name] = find_module_generators(layer.module, layer.name)
         seed_generators(self._generators[layer.name], seed)
 
     @contextmanager

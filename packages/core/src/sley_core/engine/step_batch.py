@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.comm.group import Group
-from sley_core.data.batches import SequenceSlicer, check_additive, check_tokens, count_microbatches, narrow_batch, sliced_info
+from sley_core.data.batches import SequenceSlicer, add_positions, check_additive, check_tokens, count_microbatches, narrow_batch
 from sley_core.data.dataset import Batch, DataInfo, Field
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.errors import RunError
@@ -132,7 +132,7 @@ class BatchSplitter:
 
     def __post_init__(self) -> None:
         self.weighs = self.weighs and self.loss is not None
-        self._fields = sliced_info(self.info, self.slices.num_slices).fields
+        self._fields = add_positions(self.info, self.slices.num_slices).fields
         self._checked_shapes: set[tuple[object, ...]] = set()
 
     def split_input(self, batch: GivenBatch) -> StepBatch:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError, PluginError, SleyError, format_cause, shorten_names
-from sley_core.generators import function_generators, use_program_seed
+from sley_core.generators import find_function_generators, use_program_seed
 from sley_core.model.layers import MODEL, Layer, Model, as_model, parameter_like, set_fields
 from sley_core.model.tensors import check_references
-from sley_core.plan.plan import Component
+
+if TYPE_CHECKING:
+    from sley_core.data.dataset import DataInfo
+    from sley_core.plan.plan import Component
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,10 @@ class Recipe:
     factory on meta; "" if it runs there.
     """
 
-    component: Component
-    data: DataInfo
+    component: "Component"
+    data: "DataInfo"
     seed: int
-    adapters: Component | None = None
+    adapters: "Component | None" = None
     needs_host: str = ""
 
     def call(self) -> Model:
@@ -62,7 +64,7 @@ class Recipe:
         return model
 
 
-def build_on_meta(component: Component, data: DataInfo, seed: int, adapters: Component | None = None) -> Model:
+def build_on_meta(component: "Component", data: "DataInfo", seed: int, adapters: "Component | None" = None) -> Model:
     """Builds the model of a plan with parameters on meta, and sets the fields of its layers. Does not communicate.
 
     Structures may depend on draws from `random` and numpy, seeded by `seed`, but not on torch's. Generators are restored.
@@ -130,7 +132,7 @@ def _check_builders(model: Model) -> None:
     """
     holders: dict[nn.Parameter, tuple[Layer, str]] = {}
     for layer in model.layers:
-        if layer.builder and (generators := function_generators(layer.builder)):
+        if layer.builder and (generators := find_function_generators(layer.builder)):
             type_name = type(generators[0]).__name__
             message = f"the builder of the layer {layer.name!r} uses a {type_name} that was created outside the builder"
             hint = "use torch's default generator, `random` or numpy, or create the generator in the builder"

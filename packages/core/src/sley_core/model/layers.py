@@ -20,14 +20,16 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.dataset import DataInfo
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError, format_cause
 from sley_core.generators import derive_seed, use_program_seed
+
+if TYPE_CHECKING:
+    from sley_core.data.dataset import DataInfo
 
 InitWeights: TypeAlias = Callable[[nn.Module, str], None]
 """`init_weights(module, name)` sets the initial values of `module`, and of nothing outside it."""
@@ -275,7 +277,7 @@ def _factory_error(message: str) -> PlanError:
     return PlanError("model-factory", message, path=MODEL, hint=hint)
 
 
-def set_fields(model: Model, data: DataInfo) -> Model:
+def set_fields(model: Model, data: "DataInfo") -> Model:
     """Sets the batch fields of each layer from the signature of its `forward`; returns the same model.
 
     A parameter without a default must be a field of the data; one with a default is passed if the data has that field;
@@ -289,7 +291,7 @@ def set_fields(model: Model, data: DataInfo) -> Model:
     return model
 
 
-def _accepted_fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnostic]) -> Iterator[str]:
+def _accepted_fields(layer: Layer, is_first: bool, data: "DataInfo", problems: list[Diagnostic]) -> Iterator[str]:
     """Yields the batch fields that `layer.forward` accepts; appends mismatches to `problems`.
 
     The first parameter of every layer but the first is the previous layer's output, not a field.

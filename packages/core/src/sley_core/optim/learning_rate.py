@@ -13,11 +13,14 @@ its end, by default the run's last step, it reaches exactly `min_ratio`, and sta
 import math
 from collections.abc import Callable, Iterable
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from sley_core.errors import PlanError, SleyError
 from sley_core.optim.config import ConstantConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
-from sley_core.plan.plan import Plan
 from sley_core.records import Problem
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
 
 Factor = Callable[[int], float]
 """A function from a step to the fraction of the full rate."""
@@ -80,7 +83,7 @@ def _warmup(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
-def learning_rate_factor(plan: Plan) -> Factor:
+def learning_rate_factor(plan: "Plan") -> Factor:
     """Returns the plan's learning rate as a function from the step to the fraction of the full rate.
 
     Raises PlanError "learning-rate" if the plan's factory does not return a function. The result raises the same error for a
@@ -110,7 +113,7 @@ def learning_rate_factor(plan: Plan) -> Factor:
     return checked_factor
 
 
-def _rate_error(plan: Plan, message: str) -> SleyError:
+def _rate_error(plan: "Plan", message: str) -> SleyError:
     return plan.add_places(PlanError("learning-rate", message, path=("learning_rate", "factory")))
 
 
@@ -120,7 +123,7 @@ def shares_digest(factor: Factor, num_steps: int) -> str:
     return sha256(repr([factor(step) for step in steps]).encode()).hexdigest()
 
 
-def check_learning_rate(plan: Plan) -> Iterable[Problem]:
+def check_learning_rate(plan: "Plan") -> Iterable[Problem]:
     """Yields a problem if warm-up and decay of `core.warmup_stable_decay` are longer than the run."""
     config = plan.learning_rate.config
     if isinstance(config, WarmupStableDecayConfig):

@@ -12,24 +12,22 @@ from sley_core.optim.config import FactoryOptimizerConfig, scope_of
 from sley_core.plan.document import sort_by_place
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.plan import Component, Plan
-from sley_core.plan.tables import BEST_MODES, BatchTable, ModelConfig, metric_of, row_name
+from sley_core.plan.tables import BEST_MODES, BatchTable, ModelConfig, metric_row_key, parse_metric
 from sley_core.topology import Topology
 
 MAX_FORWARDS = 1_000_000
 """The largest number of forwards (chunks x microbatches) per step. Checking longer action lists takes minutes and gigabytes."""
 
 
-def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
-    """Returns all problems of `plan` on `world` ranks, sorted by place.
-
-    Calls the plugins' hooks `sley_check_plan` only if the layout fits the world. Raises PluginError "plugin-failed" if a hook
-    fails.
+def check_plan(plan: Plan, world_size: int) -> list[Diagnostic]:
+    """Returns all problems of `plan` on `world_size` ranks, sorted by place. If the layout fits them, includes the problems
+    that the plugins' hooks `sley_check_plan` return. Raises PluginError "plugin-failed" if a hook fails.
     """
     checks = (check_offload, check_canonical, _check_precision, _check_profile, _check_parts, _check_keep_best)
     problems = [problem for check in checks for problem in check(plan)]
     diagnostics: list[Diagnostic] = []
     try:
-        topology = plan.topology(world)
+        topology = plan.topology(world_size)
     except PlanError as error:
         diagnostics += error.diagnostics
     else:
@@ -51,9 +49,6 @@ NEEDED_TABLES = {
 
 
 def _check_parts(plan: Plan) -> Iterator[records.Problem]:
-    """Yields a problem for each table that the layout needs but the plan lacks, for direct accumulation with compiled layers,
-    for a partitioner that cannot time layers, and for a sequence length that `sp` does not divide.
-    """
     for axis, (table, part, example) in NEEDED_TABLES.items():
         if (size := getattr(plan.parallel, axis)) > 1 and getattr(plan, table) is None:
             message = f"`{axis} = {size}` needs a [{table}] table that names {part}"
@@ -74,9 +69,8 @@ def _check_parts(plan: Plan) -> Iterator[records.Problem]:
             yield records.Problem(("partition", "use"), message, f"{hint}; or set `layer_costs`", "timer-missing")
         if sp > 1:
             message = f"`{partition.name}` times layers on whole sequences, but with `sp = {sp}` a rank has only slices"
-            yield records.Problem(
-                ("partition", "use"), message, 'use "pp.balanced", or set `layer_costs`', "sequence-partition"
-            )
+            hint = 'use "pp.balanced", or set `layer_costs`'
+            yield records.Problem(("partition", "use"), message, hint, "sequence-partition")
     length = getattr(plan.data.config, "sequence", None)
     if isinstance(length, int) and length % sp:
         message = f"the sequence length must be a multiple of sp = {sp}, but is {length}"
@@ -120,7 +114,6 @@ def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem
     scope = scope_of(plan.optimizer.record, plan.optimizer.config)
     sharders = [handler.name for handler in plan.gradient_handlers if getattr(handler.record, "result", None) == "shard"]
     hosts = [manager.name for manager in plan.offload if records.steps_on_host(manager.record)]
-    layout = None
     # The owner of a matrix gathers its parts from the other ranks, but only on the device.
     if scope == "elementwise" or (scope == "per_matrix" and not hosts):
         return
@@ -130,7 +123,7 @@ def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem
         layout = f"with `{sharders[0]}` a rank has only shards"
     elif scope in ("global", "unknown") and topology.pp > 1:
         layout = f"with `pp = {topology.pp}` a rank has only a part of the model"
-    if layout is None:
+    else:
         return
     hint = "use an elementwise optimizer such as `core.adamw`" + (SCOPE_HINT if scope == "unknown" else "")
     if scope == "per_matrix":
@@ -171,11 +164,10 @@ def check_canonical(plan: Plan) -> Iterator[records.Problem]:
             continue
         if not record.fixed_order or record.tolerance_for(handler.config):
             message = f"`{handler.name}` does not sum in a fixed order, or not exactly"
-            yield _canonical_problem(
-                ("gradient_handlers", number, "use"), message, "use `core.each`, `dp.bucketed` or `dp.sharded`"
-            )
+            hint = "use `core.each`, `dp.bucketed` or `dp.sharded`"
+            yield _canonical_problem(("gradient_handlers", number, "use"), message, hint)
     weights = plan.weights
-    if weights is not None and isinstance(weights.record, records.WeightCommunicatorRecord) and not weights.record.fixed_order:
+    if weights and isinstance(weights.record, records.WeightCommunicatorRecord) and not weights.record.fixed_order:
         message = f"`{weights.name}` does not sum weight gradients in a fixed order"
         yield _canonical_problem(("weights", "use"), message, "use `isp.communicator`")
 
@@ -190,7 +182,7 @@ SCOPE_RANKS = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
 
 
 def check_offload(plan: Plan) -> Iterator[records.Problem]:
-    """Yields the problems of `[[offload]]`, with the codes "offload-twice", "offload-optimizer", "offload-averages"."""
+    """Yields the problems of `[[offload]]`."""
     manager_by_part: dict[str, str] = {}
     for number, component in enumerate(plan.offload):
         record = component.record
@@ -218,28 +210,24 @@ UNIQUE_ROLES: tuple[records.Role, ...] = ("reducer", "tie")
 
 
 def check_handlers(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
-    """Yields the problems of the plan's gradient handlers.
-
-    Their codes: "handler-missing" (no reducer), "handler-twice", "handler-conflict" (two handlers for one unique role),
-    "handler-order", "handler-shards" (a handler needs whole gradients, but gets shards).
+    """Yields the problems of the plan's gradient handlers: a missing reducer, a handler that is listed twice, two handlers for
+    one unique role, a wrong order, and a handler that needs whole gradients but gets shards.
     """
     handlers = [
         (("gradient_handlers", number, "use"), handler.name, handler.record)
         for number, handler in enumerate(plan.gradient_handlers)
         if isinstance(handler.record, records.GradientHandlerRecord)
     ]
-    ranks = topology.ranks_per_stage
-    if ranks > 1 and not any(record.role == "reducer" for _, _, record in handlers):
-        message = f"{ranks} ranks hold the same weights, but no gradient handler sums their gradients"
+    num_ranks = topology.ranks_per_stage
+    if num_ranks > 1 and not any(record.role == "reducer" for _, _, record in handlers):
+        message = f"{num_ranks} ranks hold the same weights, but no gradient handler sums their gradients"
         hint = 'add [[gradient_handlers]] with `use = "core.each"`, or remove the list'
         yield records.Problem(("gradient_handlers",), message, hint, "handler-missing")
-    names: set[str] = set()
     name_by_role: dict[records.Role, str] = {}
-    for path, name, record in handlers:
-        if name in names:
+    for number, (path, name, record) in enumerate(handlers):
+        if name in [peer for _, peer, _ in handlers[:number]]:
             yield records.Problem(path, f"`{name}` is listed twice", "remove one of them", "handler-twice")
             continue
-        names.add(name)
         if record.role in UNIQUE_ROLES and record.role in name_by_role:
             job = "sum gradients" if record.role == "reducer" else "sum gradients of shared weights"
             message = f"`{name_by_role[record.role]}` and `{name}` both {job}, so the sum would be wrong"
@@ -256,7 +244,7 @@ def check_handlers(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
         if reducer and record.role in ("tie", "transform") and not record.accepts_shards:
             message = f"`{name}` needs whole gradients, but `{reducer}` leaves only a shard on each rank"
             yield records.Problem(path, message, "use a reducer such as `dp.bucketed`", "handler-shards")
-        if record.role == "reducer" and record.result == "shard" and topology.ranks_per_stage > 1:
+        if record.role == "reducer" and record.result == "shard" and num_ranks > 1:
             reducer = name
 
 
@@ -271,7 +259,6 @@ GRADIENT_DTYPES = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32",
 
 
 def _check_precision(plan: Plan) -> Iterator[records.Problem]:
-    """Yields [precision] problems: "precision-unsupported", "loss-scale-unused", "loss-scale-range"."""
     compute, gradients, scale = plan.precision.compute, plan.precision.gradients, plan.precision.loss_scale
     if gradients not in GRADIENT_DTYPES[compute]:
         dtypes = " or ".join(GRADIENT_DTYPES[compute])
@@ -295,8 +282,8 @@ def _check_profile(plan: Plan) -> Iterator[records.Problem]:
 
 
 def check_data(data: Component, model: Component, *, evaluates: bool) -> Iterator[records.Problem]:
-    """Yields the problems that the record of `data` finds in its table and its files. A factory's dataset is checked when it is
-    built instead. evaluates: whether the plan needs held-out data.
+    """Yields the problems that the record of `data` finds in its table and its files; none for a factory's dataset. evaluates:
+    whether the plan needs held-out data.
     """
     if isinstance(data.record, records.DatasetRecord) and data.record.check is not None:
         vocab_size = None if model.record is None else getattr(model.config, "vocab_size", None)
@@ -310,12 +297,11 @@ def _check_all_data(plan: Plan) -> Iterator[records.Problem]:
             problem = replace(problem, hint=f"{problem.hint}; or set `held_out = false` to evaluate only on the sets")
         yield problem
     for name, evaluation_set in plan.evaluation_sets.items():
-        for problem in check_data(evaluation_set.data, plan.model, evaluates=evaluation_set.keys.split == "held_out"):
+        for problem in check_data(evaluation_set.data, plan.model, evaluates=evaluation_set.settings.split == "held_out"):
             yield replace(problem, path=("evaluation", "sets", name, *problem.path[1:]))
 
 
 def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
-    """Yields a problem if the plan cannot keep the best checkpoint, or does not compute the metric of `keep_best`."""
     best = plan.evaluation.best if plan.evaluation is not None else None
     if plan.evaluation is None or best is None:
         return
@@ -327,8 +313,10 @@ def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
         message = f"`{plan.checkpoint.name}` does not support `keep_best`"
         yield records.Problem(path, message, f'use "{CHECKPOINTER}" in [checkpoint], or remove `keep_best`', "keep-best")
     sets = [*([""] if plan.evaluation.held_out else []), *plan.evaluation_sets]
-    names = [row_name(metric, set_name) for set_name in sets for metric in BEST_MODES]
-    custom_names = [row_name(metric_of(best.metric), set_name) for set_name in sets if plan.evaluation.metric is not None]
+    names = [metric_row_key(metric, set_name) for set_name in sets for metric in BEST_MODES]
+    custom_names = [
+        metric_row_key(parse_metric(best.metric), set_name) for set_name in sets if plan.evaluation.metric is not None
+    ]
     if best.metric not in (*names, *custom_names):
         hint = suggestion(best.metric, names, f"use one of {', '.join(names)}")
         yield records.Problem(path, f"an evaluation of this plan has no metric `{best.metric}`", hint, "keep-best")

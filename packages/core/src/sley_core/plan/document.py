@@ -84,9 +84,7 @@ class Document:
         return Place(self.file), None
 
     def _find_override(self, path: KeyPath) -> Override | None:
-        """Returns the last override of `path` or of an enclosing table, or None. If the file does not contain `path`, an
-        override of a key inside `path` also counts.
-        """
+        """Returns the last override of `path`, of an enclosing table, or of a key inside if the file lacks `path`; or None."""
         for override in reversed(self.overrides):
             if path[: len(override.path)] == override.path:
                 return override
@@ -108,14 +106,15 @@ def sort_by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
 
 def add_places(error: SleyError, document: Document) -> SleyError:
     """Adds the places in `document` to the diagnostics of `error` that have a path; returns the same error."""
-    located = []
-    for diagnostic in error.diagnostics:
-        if diagnostic.path and not diagnostic.place:
-            place, line = document.place(diagnostic.path)
-            diagnostic = replace(diagnostic, place=place, source_line=line)
-        located.append(diagnostic)
-    error.diagnostics = tuple(located)
-    error.args = ("\n".join(str(diagnostic) for diagnostic in error.diagnostics),)
+
+    def add_place(diagnostic: Diagnostic) -> Diagnostic:
+        if diagnostic.place or not diagnostic.path:
+            return diagnostic
+        place, line = document.place(diagnostic.path)
+        return replace(diagnostic, place=place, source_line=line)
+
+    error.diagnostics = tuple(map(add_place, error.diagnostics))
+    error.args = ("\n".join(map(str, error.diagnostics)),)
     return error
 
 
@@ -131,11 +130,9 @@ def to_plain_data(value: Any) -> Any:
 
 
 def index_keys(text: str, file: str) -> dict[KeyPath, KeySpan]:
-    """Returns the places of all keys, tables and array items in the valid TOML `text` of `file`, whose lines end with "\\n".
-
-    An implicit table, such as `a` in `[a.b]`, has the place of its name in the first such header or key. This scans the text
-    because tomli does not report positions. tomli has validated the text, so the scanner only needs to tell keys, headers and
-    values apart.
+    """Returns the places of all keys, tables and array items in the TOML `text` of `file`, which tomli has validated but whose
+    positions it does not report. An implicit table, such as `a` in `[a.b]`, has the place of its name in the first such header
+    or key. Lines end with "\\n".
     """
     scanner = _Scanner(text, file)
     table: KeyPath = ()
@@ -172,16 +169,15 @@ class _Scanner:
         start = self.offset
         is_array = self.text.startswith("[[", start)
         self.offset += 2 if is_array else 1
-        parts = self.scan_key()
+        *outer_parts, (name, span) = self.scan_key()
         self.offset += 2 if is_array else 1
         header_span = self.line_span(start, self.offset)
         path: KeyPath = ()
-        for name, span in parts[:-1]:
-            path = (*path, name)
-            self.spans.setdefault(path, KeySpan(span, span))
+        for outer_name, outer_span in outer_parts:
+            path = (*path, outer_name)
+            self.spans.setdefault(path, KeySpan(outer_span, outer_span))
             if path in self.array_lengths:
                 path = (*path, self.array_lengths[path] - 1)
-        name, span = parts[-1]
         path = (*path, name)
         if is_array:
             self.spans.setdefault(path, KeySpan(span, header_span))
@@ -315,10 +311,8 @@ _QUOTE_HINT = "write VALUE as TOML and protect the quotes of a string from the s
 
 
 def apply_override(tables: dict[str, Any], text: str) -> KeyPath:
-    """Applies the override `text` to `tables`, and creates missing tables on its path; returns the path.
-
-    A number in the path is an index of an array; the index after the last item appends an item. Raises PlanError "set-invalid",
-    without a place.
+    """Applies the override `text` to `tables`, and creates missing tables on its path; returns the path. The index after the
+    last item of an array appends an item. Raises PlanError "set-invalid", without a place.
     """
     name, _, value_text = (part.strip() for part in text.partition("="))
     parts = name.split(".")

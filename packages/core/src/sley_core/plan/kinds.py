@@ -10,7 +10,7 @@ from sley_core.optim.config import FactoryOptimizerConfig, OptimizerConfig
 from sley_core.plan.tables import CheckpointConfig, FactoryTable, ModelConfig, SequenceConfig
 from sley_core.table import Table
 
-BASES: dict[type[records.Record], type[Table]] = {
+CONFIG_BASES: dict[type[records.Record], type[Table]] = {
     records.ModelRecord: ModelConfig,
     records.DatasetRecord: DataConfig,
     records.OptimizerRecord: OptimizerConfig,
@@ -19,7 +19,7 @@ BASES: dict[type[records.Record], type[Table]] = {
 }
 """The required base class of a record's config, by the class of the record; `Table` for all other classes."""
 
-TYPE_NAMES: dict[type[records.Record], str] = {
+RECORD_TYPE_NAMES: dict[type[records.Record], str] = {
     records.AdaptersRecord: "adapter",
     records.AveragingRecord: "averaging rule",
     records.LRScheduleRecord: "learning-rate schedule",
@@ -48,13 +48,13 @@ class LossFactory(FactoryTable):
     """
 
 
-class RateFactory(FactoryTable):
+class LearningRateFactory(FactoryTable):
     """Your own learning rate: a function that returns another function, from the step (counted from 0) to the fraction of the
     full rate. The outer function may have a parameter `num_steps`, the number of steps of the run.
     """
 
 
-class WriterFactory(FactoryTable):
+class MetricsWriterFactory(FactoryTable):
     """Your own metrics writer: a function or class that returns an object with `write(row)` and `close()`. It may have a
     parameter `folder`, the run's folder.
     """
@@ -109,7 +109,7 @@ COMPONENTS = (
         records.LRScheduleRecord,
         "The learning rate of each step.",
         default="core.constant",
-        factory=RateFactory,
+        factory=LearningRateFactory,
         factory_argument="num_steps",
     ),
     ComponentTable(
@@ -176,13 +176,13 @@ COMPONENTS = (
         records.MetricsWriterRecord,
         "Where the metrics of each step are written; by default `core.jsonl`. A list replaces the default.",
         is_list=True,
-        factory=WriterFactory,
+        factory=MetricsWriterFactory,
         factory_argument="folder",
     ),
 )
 
 
-def type_name(record_type: type[records.Record]) -> str:
+def record_type_name(record_type: type[records.Record]) -> str:
     """Returns the name that messages use for a class of records, such as "gradient handler"."""
     words = re.findall("[A-Z][a-z]+", record_type.__name__.removesuffix("Record"))
-    return TYPE_NAMES.get(record_type, " ".join(words).lower())
+    return RECORD_TYPE_NAMES.get(record_type, " ".join(words).lower())

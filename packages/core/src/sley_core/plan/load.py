@@ -18,20 +18,18 @@ from pydantic.fields import FieldInfo
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, format_path, suggestion
 from sley_core.plan.document import Document, read_file, read_tables, read_text, sort_by_place, to_plain_data
 from sley_core.plan.kinds import COMPONENTS, ComponentTable
-from sley_core.plan.loader import CORE, Loader, Plugin
+from sley_core.plan.loader import CORE, Plugin, PluginLoader
 from sley_core.plan.plan import Component, EvaluationSet, Plan
-from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, TABLES, EvaluationTable, ParallelTable, SetTable
+from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, TABLES, EvaluationSetTable, EvaluationTable, ParallelTable
 from sley_core.records import DatasetRecord, ModelRecord, Record, ScheduleRecord
 from sley_core.table import PartTable, Table, describe_type, describe_value, escape_path, expand_path
 
 
-def load_plan(path: str | Path, overrides: Sequence[str] = (), *, loader: Loader | None = None) -> Plan:
-    """Loads the plan in the file `path`. overrides: texts as for `--set`. loader: by default, loads the installed plugins. Does
-    not import torch.
-
-    Raises PlanError or PluginError with all problems.
+def load_plan(path: str | Path, overrides: Sequence[str] = (), *, loader: PluginLoader | None = None) -> Plan:
+    """Loads the plan in the file `path`. overrides: texts as for `--set`. loader: by default, loads the installed plugins.
+    Raises PlanError or PluginError with all problems. Does not import torch.
     """
-    return resolve_plan(read_file(path, overrides), loader or Loader())
+    return resolve_plan(read_file(path, overrides), loader or PluginLoader())
 
 
 def plan_from_text(
@@ -40,23 +38,17 @@ def plan_from_text(
     folder: Path | None = None,
     overrides: Sequence[str] = (),
     *,
-    loader: Loader | None = None,
+    loader: PluginLoader | None = None,
 ) -> Plan:
-    """Loads the plan in `text`. file: the file name for messages. folder: the folder in which relative paths start.
-
-    Raises the same errors as `load_plan`.
-    """
-    return resolve_plan(read_text(text, file, folder, overrides), loader or Loader())
+    """Loads the plan in `text`, as `load_plan` does. file: the file name for messages. folder: where relative paths start."""
+    return resolve_plan(read_text(text, file, folder, overrides), loader or PluginLoader())
 
 
 def plan_from_dict(
-    tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = (), *, loader: Loader | None = None
+    tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = (), *, loader: PluginLoader | None = None
 ) -> Plan:
-    """Loads the plan in `tables`, which have the types of parsed TOML. Keys with the value None are ignored.
-
-    Raises the same errors as `load_plan`.
-    """
-    return resolve_plan(read_tables(tables, folder, overrides), loader or Loader())
+    """Loads the plan in `tables`, as `load_plan` does. They have the types of parsed TOML; values that are None are ignored."""
+    return resolve_plan(read_tables(tables, folder, overrides), loader or PluginLoader())
 
 
 def replace_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
@@ -73,10 +65,10 @@ def replace_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
 _SET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 """The pattern of the NAME in `[evaluation.sets.NAME]`."""
 
-SLEY_RECORDS: dict[type[Record], str] = {DatasetRecord: "data.text", ModelRecord: "models.llama"}
+SUGGESTED_RECORDS: dict[type[Record], str] = {DatasetRecord: "data.text", ModelRecord: "models.llama"}
 """The record of another Sley package to suggest, for classes of which core has no record."""
 
-DATA_TABLE = next(table for table in COMPONENTS if table.key == "data")
+NO_KEYS: Mapping[str, Any] = {}
 
 TOP_LEVEL_KEYS = ("plan", "source_folder", *TABLES, *OPTIONAL_TABLES, *(table.key for table in COMPONENTS))
 """The keys that a plan may have at its top level."""
@@ -84,7 +76,7 @@ TOP_LEVEL_KEYS = ("plan", "source_folder", *TABLES, *OPTIONAL_TABLES, *(table.ke
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 
-def resolve_plan(document: Document, loader: Loader) -> Plan:
+def resolve_plan(document: Document, loader: PluginLoader) -> Plan:
     """Returns the plan of `document`. Raises PlanError or PluginError with all problems, sorted by place."""
     resolver = _Resolver(document, loader)
     parts: dict[str, Any] = {name: resolver.core_table(name, model) for name, model in TABLES.items()}
@@ -101,7 +93,7 @@ def resolve_plan(document: Document, loader: Loader) -> Plan:
 
 
 class _Resolver:
-    def __init__(self, document: Document, loader: Loader) -> None:
+    def __init__(self, document: Document, loader: PluginLoader) -> None:
         self.document = document
         self.loader = loader
         self.tables = document.tables
@@ -122,9 +114,7 @@ class _Resolver:
         return self._validate(model, self.tables.get(name, {}), (name,), f"[{name}]")
 
     def component(self, spec: ComponentTable) -> Component | None:
-        """Returns the component of a table that is no array; None if the table is optional and missing, or has a problem, which
-        is recorded.
-        """
+        """Returns the component of a table that is no array; None if it is optional and missing, or has a recorded problem."""
         if spec.required_table is not None and spec.required_table not in self.tables:
             if spec.key in self.tables:
                 message = f"{spec.header} has no effect without [{spec.required_table}]"
@@ -143,8 +133,8 @@ class _Resolver:
         return component
 
     def components(self, spec: ComponentTable, parallel: ParallelTable | None) -> tuple[Component, ...]:
-        """Returns the components of an array of tables. By default, the gradient handlers are those that the layout needs: a
-        reducer if several ranks may hold the same weight, and the schedule's handler of ties.
+        """Returns the components of an array of tables. The default gradient handlers are a reducer if several ranks may hold
+        the same weight, and the schedule's handler of ties.
         """
         tables: Any = self.tables.get(spec.key, [])
         if spec.key not in self.tables and spec.key == "metrics":
@@ -165,15 +155,16 @@ class _Resolver:
     def evaluation_sets(self, evaluation: EvaluationTable | None) -> dict[str, EvaluationSet]:
         """Returns the sets of [evaluation] by name. A set with `split = "all"` gets data without a held-out split."""
         sets: dict[str, EvaluationSet] = {}
+        data_table = next(table for table in COMPONENTS if table.key == "data")
         for name, table in {} if evaluation is None else evaluation.sets.items():
             path = ("evaluation", "sets", name)
-            spec = replace(DATA_TABLE, key=format_path(path))
+            spec = replace(data_table, key=format_path(path))
             if not _SET_NAME.fullmatch(name):
                 message = f"the name of a set must have only letters, digits, `_` and `-`, but is `{name}`"
                 self._add_problem("wrong-name", message, path, "use a name that begins with a letter", at="key")
                 continue
-            set_keys = {key: value for key, value in table.items() if key in SetTable.model_fields}
-            keys = self._validate(SetTable, set_keys, path, spec.header)
+            set_keys = _select_keys(table, EvaluationSetTable)
+            keys = self._validate(EvaluationSetTable, set_keys, path, spec.header)
             data = self._resolve_component(spec, {key: value for key, value in table.items() if key not in set_keys}, path)
             if keys is None or data is None:
                 continue
@@ -204,15 +195,9 @@ class _Resolver:
             self.problems.append(unknown_key_diagnostic(key, TOP_LEVEL_KEYS, (key,), self.document, "a plan", hint))
 
     def _resolve_component(
-        self,
-        spec: ComponentTable,
-        table: Any,
-        path: KeyPath,
-        default: str | None = None,
-        shared: Mapping[str, Any] | None = None,
+        self, spec: ComponentTable, table: Any, path: KeyPath, default: str | None = None, shared: Mapping[str, Any] = NO_KEYS
     ) -> Component | None:
-        """Returns the component that the table's `use` or `factory`, or else `default`, names; None if it has a problem.
-
+        """Returns the component that `use` or `factory` of the table, or else `default`, names; None if it has a problem.
         shared: keys of the enclosing table, which are passed to the record if its config has them.
         """
         if not isinstance(table, dict):
@@ -228,7 +213,7 @@ class _Resolver:
                 hint = "set `use`, or write a plugin with a record of your own (docs/write-a-plugin.md)"
                 self._add_problem("no-factory", message, (*path, "factory"), hint, at="key")
                 return None
-            config = self._validate(spec.factory, {**_select_shared(shared, spec.factory), **table}, path, spec.header)
+            config = self._validate(spec.factory, {**_select_keys(shared, spec.factory), **table}, path, spec.header)
             return Component(spec, str(table["factory"]), None, config, path, self.document) if config else None
         if "use" not in table:
             if default is None:
@@ -239,7 +224,7 @@ class _Resolver:
         return self._resolve_record(spec, table, path, shared)
 
     def _resolve_record(
-        self, spec: ComponentTable, table: dict[str, Any], path: KeyPath, shared: Mapping[str, Any] | None
+        self, spec: ComponentTable, table: dict[str, Any], path: KeyPath, shared: Mapping[str, Any]
     ) -> Component | None:
         name = table["use"]
         use_path, prefix = (*path, "use"), ""
@@ -259,7 +244,7 @@ class _Resolver:
         except SleyError as error:
             self._add_error(error, use_path, prefix)
             return None
-        keys = _select_shared(shared, record.config) | {key: value for key, value in table.items() if key != "use"}
+        keys = _select_keys(shared, record.config) | {key: value for key, value in table.items() if key != "use"}
         parts = {}
         for key, field in record.config.model_fields.items():
             for model in _table_types(field.annotation):
@@ -276,13 +261,13 @@ class _Resolver:
     def _resolve_parts(
         self, spec: ComponentTable, model: type[PartTable], enclosing: Mapping[str, Any], path: KeyPath
     ) -> tuple[Any, list[Component | None]]:
-        """Splits each table of the array at `path`, which is in the table `enclosing`. Returns the tables with only the keys of
-        `model`, and the components of the remaining keys.
+        """Splits each table of the array at `path`, which is in the table `enclosing`, into the keys of `model`, which it
+        returns as tables, and the remaining keys, which it resolves to components.
         """
         tables = enclosing.get(str(path[-1]))
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             return tables, []  # the validation of the enclosing table reports this
-        model_tables = [{key: value for key, value in table.items() if key in model.model_fields} for table in tables]
+        model_tables = [_select_keys(table, model) for table in tables]
         shared = {key: enclosing[key] for key in model.shared if key in enclosing}
         inner = replace(spec, key=format_path(path), record_type=model.record_type, is_list=True)
         components = []
@@ -296,7 +281,7 @@ class _Resolver:
         core = self.plugins.get(CORE)
         if core and (names := core.records_of(spec.record_type)):
             return "core has " + ", ".join(f'"{name}"' for name in names)
-        record = SLEY_RECORDS.get(spec.record_type)
+        record = SUGGESTED_RECORDS.get(spec.record_type)
         return f'sley-{record.partition(".")[0]} has "{record}"' if record else None
 
     def _load_plugin(self, name: str, path: KeyPath, prefix: str = "") -> Plugin | None:
@@ -343,29 +328,24 @@ class _Resolver:
         self.problems.append(self.document.diagnostic(code, message, path, hint, at))
 
 
-def _select_shared(shared: Mapping[str, Any] | None, model: type[Table]) -> dict[str, Any]:
-    return {key: value for key, value in (shared or {}).items() if key in model.model_fields}
+def _select_keys(table: Mapping[str, Any], model: type[Table]) -> dict[str, Any]:
+    """Returns the keys of `table` that `model` has."""
+    return {key: value for key, value in table.items() if key in model.model_fields}
 
 
 RANGE_ERRORS = ("greater_than", "less_than", "multiple_of", "finite_number", "too_", "string_too_")
 """The prefixes of pydantic's error types for a range or a length."""
 
-VALUE_ERRORS = {"literal_error", "enum", "string_pattern_mismatch"}
-CUSTOM_ERRORS = {"value_error", "assertion_error"}
-IGNORED_ERROR = "default_factory_not_called"
-
 
 def validation_diagnostics(
     error: ValidationError, model: type[Table], table: Mapping[str, Any], path: KeyPath, document: Document, owner: str
 ) -> list[Diagnostic]:
-    """Returns a diagnostic for each invalid key of `table`, which is at `path` and has the type `model`.
-
-    pydantic reports an error for each member of a union, with the member's name in the location. This function removes these
-    names and merges the errors of each key. owner: the table's name in messages, such as "[batch]".
+    """Returns a diagnostic for each invalid key of `table`, which is at `path` and has the type `model`. Merges the errors that
+    pydantic reports for each member of a union. owner: the table's name in messages, such as "[batch]".
     """
     errors_by_key: dict[KeyPath, list[Any]] = {}
     for fault in error.errors(include_url=False, include_input=False):
-        if fault["type"] != IGNORED_ERROR:
+        if fault["type"] != "default_factory_not_called":
             errors_by_key.setdefault(_key_path(fault["loc"], fault["type"], table), []).append(fault)
     # An error within a table that is one member of a union says more than the errors of the other members.
     containers = {key[:length] for key in errors_by_key for length in range(len(key))}
@@ -387,13 +367,7 @@ def unknown_key_diagnostic(
 
 
 def _diagnostic(
-    errors: list[Any],
-    key_path: KeyPath,
-    model: type[Table],
-    table: Mapping[str, Any],
-    table_path: KeyPath,
-    document: Document,
-    owner: str,
+    errors: list[Any], key_path: KeyPath, model: type[Table], table: Any, table_path: KeyPath, document: Document, owner: str
 ) -> Diagnostic:
     types = {fault["type"] for fault in errors}
     path = (*table_path, *key_path)
@@ -407,7 +381,7 @@ def _diagnostic(
     if "missing" in types and not is_short:
         hint = field.description if field else None
         return document.diagnostic("missing-key", f"{owner} needs `{format_path(key_path)}`, {expected}", path, hint, at="key")
-    if custom_errors := [fault for fault in errors if fault["type"] in CUSTOM_ERRORS]:
+    if custom_errors := [fault for fault in errors if fault["type"] in ("value_error", "assertion_error")]:
         text = str(custom_errors[0].get("ctx", {}).get("error") or custom_errors[0]["msg"])
         label = f"`{format_path(path)}`" if key_path else owner
         return document.diagnostic("wrong-value", f"{label}: {text.rstrip('.')}", path)
@@ -417,7 +391,7 @@ def _diagnostic(
     code, hint = "wrong-type", None
     if is_short or any(error_type.startswith(RANGE_ERRORS) for error_type in types):
         code = "out-of-range"
-    elif types & VALUE_ERRORS and isinstance(value, str):
+    elif types & {"literal_error", "enum", "string_pattern_mismatch"} and isinstance(value, str):
         code, hint = "wrong-value", suggestion(value, expected.split('"')[1::2])
     elif isinstance(value, str) and expected.startswith(("an integer", "a number", "true or false")):
         text = value.strip().lower()

@@ -17,20 +17,20 @@ import pluggy
 
 from sley_core import hookspecs
 from sley_core.errors import PlanError, PluginError, format_cause, install_hint, suggestion
-from sley_core.plan.kinds import BASES, type_name
+from sley_core.plan.kinds import CONFIG_BASES, record_type_name
 from sley_core.records import GradientHandlerRecord, Record, SchedulerHookRecord
 from sley_core.table import Table
 
-GROUP = "sley.plugins"
+ENTRY_POINT_GROUP = "sley.plugins"
 """The group of entry points that name plugins."""
 
 CORE, CORE_DIST = "core", "sley-core"
 """The names of the plugin `core` and of its distribution."""
 
-FIRST_PARTY = ("checkpoint", "data", "dp", "hf", "isp", "memory", "metrics", "models", "pp")
+FIRST_PARTY_PLUGINS = ("checkpoint", "data", "dp", "hf", "isp", "memory", "metrics", "models", "pp")
 """The plugins of Sley's own distributions `sley-<name>`."""
 
-UPDATE_CORE = "update sley-core (`git pull` in the clone of Sley's repository from which it is installed)"
+UPDATE_CORE_HINT = "update sley-core (`git pull` in the clone of Sley's repository from which it is installed)"
 """The beginning of the hint for a plugin that needs another version of core."""
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
@@ -56,12 +56,8 @@ class PluginSource:
 
 
 def find_plugins() -> Mapping[str, list[PluginSource]]:
-    """Returns all plugins on `sys.path` by name. If `sys.path` has several copies of a distribution, the first one counts, as
-    in imports.
-
-    The result is cached for each value of `sys.path`, since a search takes 20 ms.
-    """
-    return _find_plugins(tuple(sys.path))
+    """Returns all plugins on `sys.path` by name. Of several copies of a distribution, the first one counts, as in imports."""
+    return _find_plugins(tuple(sys.path))  # cached for each value of `sys.path`, since a search takes 20 ms
 
 
 @cache
@@ -70,7 +66,7 @@ def _find_plugins(folders: tuple[str, ...]) -> Mapping[str, list[PluginSource]]:
     dists: set[str] = set()
     for dist in distributions(path=list(folders)):
         try:
-            points = dist.entry_points.select(group=GROUP)
+            points = dist.entry_points.select(group=ENTRY_POINT_GROUP)
             name = _canonical_name(dist.name) if points else ""
         except (KeyError, OSError, TypeError, ValueError):
             continue  # an unreadable plugin is reported as missing if a plan names it
@@ -96,7 +92,7 @@ def core_version() -> str:
         return "0"
 
 
-def unmet_requirement(plugin: PluginSource) -> str | None:
+def find_unmet_requirement(plugin: PluginSource) -> str | None:
     """Returns the plugin's requirement on core if the installed core does not meet it; None otherwise."""
     if not plugin.requires or core_version() == "0":
         return None
@@ -128,10 +124,8 @@ class Plugin(PluginSource):
         return {f"{self.name}.{name}": record for name, record in records if isinstance(record, record_type)}
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
-        """Calls the plugin's `hook`. Returns [result], or [] if the result is None or there is no implementation. Converts a
-        generator to a list.
-
-        Raises PluginError "plugin-failed" if the hook raises.
+        """Calls the plugin's `hook`. Returns [result], with a list for a generator, or [] if the result is None or there is no
+        implementation. Raises PluginError "plugin-failed" if the hook raises.
         """
         try:
             results = getattr(self.hooks, hook)(**arguments)
@@ -154,9 +148,9 @@ class Plugin(PluginSource):
             raise PluginError("plugin-import", message, hint=hint) from error
 
 
-class Loader:
-    """Loads each plugin once. plugins: modules or other objects with hooks, by plugin name. They replace all installed plugins
-    except `core`; None means the installed plugins.
+class PluginLoader:
+    """Loads each plugin once. plugins: modules or other objects with hooks, by plugin name, which replace all installed plugins
+    except `core`.
     """
 
     def __init__(self, plugins: Mapping[str, Any] | None = None) -> None:
@@ -171,7 +165,7 @@ class Loader:
     def sources(self, name: str) -> list[PluginSource]:
         """Returns a source for each distribution that provides the plugin `name`. Imports no plugin."""
         if name == CORE:
-            return [PluginSource(CORE, CORE_DIST, core_version(), EntryPoint(CORE, "sley_core.plugin", GROUP).load)]
+            return [PluginSource(CORE, CORE_DIST, core_version(), EntryPoint(CORE, "sley_core.plugin", ENTRY_POINT_GROUP).load)]
         plugins = self._plugins
         if plugins is None:
             return find_plugins().get(name, [])
@@ -180,10 +174,9 @@ class Loader:
     def load(self, name: str) -> Plugin:
         """Returns the plugin `name`. The first call for a name imports and checks the plugin.
 
-        Raises PluginError: "plugin-missing" (a Sley plugin that is not installed), "plugin-unknown", "plugin-ambiguous"
-        (several distributions have it), "plugin-incompatible" (it needs another version of core), "plugin-import",
-        "plugin-hook" (an unknown hook or
-        argument, or a hook without `@hookimpl`), "plugin-invalid" (invalid records).
+        Raises PluginError "plugin-missing" (a Sley plugin that is not installed), "plugin-unknown", "plugin-ambiguous" (several
+        distributions have it), "plugin-incompatible" (it needs another version of core), and the errors of `load_hooks` and
+        `collect_records`.
         """
         if name not in self._loaded:
             sources = self.sources(name)
@@ -194,10 +187,9 @@ class Loader:
                 hint = f"uninstall one of them: `pip uninstall {sources[-1].dist}`"
                 raise PluginError("plugin-ambiguous", f"plugin `{name}` is provided by {dists}", hint=hint)
             source = sources[0]
-            needed = unmet_requirement(source)
-            if needed is not None:
+            if (needed := find_unmet_requirement(source)) is not None:
                 message = f"{source.label} needs {needed}, but sley-core {core_version()} is installed"
-                hint = f"{UPDATE_CORE}, or install a version of {source.dist} that supports this core"
+                hint = f"{UPDATE_CORE_HINT}, or install a version of {source.dist} that supports this core"
                 raise PluginError("plugin-incompatible", message, hint=hint)
             hooks = load_hooks(source)
             self._loaded[name] = Plugin(**vars(source), records=collect_records(hooks, source), hooks=hooks)
@@ -210,16 +202,15 @@ class Loader:
         if name in records:
             return records[name]
         hint = f"it has {', '.join(f'`{record}`' for record in records)}" if records else None
-        message = f"{plugin.label} has no {type_name(record_type)} `{name.partition('.')[2]}`"
+        message = f"{plugin.label} has no {record_type_name(record_type)} `{name.partition('.')[2]}`"
         raise PlanError("unknown-record", message, hint=suggestion(name, records, hint))
 
     def _missing_error(self, name: str) -> PluginError:
-        """Returns PluginError "plugin-missing" for Sley's own plugin, else "plugin-unknown"."""
-        if name in FIRST_PARTY:
+        if name in FIRST_PARTY_PLUGINS:
             return PluginError("plugin-missing", f"plugin `{name}` is not installed", hint=install_hint(name))
         installed = ", ".join(f"`{plugin}`" for plugin in self.names())
         hint = f"install its package, usually `sley-{name.replace('_', '-')}`; the installed plugins are {installed}"
-        choices = {*self.names(), *FIRST_PARTY}
+        choices = {*self.names(), *FIRST_PARTY_PLUGINS}
         return PluginError("plugin-unknown", f"there is no plugin `{name}`", hint=suggestion(name, choices, hint))
 
 
@@ -235,10 +226,8 @@ RECORD_HOOKS: dict[str, type[Record]] = {
 
 
 def load_hooks(source: PluginSource) -> Any:
-    """Imports a plugin, registers its hooks with pluggy and returns the callers of the hooks.
-
-    Raises PluginError "plugin-import" if the import fails or exits, and "plugin-hook" for a hook without `@hookimpl`, an
-    unknown hook, or an argument that the hook does not have.
+    """Imports a plugin, registers its hooks with pluggy and returns their callers. Raises PluginError "plugin-import" if the
+    import fails or exits, and "plugin-hook" for a hook without `@hookimpl`, an unknown hook or an unknown argument.
     """
     try:
         module = source.import_module()
@@ -248,7 +237,7 @@ def load_hooks(source: PluginSource) -> Any:
             hint = f"install the package that provides `{error.name}`, or reinstall {source.dist}"
         message = f"{source.label} cannot be imported: {format_cause(error)}"
         raise PluginError("plugin-import", message, hint=hint) from error
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager = pluggy.PluginManager(hookspecs.PROJECT_NAME)
     manager.add_hookspecs(hookspecs)
     for name in dir(module):
         if name in HOOKS and inspect.isroutine(getattr(module, name)) and manager.parse_hookimpl_opts(module, name) is None:
@@ -260,15 +249,14 @@ def load_hooks(source: PluginSource) -> Any:
     except pluggy.PluginValidationError as error:
         lines = str(error).splitlines()
         message = f"{source.label} does not fit core {core_version()}: {lines[0]}{f': {lines[-1]}' if lines[1:] else ''}"
-        hint = f"correct the hook, {UPDATE_CORE}, or install another version of {source.dist}"
+        hint = f"correct the hook, {UPDATE_CORE_HINT}, or install another version of {source.dist}"
         raise PluginError("plugin-hook", message, hint=hint) from error
     return manager.hook
 
 
 def collect_records(hooks: Any, source: PluginSource) -> Mapping[str, Record]:
-    """Returns the plugin's records by name.
-
-    Raises PluginError "plugin-invalid" if a hook raises or returns anything except valid records of its class.
+    """Returns the plugin's records by name. Raises PluginError "plugin-invalid" if a hook raises or returns anything except
+    valid records of its class.
     """
     records: dict[str, Record] = {}
     for hook, record_type in RECORD_HOOKS.items():
@@ -285,14 +273,14 @@ def collect_records(hooks: Any, source: PluginSource) -> Mapping[str, Record]:
 
 
 def _find_record_fault(record: Any, record_type: type[Record], records: Mapping[str, Record]) -> str | None:
-    """Describes what is wrong with a record; returns None for a valid record. records: the plugin's records before it."""
+    """Describes what is wrong with a record, or returns None. records: the plugin's records before it."""
     if not isinstance(record, record_type):
         return f"a {type(record).__name__}, not a {record_type.__name__}"
     if not record.name.isidentifier():
         return f"a record whose name must consist of letters, digits and `_`, but is `{record.name}`"
     if record.name in records:
         return f"two records with the name `{record.name}`"
-    base = next((base for base_type, base in BASES.items() if isinstance(record, base_type)), Table)
+    base = next((base for base_type, base in CONFIG_BASES.items() if isinstance(record, base_type)), Table)
     if not (isinstance(record.config, type) and issubclass(record.config, base)):
         return f"`{record.name}` with a config that is not a subclass of {base.__name__}"
     reserved = [key for key in ("use", "factory") if key in record.config.model_fields]

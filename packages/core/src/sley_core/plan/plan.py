@@ -16,12 +16,13 @@ import tomli_w
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError, format_path
 from sley_core.plan.document import Document, add_places, to_plain_data
 from sley_core.plan.kinds import COMPONENTS, ComponentTable
-from sley_core.plan.loader import Loader, Plugin
+from sley_core.plan.loader import Plugin, PluginLoader
 from sley_core.plan.tables import (
     FORMAT,
     OPTIONAL_TABLES,
     TABLES,
     BatchTable,
+    EvaluationSetTable,
     EvaluationTable,
     FactoryTable,
     LimitsTable,
@@ -29,7 +30,6 @@ from sley_core.plan.tables import (
     PrecisionTable,
     ProfileTable,
     RunTable,
-    SetTable,
 )
 from sley_core.records import Record, call_factory, import_factory
 from sley_core.table import Table, escape_path
@@ -40,9 +40,8 @@ from sley_core.topology import Topology
 class Component:
     """A resolved table that names a record or factory, from which `build` builds a part of the run.
 
-    name: the record's full name (`core.adamw`), or `"module:attribute"` of the factory. record: None for a factory. config: the
-    table: an instance of the record's `config`, or of the table's factory model. path: the path of the table in the plan.
-    plugin: the record's plugin; None for a factory.
+    name: the record's full name (`core.adamw`), or `"module:attribute"` of the factory. record, plugin: None for a factory.
+    config: an instance of the record's `config`, or of the table's factory model. path: the path of the table in the plan.
     """
 
     table: ComponentTable
@@ -65,10 +64,8 @@ class Component:
             raise
 
     def build(self, *args: Any) -> Any:
-        """Builds and returns the part: calls the record's builder with the config and `args`, or the factory with its options.
-
-        Raises PlanError if the user's code fails, and PluginError if the plugin's builder cannot be imported; both have the
-        place in the plan. Other errors of a plugin's builder are not converted.
+        """Returns the part: the result of the record's builder for the config and `args`, or of the factory for its options.
+        Raises PlanError with a place if the user's code fails, and PluginError if the plugin's builder cannot be imported.
         """
         try:
             if self.record or self.table.build:
@@ -83,10 +80,10 @@ class Component:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A table `[evaluation.sets.NAME]`. data: the dataset. keys: the keys that do not belong to the dataset."""
+    """A table `[evaluation.sets.NAME]`. data: the dataset. settings: the keys that do not belong to the dataset."""
 
     data: Component
-    keys: SetTable
+    settings: EvaluationSetTable
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,16 +121,15 @@ class Plan:
     checkpoint: Component | None
     metrics: tuple[Component, ...]
     document: Document = field(compare=False, repr=False)
-    loader: Loader = field(compare=False, repr=False)
+    loader: PluginLoader = field(compare=False, repr=False)
     plugins: Mapping[str, Plugin] = field(compare=False, repr=False)
 
     def __repr__(self) -> str:
         """Returns a one-line summary; `to_toml` returns the full plan."""
-        sizes = ", ".join(
-            f"{axis} {size}" for axis in ("dp", "pp", "sp", "wp") if (size := getattr(self.parallel, axis)) != 1 or axis == "dp"
-        )
+        sizes = {axis: getattr(self.parallel, axis) for axis in ("dp", "pp", "sp", "wp")}
+        layout = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1 or axis == "dp")
         steps = f"{self.run.steps:,} steps of {self.batch.global_size:,} samples"
-        return f"Plan({self.run.name!r}: {self.model.name} on {self.data.name}, {steps}, {sizes})"
+        return f"Plan({self.run.name!r}: {self.model.name} on {self.data.name}, {steps}, {layout})"
 
     def origin(self, path: KeyPath) -> str:
         """Returns the origin of the value at `path` as text: file, line and column; the number of a `--set`; or "default"."""
@@ -163,7 +159,7 @@ class Plan:
                 tables[name] = dump(table)
         if tables.get("evaluation", {}).pop("sets", None):
             tables["evaluation"]["sets"] = {
-                name: {**dump_component(evaluation_set.data), **dump(evaluation_set.keys)}
+                name: {**dump_component(evaluation_set.data), **dump(evaluation_set.settings)}
                 for name, evaluation_set in self.evaluation_sets.items()
             }
         for spec in COMPONENTS:
@@ -182,9 +178,8 @@ class Plan:
         return sha256("\n".join(plan_sections(portable_tables(self))).encode()).hexdigest()
 
     def call(self, hook: str, **arguments: Any) -> Iterator[tuple[Plugin, Any]]:
-        """Calls `hook` of each plugin in the plan's order. Yields the plugin and its result, unless the result is None.
-
-        Each hook runs only when the iterator reaches it. Raises PluginError "plugin-failed" if the hook raises.
+        """Calls `hook` of each plugin in the plan's order, when the iterator reaches it. Yields each plugin with its result,
+        unless the result is None. Raises PluginError "plugin-failed" if the hook raises.
         """
         for plugin in self.plugins.values():
             for result in plugin.call(hook, **arguments):
@@ -201,17 +196,15 @@ class Plan:
         """Returns the microbatches per rank and step, rounded down; `check_plan` rejects plans that do not divide."""
         return self.batch.global_size // (topology.dp * self.batch.micro_size)
 
-    def topology(self, world: int) -> Topology:
-        """Returns the layout of `world` ranks. Raises PlanError "layout" if the sizes of [parallel] do not fit."""
+    def topology(self, world_size: int) -> Topology:
+        """Returns the layout of `world_size` ranks. Raises PlanError "layout" if the sizes of [parallel] do not fit."""
         sizes = self.parallel
         try:
-            return Topology.from_sizes(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
+            return Topology.from_sizes(world_size, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
         except ValueError as error:
             axis = "wp" if "x wp" in str(error) else "dp" if sizes.dp != "auto" else "pp" if sizes.pp > 1 else "sp"
-            path = ("parallel", axis)
-            raise PlanError.from_diagnostics(
-                [self.diagnostic("layout", str(error), path, _suggest_size(sizes, world, str(error)))]
-            ) from None
+            hint = _suggest_size(sizes, world_size, str(error))
+            raise self.add_places(PlanError("layout", str(error), path=("parallel", axis), hint=hint)) from None
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
         """Returns a diagnostic with the place of the value at `path`, or else of the closest enclosing table."""
@@ -222,16 +215,16 @@ class Plan:
         return add_places(error, self.document)
 
 
-def _suggest_size(sizes: ParallelTable, world: int, message: str) -> str:
+def _suggest_size(sizes: ParallelTable, world_size: int, message: str) -> str:
     if sizes.dp != "auto" and "x wp" in message:
         unit = sizes.wp // gcd(sizes.wp, sizes.sp)
         return f"use `dp = {-(-sizes.dp // unit) * unit}`; `wp` shards weights over the dp x sp ranks of a stage"
     if sizes.dp != "auto":
-        fixed = sizes.pp * sizes.dp * sizes.sp
-        ranks = "1 rank" if fixed == 1 else f"{fixed} ranks"
+        num_ranks = sizes.pp * sizes.dp * sizes.sp
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
         return f'use {ranks}, or set `dp = "auto"` to use all ranks'
     unit = sizes.pp * lcm(sizes.sp, sizes.wp)
-    smaller = world // unit * unit
+    smaller = world_size // unit * unit
     return f"use {f'{smaller} or ' if smaller else ''}{smaller + unit} ranks"
 
 
@@ -240,7 +233,7 @@ def portable_tables(plan: Plan) -> dict[str, Any]:
     return {key: value for key, value in plan.tables.items() if key != "source_folder"}
 
 
-def digest_values(plan: Plan) -> dict[str, str]:
+def format_values(plan: Plan) -> dict[str, str]:
     """Returns the text of each value in `portable_tables`, by its path as text."""
     return {format_path(path): repr(value) for path, value in iterate_values(portable_tables(plan))}
 
@@ -302,11 +295,7 @@ UNREPORTED_KEYS = (
 )
 """Keys whose changes are not reported, because they do not affect the results of a resumed run."""
 
-_DECIDING_KEYS = (("use",), ("factory",))
-"""The keys that determine a table's other keys."""
-
 _ABSENT = "nothing"
-_SAMPLES = ("data", "samples_per_epoch")
 
 
 class PlanChange(NamedTuple):
@@ -342,15 +331,16 @@ def check_changes(changes: list[PlanChange]) -> None:
     """Raises a PlanError with "resume-differs" or "data-changed" for every change that a resumed run must not have."""
     refused = [change for change in changes if change.is_refused]
     # If the record of a table changed, its other keys differ as well, so only the record is reported.
-    changed_records = {change.path[0] for change in refused if change.path[1:] in _DECIDING_KEYS}
-    if causes := [change for change in refused if change.path[0] not in changed_records or change.path[1:] in _DECIDING_KEYS]:
+    record_keys = (("use",), ("factory",))
+    changed_records = {change.path[0] for change in refused if change.path[1:] in record_keys}
+    if causes := [change for change in refused if change.path[0] not in changed_records or change.path[1:] in record_keys]:
         raise PlanError.from_diagnostics(map(_change_diagnostic, causes))
 
 
 def _change_diagnostic(change: PlanChange) -> Diagnostic:
     path, old, new = change
     new_run = "or start a run with another name; `run.load_weights` loads only weights"
-    if path == _SAMPLES and _ABSENT not in (old, new):  # the run writes this key, not its user
+    if path == ("data", "samples_per_epoch") and _ABSENT not in (old, new):  # the run writes this key, not its user
         message = f"the data have changed: an epoch has {new} samples, but had {old} in the checkpoint's run"
         return Diagnostic("data-changed", message, path=path[:1], hint=f"restore the data, {new_run}")
     old_text = f"no `{format_path(path)}`" if old == _ABSENT else f"`{format_path(path)} = {old}`"

@@ -12,8 +12,8 @@ FORMAT = 1
 SOURCE_FOLDER = "The folder in which relative paths start and factories are searched; by default the folder of the plan."
 """The description of the key `source_folder`, which the resolved plan of a run has."""
 
-ComputeType = Literal["fp32", "bf16", "fp16", "fp64"]
-GradientType = Literal["fp32", "bf16", "fp64"]
+ComputeDType = Literal["fp32", "bf16", "fp16", "fp64"]
+GradientDType = Literal["fp32", "bf16", "fp64"]
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 RunName = Annotated[
@@ -104,21 +104,13 @@ class LossScaleTable(Table):
     """The smallest scale. An overflow at this scale ends the run."""
 
 
-def _default_loss_scale(values: dict[str, Any]) -> LossScaleTable | None:
-    return LossScaleTable() if values.get("compute") == "fp16" else None
-
-
-def _default_gradients(values: dict[str, Any]) -> GradientType:
-    return "fp64" if values.get("compute") == "fp64" else "fp32"
-
-
 class PrecisionTable(Table):
     """The dtypes of a run."""
 
-    compute: ComputeType = "fp32"
+    compute: ComputeDType = "fp32"
     """The dtype of weights and activations in forward and backward."""
 
-    gradients: GradientType = Field(default_factory=_default_gradients)
+    gradients: GradientDType = Field(default_factory=lambda values: "fp64" if values.get("compute") == "fp64" else "fp32")
     """The dtype in which gradients are accumulated and reduced; by default fp64 if `compute` is fp64, else fp32. `"bf16"` is
     allowed only if `compute` is bf16. It halves the memory and traffic of gradients, but rounds each sum to 8 bits; the update
     makes fp32 copies of the gradients that it uses.
@@ -134,7 +126,9 @@ class PrecisionTable(Table):
     keep the dtype in which the factory created them, except that fp32 buffers become fp64 if `compute` is fp64.
     """
 
-    loss_scale: LossScaleTable | None = Field(default_factory=_default_loss_scale)
+    loss_scale: LossScaleTable | None = Field(
+        default_factory=lambda values: LossScaleTable() if values.get("compute") == "fp16" else None
+    )
     """The loss scale; only allowed if `compute` is fp16."""
 
 
@@ -188,25 +182,23 @@ class MetricFactory(FactoryTable):
     """
 
 
-def row_name(metric: str, set_name: str = "") -> str:
-    """Returns the key, in a metrics row, of `metric` (such as "loss") on the evaluation set `set_name`, or on the held-out
-    split of [data] if it is "".
-    """
+def metric_row_key(metric: str, set_name: str = "") -> str:
+    """Returns the key of `metric`, such as "loss", in a metrics row. set_name: an evaluation set; "" for the held-out split."""
     if set_name:
         return f"held_out/{set_name}/{metric}"
     return "held_out_loss" if metric == "loss" else f"held_out/{metric}"
 
 
-def metric_of(row_key: str) -> str:
-    """Returns the metric (such as "loss") of a key in a metrics row. Inverse of `row_name`."""
-    return "loss" if row_key == row_name("loss") else row_key.rpartition("/")[2]
+def parse_metric(row_key: str) -> str:
+    """Returns the metric (such as "loss") of a key in a metrics row. Inverse of `metric_row_key`."""
+    return "loss" if row_key == metric_row_key("loss") else row_key.rpartition("/")[2]
 
 
 BEST_MODES: dict[str, Literal["min", "max"]] = {"loss": "min", "perplexity": "min", "accuracy": "max"}
 """For each of core's own metrics, whether the smallest or the largest value is the best."""
 
 
-class BestTable(Table):
+class KeepBestTable(Table):
     """The metric that selects the best checkpoint."""
 
     metric: str
@@ -218,18 +210,18 @@ class BestTable(Table):
     """
 
     @model_validator(mode="after")
-    def _check_mode(self) -> "BestTable":
-        if self.mode is None and metric_of(self.metric) not in BEST_MODES:
+    def _check_mode(self) -> "KeepBestTable":
+        if self.mode is None and parse_metric(self.metric) not in BEST_MODES:
             raise ValueError(f'set `mode` to "min" or "max", for the smallest or largest `{self.metric}`')
         return self
 
     @property
     def is_max(self) -> bool:
         """Whether the largest value of the metric is the best."""
-        return (self.mode or BEST_MODES[metric_of(self.metric)]) == "max"
+        return (self.mode or BEST_MODES[parse_metric(self.metric)]) == "max"
 
 
-class SetTable(Table):
+class EvaluationSetTable(Table):
     """The keys that `[evaluation.sets.NAME]` has in addition to those of its data."""
 
     split: Literal["all", "held_out"] = "all"
@@ -262,7 +254,7 @@ class EvaluationTable(Table):
     metric: MetricFactory | None = None
     """Your own metric, for the held-out split and every set."""
 
-    keep_best: str | BestTable | None = None
+    keep_best: str | KeepBestTable | None = None
     """The key of a metric in the metrics rows, such as `"held_out_loss"`. The checkpoint with its best value is kept in
     addition to those that `[checkpoint]` keeps. The best loss is the smallest, and the best accuracy is the largest. For other
     metrics, use `{ metric = "...", mode = "max" }`.
@@ -279,14 +271,14 @@ class EvaluationTable(Table):
             raise ValueError("with `held_out = false` and no `sets` there is no data to evaluate")
         if self.patience is not None and self.keep_best is None:
             raise ValueError('`patience` needs `keep_best`; set, for example, keep_best = "held_out_loss"')
-        if isinstance(self.keep_best, str) and metric_of(self.keep_best) not in BEST_MODES:
+        if isinstance(self.keep_best, str) and parse_metric(self.keep_best) not in BEST_MODES:
             raise ValueError(f'write keep_best = {{ metric = "{self.keep_best}", mode = "max" }}, or "min"')
         return self
 
     @property
-    def best(self) -> BestTable | None:
+    def best(self) -> KeepBestTable | None:
         """The value of `keep_best` as a table; None if it is not set."""
-        return BestTable(metric=self.keep_best) if isinstance(self.keep_best, str) else self.keep_best
+        return KeepBestTable(metric=self.keep_best) if isinstance(self.keep_best, str) else self.keep_best
 
 
 class ProfileTable(Table):

@@ -1,23 +1,28 @@
-"""Reads folders of safetensors files, which, unlike pickles, contain no code. Imports torch only to read values."""
-
-from __future__ import annotations
+"""Reads weights of runs and of Hugging Face models, and describes the transformers model with a run's weights. Imports torch
+only to read values.
+"""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from sley_core.errors import RunError, shorten_names
+from sley_core.errors import RunError, SleyError, UsageError, shorten_names
+from sley_core.plan.plan import Plan
+from sley_core.records import AdaptersRecord, DatasetRecord, import_object
+from sley_core.run_folder import CHECKPOINTS_FOLDER, COPIED_FILES, PLAN_FILE, WEIGHTS_FOLDER
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes of initial weights, by their names in safetensors."""
 
@@ -41,7 +46,7 @@ class TensorReader(Protocol):
     def kind(self, name: str) -> TensorKind:
         """Returns the dtype and shape of the tensor `name`, without reading its values."""
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> "Tensor":
         """Returns a copy of the whole tensor `name`, on the host."""
 
 
@@ -54,8 +59,8 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = None if (folder / SINGLE).is_file() else _read_index(folder)
-        files = [SINGLE] if index is None else list(dict.fromkeys(index.values()))
+        index = None if (folder / SINGLE_FILE).is_file() else _read_index(folder)
+        files = [SINGLE_FILE] if index is None else list(dict.fromkeys(index.values()))
         self._stored: dict[str, tuple[Path, TensorKind]] = {}
         locations: set[tuple[str, str]] = set()
         for file in files:
@@ -64,7 +69,7 @@ class WeightFiles:
             self._stored |= {name: (folder / file, kind) for name, kind in tensors.items()}
         if index is not None and (differences := sorted({name for name, _ in locations ^ set(index.items())})):
             names = shorten_names(list(map(repr, differences)))
-            raise weight_files_error(f"`{folder / INDEX}` does not name the file of each tensor and no other: {names}")
+            raise weight_files_error(f"`{folder / INDEX_FILE}` does not name the file of each tensor and no other: {names}")
 
     @property
     def names(self) -> Sequence[str]:
@@ -73,15 +78,10 @@ class WeightFiles:
     def kind(self, name: str) -> TensorKind:
         return self._stored[name][1]
 
-    def tensor(self, name: str) -> Tensor:
-        return read_tensor(self._stored[name][0], name)
-
-
-def read_tensor(file: Path, name: str) -> Tensor:
-    """Returns a copy of the tensor `name`, so `file` does not stay mapped. Raises RunError "weight-files" if unreadable."""
-    with open_safetensors(file, "pt") as content:
-        tensor: Tensor = content.get_tensor(name).clone()
-    return tensor
+    def tensor(self, name: str) -> "Tensor":
+        with open_safetensors(self._stored[name][0], "pt") as content:
+            tensor: Tensor = content.get_tensor(name).clone()  # a copy, so the file does not stay mapped
+        return tensor
 
 
 @contextmanager
@@ -103,11 +103,11 @@ def _read_header(file: Path) -> dict[str, TensorKind]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    path = folder / INDEX
+    path = folder / INDEX_FILE
     if not path.is_file():
         pickle = next((file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(pattern))), None)
         hint = f"save `{pickle}` again with `safe_serialization`, since it may run code when it is read" if pickle else None
-        raise weight_files_error(f"`{folder}` has neither `{SINGLE}` nor `{INDEX}`", hint)
+        raise weight_files_error(f"`{folder}` has neither `{SINGLE_FILE}` nor `{INDEX_FILE}`", hint)
     try:
         if path.stat().st_size > _MAX_INDEX_BYTES:
             raise ValueError(f"it is larger than {_MAX_INDEX_BYTES >> 20} MB")
@@ -127,7 +127,7 @@ def weight_files_error(message: str, hint: str | None = None) -> RunError:
     return RunError("weight-files", message, hint=hint)
 
 
-TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -158,3 +158,93 @@ def deterministic_tokenizer_json(text: str) -> str:
         return text
     model = {**content["model"], **model_settings}
     return json.dumps({**content, **settings, "model": model}, ensure_ascii=False, indent=2)
+
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""The keys of `config.json` and `generation_config.json` that name special tokens."""
+
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """Describes the transformers model that has a run's weights.
+
+    config: the content of `config.json`. names: the name of each weight in transformers' model, by its name in the run, without
+    tied heads. files: reads the tensors for the weight files, if they differ from the run's in names or layout; else None.
+    """
+
+    config: Mapping[str, Any]
+    names: Mapping[str, str]
+    files: TensorReader | None = None
+
+
+def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Plan, source: TensorReader) -> HuggingFaceModel:
+    """Returns the description with `names` and `config`, to which it adds the weights' dtype and, if missing, the end token."""
+    dtype = _DTYPES[source.kind(next(iter(names))).dtype]
+    content = {**config, "torch_dtype": dtype, "dtype": dtype}  # transformers 4 reads `torch_dtype`, transformers 5 `dtype`
+    if content.get("eos_token_id") is None:
+        content["eos_token_id"] = end_token_id(plan)
+    return HuggingFaceModel(content, names)
+
+
+def start_folder(plan: Plan) -> Path | None:
+    """Returns the folder with the small files of the model from which the run started, or None if there is none."""
+    config = plan.model.config
+    for key in ("weights", "config"):
+        path = getattr(config, key, None)
+        if isinstance(path, Path) and path.is_dir():
+            return config_folder(path)
+    return None
+
+
+def run_of(path: Path) -> Path | None:
+    """Returns the run's folder if `path` is one, or a checkpoint in one (`runs/x/checkpoints/step-00000100`); else None."""
+    run = path.absolute().parent.parent if path.parent.name == CHECKPOINTS_FOLDER else path
+    return run if (run / PLAN_FILE).is_file() else None
+
+
+def config_folder(path: Path) -> Path:
+    """Returns the folder with the `config.json` of the model in `path`, which may be any path that `open_weights` accepts."""
+    run = run_of(path)
+    return path if run is None else run / COPIED_FILES["model", "weights"]
+
+
+def open_weights(path: Path) -> TensorReader:
+    """Returns a reader of the weights in `path`: a folder of `save_pretrained`, a run's folder with its final weights, or a
+    checkpoint in a run's folder. Merges the run's adapters into the weights. Imports torch for checkpoints and adapters.
+
+    Raises RunError "weight-files" if the files cannot be read, and the errors of reading checkpoints, loading plans and merging
+    adapters.
+    """
+    run = run_of(path)
+    if run is None:
+        return WeightFiles(path)
+    if run == path and "adapters" not in tomllib.loads((run / PLAN_FILE).read_text("utf-8")):
+        return WeightFiles(run / WEIGHTS_FOLDER)
+    reader: TensorReader = import_object("sley_core.checkpointing:open_run_weights")(path, run)
+    return reader
+
+
+def merge_adapters(plan: Plan, source: TensorReader) -> TensorReader:
+    """Returns a reader of the weights in `source` with the run's adapters merged in. Raises UsageError "export-adapters" if the
+    plan has no adapters that can be merged.
+    """
+    record = None if plan.adapters is None else plan.adapters.record
+    if not isinstance(record, AdaptersRecord) or record.merge is None:
+        hint = "use `--format safetensors`"
+        raise UsageError("export-adapters", "the run has no adapters that could be merged", hint=hint)
+    reader: TensorReader = record.load(record.merge)(plan, source)
+    return reader
+
+
+def end_token_id(plan: Plan) -> int | None:
+    """Returns the id of the token that ends each text in the plan's data; None if it is not known."""
+    record, end = plan.data.record, getattr(plan.data.config, "end_of_document", None)
+    if isinstance(record, DatasetRecord) and record.text_ids is not None:
+        end = None
+        with suppress(SleyError):  # the tokenizer cannot be read any more
+            end = record.load(record.text_ids)(plan.data.config, None).end
+    return end if isinstance(end, int) else None

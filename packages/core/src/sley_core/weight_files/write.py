@@ -1,6 +1,6 @@
 """Writes safetensors files and their index into a folder, which appears completely or not at all.
 
-    begin_folder(folder) ──> TensorFiles: add ── add ... ── close, each file by one process ──> complete_folder
+    begin_folder(folder) ──> TensorFilesWriter: add ── add ... ── close, each file by one process ──> complete_folder
 
 Unlike the safetensors library, this module writes one tensor at a time, so only one gathered tensor is in memory.
 """
@@ -24,12 +24,12 @@ from torch import Tensor
 from sley_core.comm.group import Group
 from sley_core.errors import RunError, format_cause
 from sley_core.files import sync_names, write_atomically
-from sley_core.weight_files.read import INDEX, SINGLE, TensorReader
+from sley_core.weight_files.read import INDEX_FILE, SINGLE_FILE, TensorReader
 
-FILE_BYTES = 5 * 10**9
+MAX_FILE_BYTES = 5 * 10**9
 """The largest size of a file in bytes, as in Hugging Face's libraries; a larger tensor gets a file of its own."""
 
-WEIGHT_FILE_PATTERNS = ("model*.safetensors", INDEX)
+WEIGHT_FILE_PATTERNS = ("model*.safetensors", INDEX_FILE)
 """Patterns that match the names of weight files and of their index."""
 
 DTYPES = {
@@ -41,14 +41,14 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.uint8: "U8",
     torch.bool: "BOOL",
-} | {whole: f"I{8 * whole.itemsize}" for whole in (torch.int64, torch.int32, torch.int16, torch.int8)}
-
-Item = TypeVar("Item")
+} | {dtype: f"I{8 * dtype.itemsize}" for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)}
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 """torch's dtypes, by their names in safetensors."""
 
 _BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+
+Item = TypeVar("Item")
 
 
 class Spec(NamedTuple):
@@ -103,9 +103,8 @@ def build_header(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[by
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the host, as a view that keeps the tensor alive.
-
-    This does not use numpy, because a storage with a numpy view cannot be resized, and hence not be offloaded.
+    """Returns the memory of a contiguous tensor on the host, as a view that keeps the tensor alive, and that does not prevent
+    an offload as a numpy view does.
     """
     if not tensor.numel():
         return memoryview(b"")
@@ -115,7 +114,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-class TensorFiles(AbstractContextManager["TensorFiles"]):
+class TensorFilesWriter(AbstractContextManager["TensorFilesWriter"]):
     """Writes new safetensors files into `folder`, one after the other. Methods raise OSError if they cannot write.
 
     files: the specs of the tensors in each file, by file name. Each tensor must be added once, and the tensors of a file one
@@ -173,11 +172,11 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
         return file
 
 
-def file_names(count: int) -> list[str]:
-    """Returns the names of `count` files, as transformers would name them."""
-    if count <= 1:
-        return [SINGLE]
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+def weight_file_names(num_files: int) -> list[str]:
+    """Returns the names of `num_files` files, as transformers would name them."""
+    if num_files <= 1:
+        return [SINGLE_FILE]
+    return [f"model-{number:05}-of-{num_files:05}.safetensors" for number in range(1, num_files + 1)]
 
 
 def scratch_folder(folder: Path) -> Path:
@@ -199,7 +198,7 @@ def check_replaceable(folder: Path, patterns: Iterable[str] = WEIGHT_FILE_PATTER
     """Raises RunError "weights-folder" if `folder` exists and is not a folder, or has files that match none of `patterns`,
     since `complete_folder` would remove them.
     """
-    if folder.exists() or folder.is_symlink():
+    if os.path.lexists(folder):
         is_folder = folder.is_dir() and not folder.is_symlink()
         foreign_files = [path for path in folder.iterdir() if not any(map(path.match, patterns))] if is_folder else []
         if not is_folder or foreign_files:
@@ -208,17 +207,15 @@ def check_replaceable(folder: Path, patterns: Iterable[str] = WEIGHT_FILE_PATTER
 
 
 def complete_folder(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
-    """Writes the index if there are several files, and replaces `folder` by `scratch_folder(folder)`.
-
-    Removes the previous folder only after the new folder is in place. Raises OSError.
+    """Writes the index if there are several files, and replaces `folder` by `scratch_folder(folder)`. Removes the previous
+    folder only after the new folder is in place. Raises OSError.
     """
     scratch, backup = scratch_folder(folder), folder.with_name(f".{folder.name}.before")
     if len(files) > 1:
         total = sum(spec.num_bytes for specs in files.values() for spec in specs)
         weight_map = {spec.name: file for file, specs in files.items() for spec in specs}
-        write_atomically(
-            scratch / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-        )
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_atomically(scratch / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     shutil.rmtree(backup, ignore_errors=True)
     sync_names(scratch)
     if folder.exists():
@@ -248,17 +245,16 @@ def write_tensors(
     """Writes tensors of `source` into the new folder `out`, which appears once all files are on the disk. Returns the names of
     the weight files.
 
-    names: (name in `source`, name in the files) of each tensor. write_extras: a function that writes additional files into the
-    folder that it is given. Raises RunError "weight-files" if `out` cannot be written, and "weights-folder" if `out` is not
-    empty.
+    names: (name in `source`, name in the files) of each tensor. write_extras: writes additional files into the folder that it
+    gets. Raises RunError "weight-files" if `out` cannot be written, and "weights-folder" if it is not empty.
     """
     source_names = {file_name: source_name for source_name, file_name in names}
     specs = [Spec(file_name, *source.kind(source_name)) for file_name, source_name in source_names.items()]
     lists = split_by_size(specs, lambda spec: spec.num_bytes, max_file_bytes)
-    files = dict(zip(file_names(len(lists)), lists, strict=True))
+    files = dict(zip(weight_file_names(len(lists)), lists, strict=True))
     try:
         scratch = begin_folder(out, patterns=())
-        with TensorFiles(scratch, files) as writer:
+        with TensorFilesWriter(scratch, files) as writer:
             for spec in specs:
                 writer.add(spec.name, source.tensor(source_names[spec.name]))
             writer.close()
@@ -273,11 +269,8 @@ def write_tensors(
     return list(files)
 
 
-PATIENCE_S = 10.0
+VISIBILITY_TIMEOUT_S = 10.0
 """The seconds after which a network file system must show one host's files on another host."""
-
-_POLL_S = 0.05
-_FIRST_FILE = "rank-00000"
 
 
 class ProbeFolder(Protocol):
@@ -328,35 +321,35 @@ def probe(
     the reason why rank 0 refuses the folder, or "". writes: whether this rank will write into the folder; rank 0 always does.
     """
 
-    def attempt(step: Callable[[], str]) -> str:
-        """Returns the result of `step`, or a description of its error, since the other ranks wait for an answer."""
+    def report(write: Callable[[], str]) -> str:
+        """Returns the result of `write`, or a description of its error, since the other ranks wait for an answer."""
         try:
-            return step()
+            return write()
         except Exception as error:  # whatever a file system raises
             return format_cause(error)
 
     def write_first() -> str:
         if not (reason := problem()):
-            open_folder(token).write(_FIRST_FILE, [b"probe"])
+            open_folder(token).write("rank-00000", [b"probe"])
         return reason
 
     def write_after_rank_0() -> str:
         # Half of the limit, so that a rank can report a missing file before the others stop waiting for it.
-        deadline = time.monotonic() + min(PATIENCE_S, timeout_s / 2)
+        deadline = time.monotonic() + min(VISIBILITY_TIMEOUT_S, timeout_s / 2)
         folder = open_folder(token)
-        while _FIRST_FILE not in folder.names():
+        while "rank-00000" not in folder.names():
             if time.monotonic() > deadline:
                 return "it cannot see the file of rank 0"
-            time.sleep(_POLL_S)
+            time.sleep(0.05)
         folder.write(f"rank-{control.coord:05}", [b"probe"])
         return ""
 
     token, failure = secrets.token_hex(8), ""
     if control.coord == 0:
-        failure = attempt(write_first)
+        failure = report(write_first)
     token, first_failure = control.gather_objects([token, failure], label="the location of the checkpoints")[0]
     if writes and control.coord != 0 and not first_failure:
-        failure = attempt(write_after_rank_0)
+        failure = report(write_after_rank_0)
     failures = control.gather_objects(failure, label="whether ranks can write checkpoints")
     if control.coord == 0:
         with suppress(Exception):  # whatever a file system raises

@@ -210,7 +210,7 @@ def _peaks(lists: ActionLists, num_microbatches: int) -> Peaks | None:
     positions = lists.placement.num_positions
     # Sizes of a graph, a deferred weight gradient and a message, such that different counts have different sums.
     costs = replace(
-        Costs.even(positions),
+        Costs.uniform(positions),
         graph_bytes=(1009,) * positions,
         queued_bytes=(499,) * positions,
         boundary_bytes=(11,) * (positions - 1),

@@ -24,9 +24,8 @@ from sley_core.comm.device import Device
 from sley_core.comm.progress import first_line
 from sley_core.comm.transport import gather_values
 from sley_core.comm.world import World
-from sley_core.data.batches import SequenceSlicer, narrow_batch
+from sley_core.data.batches import SequenceSlicer, narrow_batch, open_dataset
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
-from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import WeightQueue

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from sley_core.actions.action import Delivery, in_words
+from sley_core.actions.action import Delivery, describe_action
 from sley_core.errors import SleyError, UsageError
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
@@ -134,7 +134,7 @@ def memory_lines(stages: Sequence["RankBytes"], world_size: int, limit: int | No
         ranks = f"rank {stage.rank}" if per_stage == 1 else f"ranks {stage.rank} to {stage.rank + per_stage - 1}"
         layer = f", layer {stage.position.layer}" if stage.position.layer else ""
         first = " of the first step" if stage.position.step == 1 else ""
-        entry = in_words(stage.position.entry)
+        entry = describe_action(stage.position.entry)
         yield f"stage {stage.stage} ({ranks}): peak {format_bytes(stage.peak)} in {entry}{first}{layer}"
         for owner, count in stage.alive.items():
             yield f"    {owner.replace('_', ' '):18} {format_bytes(count):>12}"

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from sley_core.actions.simulate import Costs, simulate
+from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.layers import Layer
 from sley_core.optim.shared import set_training_mode
@@ -275,7 +275,7 @@ class Roofline:
         try:
             pending, longer = (np.array([max_pending_forwards(steps) for steps in lists.generate(n * pp)]) for n in (2, 3))
             max_pending = np.where(pending == longer, pending, np.inf)
-            even = Costs.even(placement.num_positions, forward=1 / 3, input_gradient=1 / 3, weight_gradient=1 / 3)
+            even = Costs.uniform(placement.num_positions, forward=1 / 3, input_gradient=1 / 3, weight_gradient=1 / 3)
             end = simulate(lists.lower_all_stages(2 * pp), placement, even).timeline.makespan_s
             bubble = end / placement.chunks - 2 * pp
         except SleyError:  # a schedule from a file has lists only for its own number of microbatches

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from sley_core.actions.action import Action, Delivery, Kind, Lowered, Placement, Transfer, direction_of, select_actions
+from sley_core.actions.action import Action, Delivery, Kind, LoweredList, Placement, Transfer, direction_of, select_actions
 from sley_core.optim.shared import can_skip_on_device
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
@@ -81,7 +81,7 @@ class _StepPricer:
     host_waits: bool
     _prices: dict[int, _OperatorSeconds] = field(default_factory=dict)  # by `id` of operators, which the records keep alive
 
-    def program(self, stage: int, entries: Lowered) -> Iterator[Instruction]:
+    def program(self, stage: int, entries: LoweredList) -> Iterator[Instruction]:
         """Yields a stage's program: exchanges of earlier steps, the opening, the messages and actions of `entries`, the
         closing, and the host's time outside the layers.
         """
@@ -188,7 +188,7 @@ class _StepPricer:
 
 def list_instructions(
     stage: int,
-    entries: Lowered,
+    entries: LoweredList,
     placement: Placement,
     message_cost: Callable[[int], Cost],
     action_instructions: Callable[[Action], Iterable[Instruction]],
@@ -204,11 +204,14 @@ def list_instructions(
                 position, sender, receiver = placement.position(stage, entry.chunk), entry.peer, stage
             message = Delivery(entry.flow, position, entry.micro)
             channel = f"{direction_of(sender, receiver)} {sender}>{receiver}"
-            ports, cost = (("sends", sender), ("receives", receiver)), message_cost(min(message.position, message.origin))
+            ports, cost = (
+                (("sends", sender), ("receives", receiver)),
+                message_cost(min(message.position, message.source_position)),
+            )
             yield Begin(Exchange(message, channel, (sender, receiver), *cost, links=ports))
         elif entry.kind is not Kind.CHUNK_DONE:
             delivery = placement.input_of(entry, placement.position(stage, entry.chunk))
-            if delivery is not None and placement.holder(delivery.origin).stage != stage:
+            if delivery is not None and placement.holder(delivery.source_position).stage != stage:
                 yield Await(delivery)
             yield from action_instructions(entry)
 
