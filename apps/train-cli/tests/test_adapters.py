@@ -11,7 +11,7 @@ import trained_runs
 from safetensors.torch import load_file, save_file
 from trained_runs import TOKENS
 
-from sley_core.run_folder import PLAN_FILE
+from sley_core.files import PLAN_FILE
 from sley_testing.plans import Tables, small_plan
 from sley_trainer.run import Run
 

@@ -10,8 +10,8 @@ from started_program import Cli
 
 from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext
+from sley_core.files import PLAN_FILE
 from sley_core.plan.load import load_plan
-from sley_core.run_folder import PLAN_FILE
 from sley_data.chat_template import load_text_ids
 from train_cli.saved import copy_run_files, load_run_plan
 

@@ -14,10 +14,11 @@ import torch
 from sley_core.comm.world import World
 from sley_core.engine.call import count_graphs, recompile_reasons
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
+from sley_core.files import WEIGHTS_FOLDER
 from sley_core.json_text import write_json
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
-from sley_core.run_folder import WEIGHTS_FOLDER, read_rows
+from sley_core.run_folder import read_rows
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Outcome, Run
 from train_cli import progress

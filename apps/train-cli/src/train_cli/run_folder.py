@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import tomli
 
 from sley_core.errors import PlanError, SleyError
-from sley_core.files import write_atomically
+from sley_core.files import PLAN_FILE, write_atomically
 from sley_core.plan.plan import Plan
-from sley_core.run_folder import ATTEMPT_FILE, METRICS_FILE, PLAN_FILE, torchrun_id
+from sley_core.run_folder import ATTEMPT_FILE, METRICS_FILE, torchrun_id
 from train_cli.environment import START_FILE
 from train_cli.saved import can_resume, run_folder
 

@@ -17,19 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sley_core.errors import SleyError, UsageError
+from sley_core.files import CHECKPOINTS_FOLDER, COPIED_FILES, PLAN_FILE, WEIGHTS_FOLDER
 from sley_core.plan.document import read_file
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import PluginLoader
-from sley_core.run_folder import (
-    CHECKPOINTS_FOLDER,
-    COPIED_FILES,
-    PLAN_FILE,
-    WEIGHTS_FOLDER,
-    read_attempt,
-    slurm_job_id,
-    torchrun_id,
-    use_copied_files,
-)
+from sley_core.run_folder import read_attempt, slurm_job_id, torchrun_id, use_copied_files
 from train_cli.console import print_line
 from train_cli.progress import SUMMARY
 

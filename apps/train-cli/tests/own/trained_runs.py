@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.world import World
+from sley_core.files import PLAN_FILE
 from sley_core.plan.load import plan_from_dict
-from sley_core.run_folder import PLAN_FILE
 from sley_testing.plans import Tables
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run

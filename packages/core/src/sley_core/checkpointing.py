@@ -24,6 +24,7 @@ from sley_core.engine.parts import Parts
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
+from sley_core.files import PLAN_FILE, WEIGHTS_FOLDER
 from sley_core.json_text import decode_value
 from sley_core.model.build import build_on_meta
 from sley_core.model.tensors import checksum
@@ -36,7 +37,7 @@ from sley_core.plan.loader import PluginLoader
 from sley_core.plan.plan import Plan
 from sley_core.protocols import CheckpointFiles
 from sley_core.records import CheckpointerRecord
-from sley_core.run_folder import PLAN_FILE, WEIGHTS_FOLDER, AttemptTracker, Lineage, parse_lineage, use_copied_files
+from sley_core.run_folder import AttemptTracker, Lineage, parse_lineage, use_copied_files
 from sley_core.weight_files.read import TensorKind, TensorReader, WeightFiles, merge_adapters, weight_files_error
 from sley_core.weight_files.write import BY_NAME, DTYPES
 

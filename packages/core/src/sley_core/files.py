@@ -1,10 +1,23 @@
-"""Atomic writes of files. Imports no torch."""
+"""The names of files in a run folder, and atomic writes of files. Imports no torch."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+PLAN_FILE = "plan.toml"
+WEIGHTS_FOLDER = "weights"
+CHECKPOINTS_FOLDER = "checkpoints"
+"""The names, in a run's folder, of its plan, of its final weights, and of its checkpoints (unless the plan names another)."""
+
+COPIED_FILES = {
+    ("data", "tokenizer"): "tokenizer",
+    ("data", "template"): "tokenizer/chat_template.jinja",
+    ("model", "weights"): "start",
+    ("model", "config"): "start",
+}
+"""The plan's keys that name files, each with the file or folder in the run's folder to which the run copies the small files."""
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -20,24 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sley_core.errors import RunError, UsageError, shorten_names
-from sley_core.files import write_atomically
+from sley_core.files import COPIED_FILES, WEIGHTS_FOLDER, write_atomically
 from sley_core.json_text import to_json
 from sley_core.plan.document import Document
 from sley_core.plugin import JsonlConfig
 from sley_core.protocols import MetricsWriter
-
-PLAN_FILE = "plan.toml"
-WEIGHTS_FOLDER = "weights"
-CHECKPOINTS_FOLDER = "checkpoints"
-"""The names, in a run's folder, of its plan, of its final weights, and of its checkpoints (unless the plan names another)."""
-
-COPIED_FILES = {
-    ("data", "tokenizer"): "tokenizer",
-    ("data", "template"): "tokenizer/chat_template.jinja",
-    ("model", "weights"): "start",
-    ("model", "config"): "start",
-}
-"""The plan's keys that name files, each with the file or folder in the run's folder to which the run copies the small files."""
 
 
 def use_copied_files(document: Document, folder: Path) -> Document:

@@ -14,8 +14,7 @@ import typer
 
 from sley_core.actions.action import describe_action
 from sley_core.errors import PluginError, UsageError, install_hint
-from sley_core.files import write_atomically
-from sley_core.run_folder import PLAN_FILE
+from sley_core.files import PLAN_FILE, write_atomically
 from sley_doctor.fault_report import AttemptReports, read_reports
 from sley_doctor.slow_ranks import Judgement, describe_cause, describe_no_cause, describe_work, find_remedy, judge
 from sley_doctor.verdict import describe_report, describe_state, find_run_state, find_verdict

@@ -22,8 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from sley_core.errors import UsageError, format_path
+from sley_core.files import PLAN_FILE
 from sley_core.plan.plan import format_value, iterate_values
-from sley_core.run_folder import PLAN_FILE, read_rows
+from sley_core.run_folder import read_rows
 from sley_doctor.fault_report import AttemptReports, read_reports
 from sley_doctor.slow_ranks import describe_cause, describe_no_cause, describe_work, find_remedy, judge
 from sley_doctor.verdict import find_verdict

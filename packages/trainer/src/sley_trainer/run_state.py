@@ -23,6 +23,7 @@ from sley_core.engine.agreement import Agreement
 from sley_core.engine.parts import Parts
 from sley_core.engine.weights import OptimizerParam
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path, shorten_names
+from sley_core.files import CHECKPOINTS_FOLDER
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim import shared
 from sley_core.plan.kinds import CHECKPOINTER
@@ -30,7 +31,7 @@ from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Component, Plan, check_changes, compare_plans
 from sley_core.protocols import Checkpointer, RestoreResult, Stateful
 from sley_core.records import CheckpointerRecord
-from sley_core.run_folder import CHECKPOINTS_FOLDER, AttemptTracker
+from sley_core.run_folder import AttemptTracker
 from sley_core.weight_files.write import DTYPES
 from sley_trainer.evaluation import BestEvaluation
 from sley_trainer.restore import (

@@ -11,10 +11,10 @@ import typer
 
 from sley_core.data.dataset import TextIds
 from sley_core.errors import UsageError
+from sley_core.files import PLAN_FILE
 from sley_core.plan.loader import PluginLoader
 from sley_core.plan.plan import Plan
 from sley_core.records import DatasetRecord
-from sley_core.run_folder import PLAN_FILE
 from sley_core.weight_files.read import CONFIG_FILE, merge_adapters
 from train_cli.commands.export import hugging_face_model, write_other_files
 from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, print_line

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sley_core.errors import RunError, UsageError
-from sley_core.files import replace_atomically
+from sley_core.files import PLAN_FILE, replace_atomically
 from sley_core.records import AdaptersRecord, ModelRecord
-from sley_core.run_folder import PLAN_FILE
 from sley_core.table import expand_path
 from sley_core.weight_files.read import (
     CONFIG_FILE,

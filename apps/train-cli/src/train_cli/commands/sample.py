@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sley_core.errors import PlanError, RunError, UsageError
+from sley_core.files import PLAN_FILE
 from sley_core.json_text import write_json
 from sley_core.plan.tables import metric_row_key
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import DatasetRecord, ModelRecord
-from sley_core.run_folder import PLAN_FILE
 from train_cli.commands.chat import limit_tokens, load_text_ids, open_generator
 from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, print_line
 from train_cli.one_process import open_trained_run, plan_with_data

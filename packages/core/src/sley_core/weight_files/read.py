@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from safetensors import SafetensorError, safe_open
 
 from sley_core.errors import RunError, SleyError, UsageError, shorten_names
+from sley_core.files import CHECKPOINTS_FOLDER, COPIED_FILES, PLAN_FILE, WEIGHTS_FOLDER
 from sley_core.plan.plan import Plan
 from sley_core.records import AdaptersRecord, DatasetRecord, import_object
-from sley_core.run_folder import CHECKPOINTS_FOLDER, COPIED_FILES, PLAN_FILE, WEIGHTS_FOLDER
 
 if TYPE_CHECKING:
     from torch import Tensor
