@@ -1,14 +1,13 @@
 """Gathers and reductions of rows on the CPU: core's direct messages and its reads of peers' memory against gloo's own."""
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from protocol import arguments, compare, interleave, noise_of, report
-from sley_core.comm.group import Group, make_groups
+from sley_core.comm.world import Group, World
 from sley_core.topology import GATHER, REDUCE, Topology
 from sley_testing.ranks import Ranks
 
@@ -19,11 +18,10 @@ MEBIBYTES = (1, 8, 64)
 def times(mebibytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Seconds on this rank for a whole tensor of that size, by kind and form."""
     torch.set_num_threads(1)
-    size = dist.get_world_size()
-    topology = Topology.from_sizes(size, wp=size)
-    limit = timedelta(seconds=60)
-    group = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit)["wp"]
-    near = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit, cross_memory=True)["wp"]
+    world = World.join("cpu")
+    size, topology = world.size, Topology.from_sizes(world.size, wp=world.size)
+    group = world.make_groups(topology, 60)["wp"]
+    near = world.make_groups(topology, 60, cross_memory=True)["wp"]
     rows = (mebibytes << 18) // size // 1024
     whole, shard = torch.zeros(size * rows, 1024), torch.zeros(rows, 1024)
     scratch = torch.zeros(group.transport(REDUCE).num_scratch_rows(rows), 1024)

@@ -15,7 +15,7 @@ import torch
 from overhead import CPU, CUDA, THREADS, plan
 from protocol import arguments
 from sley_core.actions.action import Action, Kind
-from sley_core.comm.progress import BEGINNING, BETWEEN, begin_turn
+from sley_core.comm.exchanges import BEGINNING, BETWEEN_STEPS, begin_turn
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_doctor.work_record import WorkRecorder
@@ -62,7 +62,7 @@ def costs(run: Run) -> dict[str, float]:
 
     def end_step() -> None:
         step_progress.step += 1
-        recorder.on_entry(BETWEEN)
+        recorder.on_entry(BETWEEN_STEPS)
         recorder.on_entry(BEGINNING)
 
     seconds = {

@@ -3,7 +3,6 @@
 import os
 import time
 import weakref
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,24 +11,22 @@ import torch.distributed as dist
 
 from sley_cma import connection, offers
 from sley_cma.connection import MemorySpan, read, write
-from sley_core.comm.group import Group, Groups, make_groups
 from sley_core.comm.transport import Work
+from sley_core.comm.world import Group, Groups, World
 from sley_core.errors import RunError
 from sley_core.topology import GATHER, REDUCE, Topology
 from sley_testing.collectives import can_read_peers
 
 pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 
-LIMIT = timedelta(seconds=30)
+
+def groups(timeout_s: float = 30, **axes: int) -> Groups:
+    world = World.join("cpu")
+    return world.make_groups(Topology.from_sizes(world.size, **axes), timeout_s, cross_memory=True)
 
 
-def groups(limit: timedelta = LIMIT, **axes: int) -> Groups:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return make_groups(Topology.from_sizes(size, **axes), rank, backend="gloo", timeout=limit, cross_memory=True)
-
-
-def wp(limit: timedelta = LIMIT) -> Any:
-    return groups(limit, wp=int(os.environ["WORLD_SIZE"]))["wp"]
+def wp(timeout_s: float = 30) -> Any:
+    return groups(timeout_s, wp=int(os.environ["WORLD_SIZE"]))["wp"]
 
 
 def stage() -> Group:
@@ -119,8 +116,8 @@ def test_release_frees_the_gathered_memory(ranks, is_shared):
 
 
 def error_without_the_peer(sums: bool) -> str:
-    limit, label = timedelta(seconds=0.5), "the weights of block.3"
-    group = groups(limit)["stage"] if sums else wp(limit)
+    timeout_s, label = 0.5, "the weights of block.3"
+    group = groups(timeout_s)["stage"] if sums else wp(timeout_s)
     if group.coord == 1:
         time.sleep(1.5)
         return ""

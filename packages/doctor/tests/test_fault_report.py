@@ -120,13 +120,13 @@ def diverge(folder: Any) -> str:
     """Two sums together, and one of rank 0 alone; rank 1 comes too late to answer."""
     rank = int(os.environ["RANK"])
     with World.join("cpu", timeout_s=20) as world:
-        groups = world.groups(Topology.from_sizes(2), LIMIT_S)
+        groups = world.make_groups(Topology.from_sizes(2), LIMIT_S)
         for name in ("one", "two"):
             groups["all"].all_reduce(torch.ones(2), label=name).wait()
         if rank == 1:
             time.sleep(LIMIT_S + 1.0)
             return ""
-        groups.progress.step_progress.begin(4)
+        groups.progress.step_progress.begin_step(4)
         groups.progress.step_progress.begin_entry("B0.1")
         try:
             groups["all"].all_reduce(torch.ones(4), label="three").wait()

@@ -125,7 +125,7 @@ def test_recording_changes_no_bit_and_leaves_no_callback(texts: Path, tmp_path: 
     with running(small_plan(), texts) as run:
         with recorded(run, tmp_path / "again"):
             run.step()
-        assert run.groups.progress.step_progress.follow is run.groups.progress.follow_wait is None
+        assert run.groups.progress.step_progress.on_entry is run.groups.progress.on_wait is None
 
 
 def test_an_evaluation_is_separate_from_work_between_steps(clock: Clock, texts: Path, tmp_path: Path) -> None:

@@ -1,15 +1,14 @@
 """Tests gradients and weights with unused, shared and frozen parameters, several dtypes, and different initial values."""
 
-from datetime import timedelta
 from pkgutil import resolve_name
 
 import pytest
 import torch
 from dp_parts import batch, record_plans
 
-from sley_core.comm.backends import MessageTransport
-from sley_core.comm.group import make_groups
-from sley_core.comm.progress import SentBytes
+from sley_core.comm.exchanges import SentBytes
+from sley_core.comm.transport import MessageTransport
+from sley_core.comm.world import World
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
@@ -123,8 +122,8 @@ def test_the_size_of_a_bucket_changes_no_bit_of_sums_in_bf16(ranks, small, own):
 
 def sum_of_ones(num_terms):
     """Returns sums over all ranks, to which the first rank contributes `num_terms` and every other rank 1."""
-    topology, rank = Topology.from_sizes(torch.distributed.get_world_size()), torch.distributed.get_rank()
-    stage = make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=30))["stage"]
+    world = World.join("cpu")
+    stage, rank = world.make_groups(Topology.from_sizes(world.size), 30)["stage"], world.rank
     results = []
     for numel in (1, 65, 1000):
         buffer = FlatBuffer([(numel,)], torch.float32, torch.device("cpu"))
@@ -217,9 +216,9 @@ def steps_with_failures(tables, folder, late):
 @pytest.mark.parametrize(
     ("handler", "owner"),
     [
-        (SMALL_BUCKETS, "sley_core.comm.backends:MessageTransport"),
-        (SMALL_BUCKETS | {"reduction": "bf16"}, "sley_core.comm.group:Group"),
-        pytest.param({"use": "core.each"}, "sley_core.comm.group:Group", marks=pytest.mark.campaign),
+        (SMALL_BUCKETS, "sley_core.comm.transport:MessageTransport"),
+        (SMALL_BUCKETS | {"reduction": "bf16"}, "sley_core.comm.world:Group"),
+        pytest.param({"use": "core.each"}, "sley_core.comm.world:Group", marks=pytest.mark.campaign),
     ],
 )
 def test_a_reduction_of_a_failed_step_does_not_change_the_next_step(ranks, small, own, handler, owner):

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sley_core.comm.group import do_nothing
-from sley_core.comm.progress import Members
+from sley_core.comm.exchanges import Members
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import fake_tensors
@@ -176,7 +175,7 @@ def test_sum_is_computed_once_at_its_wait_or_in_a_later_entry() -> None:
     def scratch(tensor: Tensor) -> None:
         allocated.append(tensor.numel())
 
-    transport = FakeTransport(members, "reduce", lambda *_: do_nothing, lambda rows: 0, scratch)
+    transport = FakeTransport(members, "reduce", lambda *_: lambda: None, lambda rows: 0, scratch)
     first = transport.reduce_scatter([torch.ones(4, 3), torch.ones(2)], [], label="two")
     second = transport.all_reduce(torch.ones(7), label="one")
     assert not first.is_completed()

@@ -44,7 +44,7 @@ def attention_and_args(form, q, k, v):
 
 
 def sequence_group(world):
-    return world.groups(Topology.from_sizes(world.size, sp=world.size), 20)["sp"]
+    return world.make_groups(Topology.from_sizes(world.size, sp=world.size), 20)["sp"]
 
 
 def measure_errors(cases):

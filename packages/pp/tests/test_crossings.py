@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import sley_pp.link
-from sley_core.comm.group import Group
-from sley_core.comm.world import World
+from sley_core.comm.world import Group, World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_pp.messages import Channels
@@ -234,7 +233,7 @@ def test_tensors_use_the_host_until_the_first_walk_of_a_phase_is_complete(ranks:
 def connect_stages(pairs: dict[int, list[int]]) -> list[int]:
     """Returns the stages connected to this one, if all stages list their peers in different orders."""
     with World.join("cpu") as world:
-        groups = world.groups(plan_from_dict(small_plan(parallel={"pp": world.size})).topology(world.size), 20)
+        groups = world.make_groups(plan_from_dict(small_plan(parallel={"pp": world.size})).topology(world.size), 20)
         channels = Channels(groups, separate_header=True)
         channels.connect(pairs[channels.stage], world.device)
         channels.connect(pairs[channels.stage], world.device)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sley_core.actions.action import Kind
-from sley_core.comm.group import Group
 from sley_core.comm.transport import Work
+from sley_core.comm.world import Group
 from sley_core.errors import RunError
 from sley_testing.collectives import collectives
 from sley_testing.runs import running

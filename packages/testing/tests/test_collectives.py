@@ -4,7 +4,6 @@
 
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from torch import nn
 from torch.distributed import all_reduce as imported_all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
-from sley_core.comm.group import Group, make_groups
-from sley_core.comm.world import World
+from sley_core.comm.world import Group, World
 from sley_core.topology import Topology
 from sley_testing.collectives import Collective, assert_same_sequence, collectives, late_exchanges
 from sley_testing.ranks import Ranks
@@ -125,7 +123,7 @@ def test_equal_sequences_pass(recorded):
 
 def reduce_over_axes(axes_by_rank):
     """Reduces over groups of equal ranks, which share a communicator, in the order of this rank."""
-    groups = make_groups(Topology.from_sizes(WORLD), dist.get_rank(), backend="gloo", timeout=timedelta(seconds=30))
+    groups = World.join("cpu").make_groups(Topology.from_sizes(WORLD), 30)
     with collectives() as calls:
         for axis in axes_by_rank[dist.get_rank()]:
             groups[axis].all_reduce(torch.ones(1), label="a test").wait()
@@ -239,7 +237,7 @@ def write_too_early(group: Group) -> float:
 
 def results(*programs: Callable[[Group], float]) -> list[float]:
     with World.join("cpu") as world, late_exchanges():
-        groups = make_groups(Topology.from_sizes(2, dp=2), world.rank, backend="gloo", timeout=timedelta(seconds=30))
+        groups = world.make_groups(Topology.from_sizes(2, dp=2), 30)
         return [program(groups["dp"]) for program in programs]
 
 

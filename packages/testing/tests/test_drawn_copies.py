@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.device import free, grow
+from sley_core.comm.device import free, reallocate
 from sley_testing.drawn_copies import DrawnDevice, Site, patch_tensor_repr, skip_wait, storage_guard, wait_sites
 
 
@@ -81,7 +81,7 @@ def copy_into_tensor_in_use(bench: Bench) -> None:
 
 def copy_into_new_memory(bench: Bench) -> None:
     bench.finish_offload()
-    grow(bench.weights, free(bench.weights))
+    reallocate(bench.weights, free(bench.weights))
     bench.first.copy(bench.weights, bench.host)
 
 
@@ -144,7 +144,7 @@ def late_bench() -> Bench:
 
 def test_early_read_returns_nan(late_bench: Bench) -> None:
     with late_bench.device.watching():
-        grow(late_bench.weights, free(late_bench.weights))
+        reallocate(late_bench.weights, free(late_bench.weights))
         assert late_bench.weights.isnan().all(), "new memory"
         late_bench.weights.copy_(torch.arange(4.0))
         late_bench.reload()
@@ -213,7 +213,7 @@ def move_weights(order: int) -> list[float]:
         bench.second.wait_for(offloaded)
         bench.second.copy(twin, bench.host)
         offloaded.hold_device()
-        grow(bench.weights, free(bench.weights))
+        reallocate(bench.weights, free(bench.weights))
         bench.second.wait_for_device()
         bench.second.copy(bench.weights, bench.host)
         bench.second.record().hold_device()
@@ -287,7 +287,7 @@ def test_operations_without_memory_access_pass() -> None:
         assert empty.sum() == 0
         torch.cat([empty, torch.ones(1, 4)])
         nn.Parameter(freed)
-        grow(freed, 64)
+        reallocate(freed, 64)
         assert freed.fill_(2).sum() == 32
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.comm.group import Group
-from sley_core.comm.world import World
+from sley_core.comm.world import Group, World
 from sley_core.engine.agreement import difference_term
 from sley_core.errors import RunError
 from sley_core.model.tensors import CHUNK_WORDS, fingerprint

@@ -12,8 +12,7 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.shards import refuse_unregistered
 from sley_core.engine.step_batch import StepBatch
 from sley_core.errors import RunError
-from sley_core.model.build import build_on_meta
-from sley_core.model.values import HostModel
+from sley_core.model.build import HostModel, build_on_meta
 from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import assert_untouched, record_built_models
 from sley_trainer.assemble import assemble
@@ -98,7 +97,7 @@ class Given:
 def rank_of(owned):
     model = build_on_meta(Given(), DataInfo({"tokens": Field("float32")}), 0)
     host = HostModel(model)
-    host.drop_unowned(host.load_values(owned, dtype=torch.float32, device=torch.device("cpu")), owned)
+    host.drop_other_layers(host.load_values(owned, dtype=torch.float32, device=torch.device("cpu")), owned)
     refuse_unregistered(model, [layer for layer in model.layers if layer.name in owned])
     return model
 

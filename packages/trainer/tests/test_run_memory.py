@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sley_core.comm.device import Device, HostMemory, free, grow, storage_id
+from sley_core.comm.device import Device, HostMemory, free, reallocate, storage_id
 from sley_core.errors import StateError, UsageError
 from sley_core.memory import PARTS, DevicePool, Moved, Where, block_bytes, group_by_storage
 from sley_core.plan.check import check_offload
@@ -51,7 +51,7 @@ class Shelf:
     def onload(self, part: Any) -> Callable[[], None]:
         self.calls.append(f"onload {part}")
         for piece, copy, size in self.copies:
-            grow(piece.memory, size)
+            reallocate(piece.memory, size)
             piece.memory.copy_(copy)
         self.copies = []
         return lambda: None
@@ -290,7 +290,7 @@ def test_views_hooks_and_gradients_survive_memory_that_leaves() -> None:
     num_bytes = free(whole)
     assert (num_bytes, whole.untyped_storage().nbytes(), parameter.untyped_storage().nbytes()) == (32, 0, 0)
     assert parameter.shape == (4,)
-    grow(parameter, num_bytes)
+    reallocate(parameter, num_bytes)
     whole.copy_(torch.arange(8.0))
     (parameter * 2).sum().backward()
     assert parameter.tolist() == [2, 3, 4, 5]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sley_core.engine.totals import FP32_MAX, LossScale
 from sley_core.errors import RunError
-from sley_core.optim.shared import can_skip_on_device, step_if
+from sley_core.optim.optimizers import can_skip_on_device, step_if
 from sley_core.plan.tables import LossScaleTable
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import assert_equal_replicas, record, running, weights

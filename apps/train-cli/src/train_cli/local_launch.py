@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from sley_core.comm.world import STORE
+from sley_core.comm.world import STORE_VARIABLE
 from sley_core.errors import EXIT_OK, EXIT_PLAN_INVALID, EXIT_PLUGIN, EXIT_TERMINATED, EXIT_USAGE
 from train_cli import environment
 from train_cli.console import print_line
@@ -109,7 +109,7 @@ class _LocalRanks:
 
     def start(self, command: Sequence[str], num_ranks: int) -> None:
         """Starts `command` once per rank, each in its own session and with its rank in the environment."""
-        variables = {**os.environ, **rank_variables(num_ranks, os.environ), STORE: (self._folder / "store").as_uri()}
+        variables = {**os.environ, **rank_variables(num_ranks, os.environ), STORE_VARIABLE: (self._folder / "store").as_uri()}
         for rank in range(num_ranks):
             variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE_VARIABLE: str(self._error_file(rank))}
             self._processes.append(subprocess.Popen(command, env=dict(variables), start_new_session=True))

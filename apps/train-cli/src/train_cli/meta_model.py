@@ -17,9 +17,9 @@ from sley_core.comm.world import World
 from sley_core.data.batches import SequenceSlicer, collate_function
 from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, AnyDataset, DataInfo, is_stream
 from sley_core.errors import KeyPath, PlanError, RunError, SleyError, format_cause
-from sley_core.model.build import check_written_buffers, is_per_rank
+from sley_core.model.build import check_written_buffers
 from sley_core.model.layers import MODEL, Layer, Model
-from sley_core.model.tensors import dtype_hint, select_buffer_dtype, select_parameter_dtype
+from sley_core.model.tensors import dtype_hint, matches_any, select_buffer_dtype, select_parameter_dtype
 from sley_core.plan.plan import Plan
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import ModelRecord
@@ -84,8 +84,8 @@ def _describe_host_memory(model: Model, ranks_per_host: int) -> list[str]:
         if total > available:
             note += f"; this host has {format_bytes(available)}: return builders (docs/save-resume-load.md)"
         notes.append(note)
-    if model.recipe is not None and model.recipe.needs_host:
-        notes.append(f"the factory does not run on meta, and used that much memory here: {model.recipe.needs_host}")
+    if model.recipe is not None and model.recipe.meta_error:
+        notes.append(f"the factory does not run on meta, and used that much memory here: {model.recipe.meta_error}")
     return notes
 
 
@@ -194,7 +194,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, sent_outputs: Co
             if layer.name in sent_outputs:
                 describe_output(args[0], layer.name)
             statistics = _find_written_statistics(layer, state)
-            written += [pair for pair in statistics if not is_per_rank(pair[0], model.per_rank_buffers)]
+            written += [pair for pair in statistics if not matches_any(pair[0], model.per_rank_buffers)]
         except SleyError as error:
             raise _to_plan_error(error, MODEL) from None
         except Exception as error:

@@ -110,9 +110,9 @@ def _has_remote_peers() -> bool:
     size = os.environ.get("WORLD_SIZE", "1")
     if "RANK" not in os.environ or not size.isdecimal() or int(size) == 1 or has_launcher():
         return False
-    from sley_core.comm.world import STORE
+    from sley_core.comm.world import STORE_VARIABLE
 
-    return STORE not in os.environ
+    return STORE_VARIABLE not in os.environ
 
 
 def open_rendezvous(plan: Plan) -> Rendezvous | None:

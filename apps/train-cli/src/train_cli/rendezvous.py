@@ -22,8 +22,8 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch exports them
 
-from sley_core.comm.progress import first_line
-from sley_core.comm.world import is_one_host, unused_part
+from sley_core.comm.exchanges import first_line
+from sley_core.comm.world import is_single_host, make_prefix_store
 from sley_core.engine.agreement import describe_differences
 from sley_core.errors import Diagnostic, RunError, shorten_names
 from train_cli.faults import Fault
@@ -94,8 +94,8 @@ class Rendezvous:
         store = _open_store(address, int(port), size, timeout_s, serves=serves)
         job = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
         # With several torchrun agents, an agent ends, with its store, when one of its ranks has ended.
-        ends_store = rank == 0 and (serves or not is_one_host(environ))
-        keys = unused_part(store, environ, "rendezvous")
+        ends_store = rank == 0 and (serves or not is_single_host(environ))
+        keys = make_prefix_store(store, environ, "rendezvous")
         return cls(rank, size, keys, timeout_s, ends_store, f"{job} of {size} ranks")
 
     def agree(self, info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> None:

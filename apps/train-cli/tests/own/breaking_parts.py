@@ -15,9 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from sley_cma.transport import CmaTransport
-from sley_core.comm.backends import CollectiveTransport, MessageTransport
-from sley_core.comm.group import Group
-from sley_core.comm.transport import Work
+from sley_core.comm.transport import CollectiveTransport, MessageTransport, Work
+from sley_core.comm.world import Group
 
 VARIABLE, HIT = "SLEY_TEST_FAULT", Path("hit.json")
 HIDDEN = 16

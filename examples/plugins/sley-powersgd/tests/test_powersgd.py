@@ -2,7 +2,6 @@
 handlers.
 """
 
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from sley_core.comm.group import Group, make_groups
-from sley_core.comm.progress import SentBytes
+from sley_core.comm.exchanges import SentBytes
+from sley_core.comm.world import Group, World
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
@@ -32,8 +31,8 @@ SHAPES = ((24, 40), (36,), (50, 4, 6), (3, 5))
 
 
 def make_stage_group():
-    topology = Topology.from_sizes(dist.get_world_size())
-    return make_groups(topology, dist.get_rank(), backend="gloo", timeout=timedelta(seconds=30))["stage"]
+    world = World.join("cpu")
+    return world.make_groups(Topology.from_sizes(world.size), 30)["stage"]
 
 
 def make_buffer(shapes, dtype=torch.float64):

@@ -62,7 +62,7 @@ class Offers:
         text = _mark_text(mark)
         self._buffers[slot] = table, text  # keeps them alive, since peers may read them
         self._marks[slot] = mark
-        mark_fields = (mark.number, mark.num_bytes, ctypes.addressof(text), len(text))
+        mark_fields = (mark.checksum, mark.num_bytes, ctypes.addressof(text), len(text))
         self._push(Offer(ctypes.addressof(table), len(tensors), *mark_fields, number), slot, mark.label)
         return number
 
@@ -75,7 +75,7 @@ class Offers:
         self._wait_word(self._inbox.number_index(peer, self._ring, slot), number, peer, label, is_read=False)
         offer = self._inbox.offer(peer, self._ring, slot)
         mark = self._marks[slot]
-        if (offer.mark, offer.num_bytes) != (mark.number, mark.num_bytes):
+        if (offer.mark, offer.num_bytes) != (mark.checksum, mark.num_bytes):
             rank = self.members.ranks[peer]
             self._progress.begin_wait(self.turn(number, mark.label))
             self._progress.fail_wait("differs", rank)
@@ -90,7 +90,7 @@ class Offers:
         word = ctypes.c_int64(number)
         index = self._inbox.confirmation_index(self.coord, self._ring, number % MAX_OPEN_OFFERS)
         self.connection.push(peer, [MemorySpan(ctypes.addressof(word), WORD_BYTES)], index, label)
-        queue, numbers = self._read_queues[peer], self._progress.numbers
+        queue, numbers = self._read_queues[peer], self._progress.last_numbers
         numbers[queue] = max(number, numbers.get(queue, 0))
 
     def late_offerer(self, number: int) -> int | None:

@@ -26,10 +26,9 @@ from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
 from sley_core.files import PLAN_FILE, WEIGHTS_FOLDER
 from sley_core.json_text import decode_value
-from sley_core.model.build import build_on_meta
+from sley_core.model.build import HostModel, build_on_meta
 from sley_core.model.tensors import checksum
-from sley_core.model.values import HostModel
-from sley_core.optim import shared
+from sley_core.optim import optimizers
 from sley_core.plan.document import read_file, read_text
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import resolve_plan
@@ -375,10 +374,12 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointRead
     options = decode_value(values.get(OPTIONS + name, {}))
     states = {id(parameter): join_leaves(decode_value(saved.description.trees.get(name)), leaves)}
     dtypes = {id(parameter): BY_NAME[saved.kind(WEIGHTS + name).dtype]}
-    shared.load_optimizer_state(optimizer, states, [options], shared_states(saved), shared.copy_attributes(optimizer), dtypes)
+    optimizers.load_optimizer_state(
+        optimizer, states, [options], shared_states(saved), optimizers.copy_attributes(optimizer), dtypes
+    )
 
 
-def shared_states(saved: CheckpointReader) -> shared.Shared:
+def shared_states(saved: CheckpointReader) -> optimizers.SharedValues:
     """Returns the optimizer's saved values that belong to no parameter, except options of groups, by location."""
     pairs = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
     return {tuple(path): value for path, value in pairs}
@@ -437,7 +438,7 @@ class SavedWeights:
         parameter = nn.Parameter(value)
         config: Any = self._plan.optimizer.config
         group = {"params": [parameter], "lr": config.lr, "initial_lr": config.lr, "weight_decay": config.weight_decay}
-        optimizer: Any = shared.set_training_mode(self._plan.optimizer.build([group], parameter.device))
+        optimizer: Any = optimizers.set_training_mode(self._plan.optimizer.build([group], parameter.device))
         load_parameter_state(optimizer, self.saved, name)
         optimizer.eval()
         return parameter.detach()

@@ -24,7 +24,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from sley_core.comm.device import free, grow, storage_id
+from sley_core.comm.device import free, reallocate, storage_id
 
 if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore
@@ -136,7 +136,7 @@ class StorageEntry(NamedTuple):
 
     def reallocate(self) -> None:
         """Allocates the freed memory again; its contents are undefined."""
-        grow(self.memory, self.memory.numel())
+        reallocate(self.memory, self.memory.numel())
 
 
 @dataclass(eq=False)

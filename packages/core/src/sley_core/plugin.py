@@ -89,13 +89,13 @@ def sley_records() -> list[records.Record]:
     cross_entropy = "sley_core.losses.cross_entropy:CrossEntropy"
     return [
         records.LossRecord(name="cross_entropy", config=CrossEntropyConfig, build=cross_entropy, split_logits=True),
-        records.OptimizerRecord(name="adamw", config=AdamWConfig, build="sley_core.optim.build:adamw"),
-        records.OptimizerRecord(name="sgd", config=SGDConfig, build="sley_core.optim.build:sgd"),
-        records.LRScheduleRecord(name="constant", config=ConstantConfig, build=f"{rates}:constant"),
-        records.LRScheduleRecord(name="linear", config=LinearConfig, build=f"{rates}:decay"),
-        records.LRScheduleRecord(name="cosine", config=CosineConfig, build=f"{rates}:decay"),
+        records.OptimizerRecord(name="adamw", config=AdamWConfig, build="sley_core.optim.optimizers:build_adamw"),
+        records.OptimizerRecord(name="sgd", config=SGDConfig, build="sley_core.optim.optimizers:build_sgd"),
+        records.LRScheduleRecord(name="constant", config=ConstantConfig, build=f"{rates}:constant_factor"),
+        records.LRScheduleRecord(name="linear", config=LinearConfig, build=f"{rates}:decay_factor"),
+        records.LRScheduleRecord(name="cosine", config=CosineConfig, build=f"{rates}:decay_factor"),
         records.LRScheduleRecord(
-            name="warmup_stable_decay", config=WarmupStableDecayConfig, build=f"{rates}:warmup_stable_decay"
+            name="warmup_stable_decay", config=WarmupStableDecayConfig, build=f"{rates}:warmup_stable_decay_factor"
         ),
         records.ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{activations}:build_keep"),
         records.ActivationPolicyRecord(name="recompute", config=RecomputeConfig, build=f"{activations}:build_recompute"),

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from sley_core.comm.group import Group
 from sley_core.comm.transport import gather_values
-from sley_core.comm.world import World
+from sley_core.comm.world import Group, World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
@@ -19,7 +18,7 @@ from sley_trainer.assemble import assemble
 
 def results():
     with World.join("cpu") as world:
-        groups = world.groups(Topology.from_sizes(4, sp=2), 30)
+        groups = world.make_groups(Topology.from_sizes(4, sp=2), 30)
         rank = float(world.rank)
         found = {}
         for axis in ("all", "dp", "sp", "wp"):
@@ -64,7 +63,7 @@ def lonely(how, path):
     value = torch.ones(3)
     groups = {}
     if how != "groups":
-        groups = world.groups(Topology.from_sizes(2), 1)
+        groups = world.make_groups(Topology.from_sizes(2), 1)
         groups["dp"].all_reduce(value, label="the first").wait()
     if world.rank == 1:
         if how in ("absent", "groups"):
@@ -73,7 +72,7 @@ def lonely(how, path):
     began = time.monotonic()
     try:
         if how == "groups":
-            world.groups(Topology.from_sizes(2), 0.5)
+            world.make_groups(Topology.from_sizes(2), 0.5)
         elif how == "objects":
             groups["control"].gather_objects(1, label="the facts")
         else:
@@ -110,7 +109,7 @@ def messages_by_host():
     """Rank 0 sends two messages to rank 1, which waits for each twice; both go as those of a device that gloo cannot reach."""
     Group.needs_host_copy = lambda *_: True
     with World.join("cpu") as world:
-        group = world.groups(Topology.from_sizes(2, pp=2), 30)["pp"]
+        group = world.make_groups(Topology.from_sizes(2, pp=2), 30)["pp"]
         if world.rank == 0:
             given = torch.arange(3.0)
             pending = group.send(given, "up", 1, label="the test")

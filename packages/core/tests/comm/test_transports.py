@@ -1,15 +1,13 @@
 """Rows are gathered and reduced as a dense sum says, on any number of ranks; different exchanges raise on both sides."""
 
 import os
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
-from sley_core.comm.backends import CollectiveTransport
-from sley_core.comm.group import make_groups
-from sley_core.comm.transport import Mark, checksum
+from sley_core.comm.exchanges import Mark, checksum
+from sley_core.comm.transport import CollectiveTransport
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL, GATHER, REDUCE, Topology
@@ -26,9 +24,9 @@ def value(rank, number, shape, dtype):
 
 
 def groups_of(cross_memory, **sizes):
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    topology = Topology.from_sizes(size, **(sizes or {"wp": size}))
-    return make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=30), cross_memory=cross_memory)
+    world = World.join("cpu")
+    topology = Topology.from_sizes(world.size, **(sizes or {"wp": world.size}))
+    return world.make_groups(topology, 30, cross_memory=cross_memory)
 
 
 def exchange(dtype, cross_memory):
@@ -152,9 +150,9 @@ def together(dtype, device, coalesced):
     coalesced: whether it is asked to take several tensors in one call; None leaves that to it.
     """
     with World.join(device) as world:
-        group = world.groups(Topology.from_sizes(world.size, wp=world.size), 30)["wp"]
+        group = world.make_groups(Topology.from_sizes(world.size, wp=world.size), 30)["wp"]
         channel = group.channel(REDUCE)
-        transport = CollectiveTransport(group, REDUCE, channel, group.log)
+        transport = CollectiveTransport(group, REDUCE, channel, group.exchange_log)
         if coalesced is not None:
             transport.is_coalesced = coalesced
         place = world.device.torch_device
@@ -319,6 +317,6 @@ def test_a_mark_is_of_all_that_an_exchange_is():
         Mark.from_tensors("reduce", "w", [tensor[:1], tensor[1:]]),
         Mark.from_tensors("reduce", "w", [tensor], A),
     }
-    assert len({mark.number for mark in marks}) == 7
+    assert len({mark.checksum for mark in marks}) == 7
     assert checksum(["a", "bc"]) != checksum(["ab", "c"])
     assert Mark.from_tensors("reduce", "w", [tensor]) == Mark.from_tensors("reduce", "w", [tensor + 1])

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_core.comm.group import make_communicator
-from sley_core.comm.world import World
+from sley_core.comm.world import World, make_communicator
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry, Topology
 
@@ -21,7 +20,7 @@ def members():
     sums = {}
     with World.join("cpu", timeout_s=20) as world:
         for _ in range(2):  # a program may assemble twice
-            groups = world.groups(Topology.from_sizes(4), 20, extra)
+            groups = world.make_groups(Topology.from_sizes(4), 20, extra)
             # Nobody leaves while another still connects, as no run does: it agrees on its plan first.
             for axis in ("control", *sorted(axis for axis in groups if axis.startswith("tie"))):
                 value = torch.ones(())
@@ -54,7 +53,7 @@ def sums_twice(port):
     for _ in range(2):
         with World.join("cpu", timeout_s=10, environ=environ) as world:
             value = torch.full((), float(world.rank + 1))
-            world.groups(Topology.from_sizes(2), 10)["control"].all_reduce(value, label="a test").wait()
+            world.make_groups(Topology.from_sizes(2), 10)["control"].all_reduce(value, label="a test").wait()
             if port is not None:
                 time.sleep(0.5 * (1 - world.rank))
         found.append(value.item())
@@ -109,7 +108,7 @@ def gloo_threads():
 
 def threads_before_and_after():
     with World.join("cpu", timeout_s=20) as world:
-        groups = world.groups(Topology.from_sizes(2), 20)
+        groups = world.make_groups(Topology.from_sizes(2), 20)
         groups["dp"].all_reduce(torch.ones(3), label="the test").wait()
         before = gloo_threads()
     return before, gloo_threads(), groups["dp"].channels
@@ -129,7 +128,7 @@ def leave_with_an_error(path):
     began = 0.0
     try:
         with World.join("cpu", timeout_s=20) as world:
-            groups = world.groups(Topology.from_sizes(2), 20)
+            groups = world.make_groups(Topology.from_sizes(2), 20)
             if world.rank == 1:
                 time.sleep(3)
                 os._exit(0)
@@ -159,7 +158,7 @@ def test_a_group_of_gloo_beside_nccl_takes_no_part_in_a_split_of_its_communicato
 
     with World.fake(0, 4):
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-        monkeypatch.setattr("sley_core.comm.group.dist.new_group", new_group)
+        monkeypatch.setattr("sley_core.comm.world.dist.new_group", new_group)
         make_communicator(GroupEntry("some", DEFAULT_CHANNEL, (1, 2)), 0, backend, timedelta(seconds=1))
         assert seen == [bound]
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)

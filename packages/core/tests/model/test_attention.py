@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sley_core.errors import PlanError
 from sley_core.model import attention
-from sley_core.model.attention import Attention, attention_kernel, attention_mask, once_per_field
+from sley_core.model.attention import Attention, attention_mask, once_per_field, use_attention_kernel
 
 BATCH, LENGTH, DIM = 2, 11, 6
 BOUNDS = [[0, 4, 5, 11, 11], [0, 11, 11, 11, 11]]
@@ -108,7 +108,7 @@ def reference_varlen(
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_rows_are_laid_end_to_end_for_the_varlen_kernel(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
-    monkeypatch.setattr(attention, "varlen", lambda: reference_varlen)
+    monkeypatch.setattr(attention, "load_varlen_kernel", lambda: reference_varlen)
     q, k, v = inputs(4, kv_heads)
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
     torch.testing.assert_close(attention._attend_with_varlen(q, k, v, cu_seqlens, None, None), naive(q, k, v, BOUNDS))
@@ -120,7 +120,7 @@ def test_kernels_compute_the_same_values(packed: bool) -> None:
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32) if packed else None
     results = {}
     for name in ("auto", "math", "flash"):
-        with attention_kernel(name):
+        with use_attention_kernel(name):
             context = Attention()(q, k, v, cu_seqlens)
             results[name] = [context, *torch.autograd.grad(context.square().sum(), (q, k, v))]
     for automatic, math_kernel, flash in zip(*results.values(), strict=True):
@@ -130,7 +130,7 @@ def test_kernels_compute_the_same_values(packed: bool) -> None:
 
 def test_the_kernel_of_an_attention_is_named_and_one_that_cannot_compute_it_is_refused() -> None:
     kernel_of = partial(
-        attention.kernel_of_attention, head_dim=16, device=torch.device("cpu"), dtype=torch.float64, is_packed=True
+        attention.find_attention_kernel, head_dim=16, device=torch.device("cpu"), dtype=torch.float64, is_packed=True
     )
     assert [kernel_of(name) for name in ("auto", "flash", "math")] == ["flash", "flash", "math"]
     for name in ("cudnn", "efficient"):
@@ -146,9 +146,9 @@ def test_every_kernel_on_cuda_equals_the_naive_form(name: str, packed: bool) -> 
     generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16
     q, k, v = (torch.randn(BATCH, LENGTH, 4, 32, generator=generator) for _ in range(3))
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32).cuda() if packed else None
-    chosen = attention.kernel_of_attention(name, 32, torch.device("cuda"), dtype, is_packed=packed)
+    chosen = attention.find_attention_kernel(name, 32, torch.device("cuda"), dtype, is_packed=packed)
     assert chosen == name or name == "auto"
-    with attention_kernel(name):
+    with use_attention_kernel(name):
         context = Attention()(*(tensor.to("cuda", dtype) for tensor in (q, k, v)), cu_seqlens)
     torch.testing.assert_close(context.float().cpu(), naive(q, k, v, BOUNDS if packed else [[0]] * BATCH), rtol=3e-2, atol=3e-2)
 

@@ -15,9 +15,8 @@ from torch import nn
 
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import PlanError
-from sley_core.model.build import build_on_meta
+from sley_core.model.build import HostModel, build_on_meta
 from sley_core.model.layers import Model
-from sley_core.model.values import HostModel
 from sley_core.plan.load import plan_from_dict
 from sley_models.llama import build_llama
 from sley_models.plugin import LlamaConfig

@@ -215,7 +215,7 @@ def test_what_training_writes_is_refused_by_name() -> None:
         check_written_buffers(names)
     (found,) = raised.value.diagnostics
     assert found.code == "model-buffer-written"
-    assert "(`norm.running_mean`, `norm.running_var`, `norm.num_batches_tracked`, ...)" in found.message
+    assert "(`norm.running_mean`, `norm.running_var`, `norm.num_batches_tracked` and 1 more)" in found.message
     patterns = '"*.running_mean", "*.running_var", "*.num_batches_tracked", "*.seen"'
     assert f"`sley_core.api.model.Model(layers, per_rank_buffers=({patterns},))`" in found.hint
 

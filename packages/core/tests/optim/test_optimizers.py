@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
-from sley_core.optim.build import UNIFORM_ROUNDING, adamw, build_from_factory, compiler_free_class, sgd
 from sley_core.optim.config import ELEMENTWISE, PER_MATRIX, AdamWConfig, FactoryOptimizerConfig, SGDConfig
+from sley_core.optim.optimizers import UNIFORM_ROUNDING, build_adamw, build_from_factory, build_sgd, compiler_free_class
 
 CPU = torch.device("cpu")
 SHAPES = [(7, 5), (5,), (3, 4, 2), (0, 3)]
@@ -69,7 +69,7 @@ def test_fused_forms_equal_the_loop(config: AdamWConfig | SGDConfig, dtype: torc
     options = config.model_dump(include={"betas", "eps", "momentum", "dampening", "nesterov"})
     kind = torch.optim.AdamW if config is ADAMW else torch.optim.SGD
     named = {"lr": 0.1, "factory": f"torch.optim:{kind.__name__}", "options": {"fused": True, **options}}
-    ours = adamw if config is ADAMW else sgd
+    ours = build_adamw if config is ADAMW else build_sgd
     for some_without_gradients in (False, True):
         slow, *fast = (
             stepped(build, dtype, some_without_gradients=some_without_gradients)
@@ -87,7 +87,7 @@ def test_fused_forms_equal_the_loop(config: AdamWConfig | SGDConfig, dtype: torc
     ("device", "options", "is_fused"), [("cpu", {}, True), ("cpu", UNIFORM_ROUNDING, False), ("meta", {}, False)]
 )
 def test_the_fastest_form_is_taken_where_nothing_else_is_said_and_there_is_a_kernel(device, options, is_fused):
-    for build, config in ((adamw, ADAMW), (sgd, SGDS[0])):
+    for build, config in ((build_adamw, ADAMW), (build_sgd, SGDS[0])):
         of = [group | options for group in groups([nn.Parameter(torch.empty(2, 2, device=device))])]
         optimizer = build(config, of, torch.device(device))
         assert {bool(group["fused"]) for group in optimizer.param_groups} == {is_fused}
@@ -151,7 +151,9 @@ def stepped_part(build, config, first: int, last: int, options: dict) -> list[Te
 
 
 @pytest.mark.parametrize(
-    ("build", "config"), [(adamw, AdamWConfig(lr=1e-2)), (sgd, SGDConfig(lr=1e-2, momentum=0.9))], ids=["adamw", "sgd"]
+    ("build", "config"),
+    [(build_adamw, AdamWConfig(lr=1e-2)), (build_sgd, SGDConfig(lr=1e-2, momentum=0.9))],
+    ids=["adamw", "sgd"],
 )
 def test_a_part_of_a_tensor_is_stepped_as_the_whole(build, config):
     whole = stepped_part(build, config, 0, SIZE, UNIFORM_ROUNDING)

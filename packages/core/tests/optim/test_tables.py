@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from torch import nn
 
 from sley_core.errors import PlanError
-from sley_core.optim.build import frozen_names, parameter_groups
 from sley_core.optim.config import (
     AdamWConfig,
     ConstantConfig,
@@ -22,7 +21,8 @@ from sley_core.optim.config import (
     SGDConfig,
     WarmupStableDecayConfig,
 )
-from sley_core.optim.learning_rate import check_learning_rate, constant, decay, warmup_stable_decay
+from sley_core.optim.learning_rate import check_learning_rate, constant_factor, decay_factor, warmup_stable_decay_factor
+from sley_core.optim.optimizers import frozen_names, parameter_groups
 from sley_core.plan.load import plan_from_dict
 from sley_core.table import Table
 from sley_testing.plans import small_plan
@@ -106,27 +106,31 @@ def test_a_pattern_whose_names_are_all_taken_and_a_model_with_nothing_to_train_a
 @pytest.mark.parametrize(
     ("build", "table", "values"),
     [
-        (constant, ConstantConfig(warmup_steps=4), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
-        (decay, LinearConfig(min_ratio=0.0), [1.0, 0.75, 0.5, 0.25, 0.0]),
-        (decay, LinearConfig(warmup_steps=2, min_ratio=0.5), [0.5, 1.0, 0.875, 0.75, 0.625, 0.5]),
-        (decay, CosineConfig(min_ratio=0.1), [1.0, 0.1 + 0.45 * (1 + math.sqrt(0.5)), 0.55, 0.55 - 0.45 * math.sqrt(0.5), 0.1]),
+        (constant_factor, ConstantConfig(warmup_steps=4), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        (decay_factor, LinearConfig(min_ratio=0.0), [1.0, 0.75, 0.5, 0.25, 0.0]),
+        (decay_factor, LinearConfig(warmup_steps=2, min_ratio=0.5), [0.5, 1.0, 0.875, 0.75, 0.625, 0.5]),
         (
-            warmup_stable_decay,
+            decay_factor,
+            CosineConfig(min_ratio=0.1),
+            [1.0, 0.1 + 0.45 * (1 + math.sqrt(0.5)), 0.55, 0.55 - 0.45 * math.sqrt(0.5), 0.1],
+        ),
+        (
+            warmup_stable_decay_factor,
             WarmupStableDecayConfig(warmup_steps=2, decay_steps=4, min_ratio=0.0),
             [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0],
         ),
         (
-            warmup_stable_decay,
+            warmup_stable_decay_factor,
             WarmupStableDecayConfig(decay_steps=4, shape="sqrt", min_ratio=0.0),
             [1.0, 1.0, 1.0, 1.0, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0.0],
         ),
         (
-            warmup_stable_decay,
+            warmup_stable_decay_factor,
             WarmupStableDecayConfig(decay_steps=4, shape="cosine", min_ratio=0.0),
             [1.0, 1.0, 1.0, 1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0],
         ),
-        (decay, LinearConfig(decay_steps=3, min_ratio=0.25), [1.0, 0.75, 0.5, 0.25, 0.25, 0.25]),
-        (decay, CosineConfig(decay_steps=2, min_ratio=0.25), [1.0, 0.625, 0.25, 0.25, 0.25]),
+        (decay_factor, LinearConfig(decay_steps=3, min_ratio=0.25), [1.0, 0.75, 0.5, 0.25, 0.25, 0.25]),
+        (decay_factor, CosineConfig(decay_steps=2, min_ratio=0.25), [1.0, 0.625, 0.25, 0.25, 0.25]),
     ],
 )
 def test_curves_are_exact_at_their_ends(build: Any, table: Any, values: list[float]) -> None:

@@ -33,7 +33,7 @@ from sley_doctor.work_record import record_work
 from train_cli.run_folder import FAULTS, RunRecorder
 
 if TYPE_CHECKING:
-    from sley_core.comm.progress import Turn
+    from sley_core.comm.exchanges import Turn
     from sley_core.comm.world import World
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
@@ -221,18 +221,20 @@ def _write_in_thread(
 def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
     """Returns the report of this rank's current state, as recorded by the groups that `world` created last."""
     position: dict[str, Any] = {}
-    if world.created:
-        groups = world.created[-1]
-        progress, step, wait = groups.progress, groups.progress.step_progress, groups.progress.wait
+    if world.open_groups:
+        groups = world.open_groups[-1]
+        progress, step, wait = groups.progress, groups.progress.step_progress, groups.progress.current_wait
         position = {
             "stage": groups["pp"].coord,
             "step": step.step,
-            "finished": str(step.finished),
-            "pending": str(step.pending),
+            "finished": str(step.previous_entry),
+            "pending": str(step.current_entry),
             "layer": step.layer,
-            "wait": None if wait is None else WaitRecord(_record_exchange(wait.turn), wait.seconds, wait.end, wait.peer),
+            "wait": None if wait is None else WaitRecord(_record_exchange(wait.turn), wait.seconds, wait.failure, wait.peer),
             # Copied, since the main thread of a stuck rank may continue and change them.
-            "exchanges": {queue: tuple(map(_record_exchange, list(turns))) for queue, turns in list(progress.recent.items())},
+            "exchanges": {
+                queue: tuple(map(_record_exchange, list(turns))) for queue, turns in list(progress.recent_turns.items())
+            },
         }
     error = diagnostic.code, diagnostic.message, diagnostic.hint or ""
     host, time_s = socket.gethostname(), time.time()

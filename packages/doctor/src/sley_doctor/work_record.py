@@ -34,7 +34,7 @@ from sley_core.json_text import to_json
 from train_cli.run_folder import WORK
 
 if TYPE_CHECKING:
-    from sley_core.comm.progress import Turn
+    from sley_core.comm.exchanges import Turn
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
 
@@ -215,16 +215,16 @@ class WorkRecorder:
         self._progress = parts.groups.progress
         self._feed = feed
         self._write_line = write_line
-        from sley_core.comm import progress as entries
+        from sley_core.comm import exchanges
 
-        self._beginning = entries.BEGINNING
+        self._beginning = exchanges.BEGINNING
         # The locations of known entries. `on_entry` adds actions, transfers, and other strings, which belong to an evaluation.
         self._locations: dict[object, str] = {
-            entries.BEGINNING: Location.BEGINNING,
-            entries.REDUCTION: Location.REDUCTION,
-            entries.UPDATE: Location.UPDATE,
-            entries.DEVICE: Location.DEVICE,
-            entries.BETWEEN: Location.BETWEEN,
+            exchanges.BEGINNING: Location.BEGINNING,
+            exchanges.REDUCTION_END: Location.REDUCTION,
+            exchanges.UPDATE: Location.UPDATE,
+            exchanges.DEVICE_WAIT: Location.DEVICE,
+            exchanges.BETWEEN_STEPS: Location.BETWEEN,
         }
         self._location: str = Location.BETWEEN
         self._entry_start = self._step_start = time.perf_counter()
@@ -235,15 +235,15 @@ class WorkRecorder:
 
     def attach(self) -> None:
         """Sets the callbacks on the run's progress."""
-        self._progress.step_progress.follow = self.on_entry
-        self._progress.follow_wait = self.on_wait
+        self._progress.step_progress.on_entry = self.on_entry
+        self._progress.on_wait = self.on_wait
 
     def detach(self, *, write: bool = True) -> None:
         """Removes the callbacks. write: whether to write the last window."""
         if write:
             self.on_entry(self._beginning)
             self._write()
-        self._progress.step_progress.follow = self._progress.follow_wait = None
+        self._progress.step_progress.on_entry = self._progress.on_wait = None
 
     def on_entry(self, entry: object) -> None:
         """Records the end of the previous entry and the start of `entry`."""

@@ -52,7 +52,7 @@ class TokenGather:
         num_tokens, device = len(tensors[0]), self.device.torch_device
         counts = torch.empty(self.group.size, dtype=torch.int64, device=device)
         self.gather([counts], [torch.full((1,), num_tokens, dtype=torch.int64, device=device)], "numbers of tokens")
-        length = int(self.device.read(counts.max(), [num_tokens])[0])
+        length = int(self.device.read_values(counts.max(), [num_tokens])[0])
         paddings = [[0, 0] * (tensor.ndim - 1) + [0, length - num_tokens] for tensor in tensors]
         padded = [
             F.pad(tensor, padding, value=value) if num_tokens < length else tensor.contiguous()

@@ -29,11 +29,11 @@ def poison_freed_memory():
         whole(entry.memory).fill_(255)
         return device.free(entry.memory)
 
-    def grow(entry):
-        device.grow(entry.memory, entry.memory.numel())
+    def reallocate(entry):
+        device.reallocate(entry.memory, entry.memory.numel())
         whole(entry.memory).fill_(255)
 
-    with patch.object(StorageEntry, "free", free), patch.object(StorageEntry, "reallocate", grow):
+    with patch.object(StorageEntry, "free", free), patch.object(StorageEntry, "reallocate", reallocate):
         yield
 
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.group import Group
-from sley_core.comm.world import World
+from sley_core.comm.world import Group, World
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import Attention
 from sley_core.model.layers import Layer
@@ -55,7 +54,7 @@ class CaseResult:
 
 
 def _make_group(world: World) -> Group:
-    return world.groups(Topology.from_sizes(world.size, sp=world.size), 60)["sp"]
+    return world.make_groups(Topology.from_sizes(world.size, sp=world.size), 60)["sp"]
 
 
 def _build_attention(sequence: Tables, group: Group) -> SequenceCommunicator:

@@ -25,9 +25,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.comm.group import Group
-from sley_core.comm.progress import Members, run_guarded
+from sley_core.comm.exchanges import Members, run_guarded
 from sley_core.comm.transport import Transport, Work
+from sley_core.comm.world import Group
 from sley_core.engine.shards import StandIn, UnregisteredParameter
 from sley_core.model.layers import Layer, Model
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry

@@ -24,9 +24,8 @@ from sley_core.engine.registry import parameter_roles
 from sley_core.errors import SleyError
 from sley_core.generators import derive_seed, find_optimizer_generators, seed_generators, use_seed
 from sley_core.model.layers import as_model
-from sley_core.optim.build import parameter_groups
 from sley_core.optim.config import scope_of
-from sley_core.optim.shared import set_training_mode
+from sley_core.optim.optimizers import parameter_groups, set_training_mode
 from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, TanhLinear, contract_plan
@@ -160,7 +159,7 @@ class OptimizerContract:
             pytest.skip("the optimizer's scope needs all parameters at once")
         tables = self._plan()
         observation = train(tables, steps_separately=True)
-        if not self._run_probe(torch.float64)[0].draws:
+        if not self._run_probe(torch.float64)[0].draws_random:
             assert_close_gradients(train_in_plain_loop(tables, observation), observation.final_parameters, EXACT_TOLERANCE)
 
     @pytest.mark.parametrize("compute", ["fp64", "bf16"])
@@ -180,7 +179,7 @@ class OptimizerContract:
         if handler == "dp.sharded":
             if find_spec("sley_dp") is None or not self._can_step_separately():
                 pytest.skip("needs sley-dp, and an optimizer that can update one parameter at a time")
-            if self._run_probe(torch.float64)[0].draws:
+            if self._run_probe(torch.float64)[0].draws_random:
                 pytest.skip("the optimizer draws other random numbers for parts")
         expected = record(tables, NUM_STEPS).weights
         two_rank_plan = self._plan(parallel={"dp": 2}, gradient_handlers=[{"use": handler}])

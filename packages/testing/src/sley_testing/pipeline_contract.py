@@ -276,7 +276,7 @@ def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tupl
     plan = plan_from_dict(small_plan())  # a plan without a link, for the other parts
     with World.join("cpu", timeout_s=timeout_s) as world:
         topology = Topology.from_sizes(world.size, pp=world.size)
-        groups, registry = world.groups(topology, timeout_s), ParameterRegistry([[]])
+        groups, registry = world.make_groups(topology, timeout_s), ParameterRegistry([[]])
         link.prepare(build_parts(plan, world, topology, groups, (), registry))
         yield link, groups["pp"].coord
 

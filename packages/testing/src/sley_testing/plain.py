@@ -43,7 +43,7 @@ class PlainStep:
 
 
 class NamedParameter(NamedTuple):
-    """Describes a parameter for `sley_core.optim.build.parameter_groups`. decays: whether weight decay applies to it."""
+    """Describes a parameter for `sley_core.optim.optimizers.parameter_groups`. decays: whether weight decay applies to it."""
 
     name: str
     parameter: nn.Parameter

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.model.build import build_on_meta
+from sley_core.model.build import HostModel, build_on_meta
 from sley_core.model.layers import Model
-from sley_core.model.values import HostModel
 from sley_core.plan.loader import PluginLoader
 
 Tables = dict[str, Any]
@@ -100,5 +99,5 @@ def build_model_with_values(
     model = build_meta_model(function, info, seed)
     names = {layer.name for layer in model.layers} if owned is None else owned
     host = HostModel(model)
-    host.drop_unowned(host.load_values(names, dtype=dtype, device=torch.device("cpu")), names)
+    host.drop_other_layers(host.load_values(names, dtype=dtype, device=torch.device("cpu")), names)
     return model

@@ -41,7 +41,7 @@ def assemble_once() -> None:
     """Assembles a small run, so that ranks inherit state that torch and pydantic create lazily. The run takes no step, since
     autograd does not work in a process that was forked after a backward.
     """
-    from sley_core.comm.backends import installed_transports
+    from sley_core.comm.transport import installed_transports
     from sley_core.comm.world import World
     from sley_core.plan.load import plan_from_dict
     from sley_testing.plans import small_plan, write_texts

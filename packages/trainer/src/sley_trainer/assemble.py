@@ -16,8 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from sley_core.comm.group import Groups
-from sley_core.comm.world import World
+from sley_core.comm.world import Groups, World
 from sley_core.data.batches import POSITIONS, add_positions, count_samples_per_epoch, open_dataset
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
 from sley_core.engine.agreement import agree
@@ -33,13 +32,12 @@ from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
 from sley_core.losses.chunked_head import HeadChunks
 from sley_core.memory import DevicePool, OffloadManager
-from sley_core.model.attention import BACKENDS, kernel_of_attention
-from sley_core.model.build import build_on_meta, evaluation_notes, set_train_mode
+from sley_core.model.attention import KERNELS, find_attention_kernel
+from sley_core.model.build import HostModel, build_on_meta, evaluation_notes, set_train_mode
 from sley_core.model.layers import Layer, Model
-from sley_core.model.tensors import keeps_fp32
-from sley_core.model.values import HostModel
-from sley_core.optim.build import avoid_compiler_import, frozen_names
-from sley_core.optim.learning_rate import learning_rate_factor, shares_digest
+from sley_core.model.tensors import matches_any
+from sley_core.optim.learning_rate import factor_digest, learning_rate_factor
+from sley_core.optim.optimizers import avoid_compiler_import, frozen_names
 from sley_core.plan.check import check_plan
 from sley_core.plan.loader import Plugin
 from sley_core.plan.plan import Plan, format_values
@@ -93,7 +91,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
         if simulation is None:
             shards = _initialize_weights(plan, world, model, stage, shards)
         else:
-            describe_output = simulation.announced(plan, stage, dataset, weight_dtypes(plan)[0])
+            describe_output = simulation.make_output_describer(plan, stage, dataset, weight_dtypes(plan)[0])
         sequence: SequenceCommunicator | None = None
         if plan.sequence is not None and topology.sp > 1:
             sequence = plan.sequence.build(groups["sp"])
@@ -104,8 +102,8 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
         registry.base = model.base_digests
         if simulation is not None:
             shard_on_meta(stage.layers, shards)
-            simulation.fill(stage.layers, weight_dtypes(plan)[1])
-        with world.device.in_use():
+            simulation.fill_layers(stage.layers, weight_dtypes(plan)[1])
+        with world.device.as_default():
             head = find_head(plan, model.layers)
             if head is None and communicator is not None and shards:
                 head = communicator.head
@@ -145,11 +143,11 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
 
 def _initialize_weights(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
     """Initialises this rank's layers, and returns `shards` keyed by the ids of the new parameters. Raises as `HostModel`."""
-    with world.all_or_none(plan.limits.collective_timeout_s), world.device.in_use():
+    with world.all_or_none(plan.limits.collective_timeout_s), world.device.as_default():
         host, layer_names = HostModel(model), {layer.name for layer in stage.layers}
         cuts, dtype = {key: shard.cut for key, shard in shards.items()}, weight_dtypes(plan)[1]
         parameters = host.load_values(layer_names, dtype=dtype, device=world.device.torch_device, shard=cuts)
-        host.drop_unowned(parameters, layer_names)
+        host.drop_other_layers(parameters, layer_names)
     if plan.run.keep_freed_memory and world.device.type == "cpu":
         keep_freed_memory()  # not earlier, so that the values of other ranks' layers are returned to the system
     return {id(parameters[key]): shard for key, shard in shards.items() if key in parameters}
@@ -197,7 +195,7 @@ def build_groups(plan: Plan, world: World, topology: Topology, model: Model, sta
     """
     extra = [*list_tie_groups(stage, topology), *list_plugin_groups(plan, topology)]
     cross_memory = plan.parallel.cross_memory_attach
-    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, cross_memory=cross_memory)
+    groups = world.make_groups(topology, plan.limits.collective_timeout_s, extra, cross_memory=cross_memory)
     if world.simulation is not None:
         return groups
     try:
@@ -220,7 +218,7 @@ def build_groups(plan: Plan, world: World, topology: Topology, model: Model, sta
     if control.size > 1 and hasattr(dataset, "data_digest"):
         properties["data with the digest"] = str(dataset.data_digest)
     if plan.learning_rate.record is None:
-        properties["learning rates with the digest"] = shares_digest(learning_rate_factor(plan), plan.run.steps)
+        properties["learning rates with the digest"] = factor_digest(learning_rate_factor(plan), plan.run.steps)
     properties |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
     agree(properties, control, {"the plan": partial(format_values, plan)})  # over all ranks; blocks
     return groups
@@ -343,9 +341,9 @@ def describe_dtypes(plan: Plan, model: Model) -> list[str]:
     working, master = weight_dtypes(plan)
     keep = plan.precision.keep
     parameters = {name: param for layer in model.layers for name, param in layer.module.named_parameters(layer.name)}
-    wide = [name for name in parameters if keeps_fp32(name, keep)]
+    wide = [name for name in parameters if matches_any(name, keep)]
     faults = [
-        f"`{pattern}` matches no parameter" for pattern in keep if not any(keeps_fp32(name, [pattern]) for name in parameters)
+        f"`{pattern}` matches no parameter" for pattern in keep if not any(matches_any(name, [pattern]) for name in parameters)
     ]
     if wide and working != master:
         flat = [table.name for table in plan.gradient_handlers if getattr(table.record, "result", "") == "shard"]
@@ -375,11 +373,11 @@ def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[s
     name = plan.model.config.attention
     modules = [module for layer in model.layers for module in layer.module.modules()]
     head_dims = [dim for module in modules if isinstance(dim := getattr(module, "head_dim", None), int)]
-    if name not in BACKENDS and (name != "auto" or device.type == "cpu" or not head_dims):
+    if name not in KERNELS and (name != "auto" or device.type == "cpu" or not head_dims):
         return []
     is_packed = any(DOCUMENTS in layer.fields for layer in model.layers)
     head_dim = head_dims[0] if head_dims else 64
-    kernel = kernel_of_attention(name, head_dim, device, weight_dtypes(plan)[0], is_packed=is_packed)
+    kernel = find_attention_kernel(name, head_dim, device, weight_dtypes(plan)[0], is_packed=is_packed)
     return [f"attention uses torch's kernel `{kernel}`"]
 
 

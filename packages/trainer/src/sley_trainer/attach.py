@@ -26,10 +26,9 @@ from sley_core.engine.weights import MasterWeights, OptimizerParam
 from sley_core.errors import PlanError
 from sley_core.memory import MemoryInventory, OffloadManager, Part
 from sley_core.model.layers import Model
-from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
 from sley_core.optim.config import scope_of
 from sley_core.optim.learning_rate import learning_rate_factor
-from sley_core.optim.shared import TORCH_TRAITS
+from sley_core.optim.optimizers import TORCH_TRAITS, UNIFORM_ROUNDING, parameter_groups
 from sley_core.plan.plan import Component, Plan
 from sley_core.plan.tables import CompileConfig
 from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
@@ -132,7 +131,7 @@ def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) ->
     """
     config: Any = plan.optimizer.config
     device = parts.world.device
-    master_device = device.host if any(steps_on_host(manager.record) for manager in plan.offload) else None
+    master_device = device.host_device if any(steps_on_host(manager.record) for manager in plan.offload) else None
     master_dtype = torch.promote_types(parts.weights.dtype, torch.float32)
     roles = parameter_roles(plan.optimizer, model.layers)
     owners = None

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from sley_core.comm.group import Group
+from sley_core.comm.world import Group
 from sley_core.data.batches import add_positions, open_dataset
 from sley_core.data.dataset import SOURCE, AnyDataset, Batch, DataContext, DataInfo, Dataset, is_stream
 from sley_core.data.feed import Feed

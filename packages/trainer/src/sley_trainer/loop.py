@@ -11,7 +11,7 @@ from functools import reduce
 from typing import Any, Literal
 
 from sley_core.comm.device import Moment
-from sley_core.comm.progress import BETWEEN, DEVICE
+from sley_core.comm.exchanges import BETWEEN_STEPS, DEVICE_WAIT
 from sley_core.engine.parts import Parts
 from sley_core.engine.step_batch import BatchCounts, GivenBatch, ModelOutputs
 from sley_core.engine.totals import StepTotals, Votes, build_refusal
@@ -177,9 +177,9 @@ class Loop:
         refused step, unless the plan allows the run to skip it.
         """
         step_progress, skips = self.parts.store.state.step_progress, self.stepper.update.skips
-        step_progress.begin_entry(DEVICE)
+        step_progress.begin_entry(DEVICE_WAIT)
         result = pending.totals.read()
-        step_progress.begin_entry(BETWEEN)
+        step_progress.begin_entry(BETWEEN_STEPS)
         end_time = pending.totals.end
         seconds = self.device.seconds_between(self._start_time, end_time)
         self._start_time = end_time

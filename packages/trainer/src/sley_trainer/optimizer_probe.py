@@ -23,9 +23,9 @@ from sley_core.errors import PlanError, RunError, format_cause
 from sley_core.generators import comparable_state, find_optimizer_generators, seed_generators, seed_host, use_seed
 from sley_core.json_text import decode_value, encode_value
 from sley_core.model.layers import Model
-from sley_core.optim import shared
+from sley_core.optim import optimizers
 from sley_core.optim.config import scope_of
-from sley_core.optim.shared import Traits
+from sley_core.optim.optimizers import Traits
 from sley_core.plan.plan import Plan
 from sley_core.records import OffloadManagerRecord
 from sley_trainer.restore import name_leaves, state_leaves
@@ -74,7 +74,7 @@ class Trial:
         self.optimizer = shared.set_training_mode(build(groups))
         self._generators = find_optimizer_generators(self.optimizer)
         self.initial_values = shared.copy_attributes(self.optimizer)
-        self.keeps_gradients = self.draws = False
+        self.keeps_gradients = self.draws_random = False
 
     def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> "Trial":
         """Takes `steps` and returns this trial. Every trial gets the same gradients and random numbers. Step n, from 0,
@@ -102,8 +102,10 @@ class Trial:
             step_buckets(self.optimizer, params, lambda params: ([param] for param in params[::-1]), step)
         else:
             self.optimizer.step()
-        self.draws |= before != (comparable_state(), cuda_generator and cuda_generator.get_offset()) or bool(self._generators)
-        attributes = (value for _, _, value in shared.extra_attributes(self.optimizer))
+        self.draws_random |= before != (comparable_state(), cuda_generator and cuda_generator.get_offset()) or bool(
+            self._generators
+        )
+        attributes = (value for _, _, value in optimizers.extra_attributes(self.optimizer))
         states = tree_leaves([*self.optimizer.state.values(), *attributes])
         storages = {storage_id(tensor) for tensor in states if isinstance(tensor, Tensor)}
         self.keeps_gradients |= any(storage_id(tensor) in storages for tensor in gradients if tensor.numel())
@@ -132,7 +134,7 @@ def probe_optimizer(
     # A rank that updates only some of the elements draws different random numbers.
     has_shards = any(getattr(handler.record, "result", "full") == "shard" for handler in plan.gradient_handlers)
     is_split = plan.parallel.pp > 1 or plan.parallel.wp > 1 or has_shards
-    if traits.draws and parts.store.reduction.fixed_order and is_split:
+    if traits.draws_random and parts.store.reduction.fixed_order and is_split:
         message = "draws random numbers for the parameters that a rank updates, so layouts that split the model differ"
         faults.append(OptimizerFault(message, 'use `reduction = "fast"`, or remove `pp`, `wp` and shards'))
     for manager in plan.offload if traits.has_modes else ():
@@ -174,7 +176,7 @@ def try_optimizer(
         except Exception as error:
             message = f"cannot step two small parameters of {toys.ndims[0]} and {toys.ndims[1]} dims: {format_cause(error)}"
             return Traits(), [OptimizerFault(message, "")]
-        traits = Traits(first.keeps_gradients, first.draws, shared.has_modes(first.optimizer))
+        traits = Traits(first.keeps_gradients, first.draws_random, optimizers.has_modes(first.optimizer))
         end = first.values()
 
         def is_same(trial: Trial) -> bool:
@@ -198,7 +200,7 @@ def try_optimizer(
         if lr_changes and has_moved and is_same(Trial(build, toys).run(factor=0.5)):
             message = "ignores the learning rate in its groups"
             faults.append(OptimizerFault(message, 'read `group["lr"]` in each step'))
-        if traits.draws or scope not in ("elementwise", "per_matrix"):
+        if traits.draws_random or scope not in ("elementwise", "per_matrix"):
             return traits, faults
         try:
             is_separable = is_same(Trial(build, toys).run(one_by_one=True))
@@ -227,11 +229,11 @@ def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
             leaves = {name: _encode_and_decode(value) for name, value in state_leaves(state)}
             states[id(parameter)] = join_leaves(_encode_and_decode(name_leaves(state)), leaves)
     optimizer = first.optimizer
-    options = [_encode_and_decode(shared.options_to_save(optimizer, group)) for group in optimizer.param_groups]
-    saved_values = shared.shared_to_save(optimizer, first.initial_values)
+    options = [_encode_and_decode(optimizers.options_to_save(optimizer, group)) for group in optimizer.param_groups]
+    saved_values = optimizers.shared_values_to_save(optimizer, first.initial_values)
     values = {location: _encode_and_decode(value) for location, value in saved_values.items()}
     dtypes = dict.fromkeys(states, toys.dtype)
-    shared.load_optimizer_state(second.optimizer, states, options, values, second.initial_values, dtypes)
+    optimizers.load_optimizer_state(second.optimizer, states, options, values, second.initial_values, dtypes)
     return second.run(range(RESUME_STEP, NUM_STEPS))
 
 

@@ -26,7 +26,7 @@ from sley_core.checkpointing import (
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_text import decode_value, encode_value
-from sley_core.optim import shared
+from sley_core.optim import optimizers
 from sley_core.weight_files.write import BY_NAME
 from sley_trainer.state_dict import modules_with_extra_state, set_extra_state
 
@@ -194,7 +194,7 @@ class RunRestorer:
         states = {key: self._read_state(entry) for key, entry in params_by_id.items()}
         names = [[params_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
         dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + entry.name).dtype] for key, entry in params_by_id.items()}
-        shared.load_optimizer_state(
+        optimizers.load_optimizer_state(
             update.optimizer,
             states,
             list(map(self._read_options, names)),

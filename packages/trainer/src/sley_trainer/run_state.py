@@ -25,7 +25,7 @@ from sley_core.engine.weights import OptimizerParam
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path, shorten_names
 from sley_core.files import CHECKPOINTS_FOLDER
 from sley_core.json_text import decode_value, encode_value
-from sley_core.optim import shared
+from sley_core.optim import optimizers
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Component, Plan, check_changes, compare_plans
@@ -202,10 +202,10 @@ class RunState(checkpointing.TrainingState):
                     values[state_name(entry.name, name)] = encode_state(value, entry.name, name)
         names = {id(entry.parameter): entry.name for entry in self.update.masters.optimizer_params}
         for group in self.update.optimizer.param_groups:
-            options = shared.options_to_save(self.update.optimizer, group)
+            options = optimizers.options_to_save(self.update.optimizer, group)
             if changed := {key: encode_state(value, "a group", key) for key, value in options.items()}:
                 values |= {OPTIONS + names[id(param)]: changed for param in group["params"] if id(param) in names}
-        for path, value in shared.shared_to_save(self.update.optimizer, self.update.initial_values).items():
+        for path, value in optimizers.shared_values_to_save(self.update.optimizer, self.update.initial_values).items():
             key = ".".join(map(str, path[1:]))
             values[f"{SHARED}{path[0]}/{key}"] = encode_state([list(path), value], "all parameters", key)
         return values

@@ -30,7 +30,7 @@ from sley_core.actions.action import (
     sequential_actions,
 )
 from sley_core.actions.lower import lower
-from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
+from sley_core.comm.exchanges import BETWEEN_STEPS, EVALUATION, REDUCTION_END, UPDATE
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo
 from sley_core.engine import replicas
@@ -40,7 +40,7 @@ from sley_core.engine.registry import Param, Stages, tie_axis, ties
 from sley_core.engine.step_batch import BatchWeight, StepBatch
 from sley_core.engine.totals import StepTotals, Votes
 from sley_core.errors import PlanError, RunError, run_closed_error
-from sley_core.model.attention import attention_kernel
+from sley_core.model.attention import use_attention_kernel
 from sley_core.model.layers import Layer, Model
 from sley_core.plan.check import has_tie_handler
 from sley_core.plan.plan import Plan
@@ -223,9 +223,9 @@ class Stepper:
         """
         if self.is_closed:
             raise run_closed_error("stepper")
-        with self.device.in_use(), attention_kernel(self.attention_name):
+        with self.device.as_default(), use_attention_kernel(self.attention_name):
             loss = self._run(step, batch, outputs)
-            self.state.step_progress.begin_entry(REDUCTION)
+            self.state.step_progress.begin_entry(REDUCTION_END)
             for handler in self.handlers:
                 handler.finish_step(self.state)
             self.is_unfinished = False
@@ -246,7 +246,7 @@ class Stepper:
                 event()
             for handler in self.handlers:
                 handler.weights_updated(self.state)
-            self.state.step_progress.begin_entry(BETWEEN)
+            self.state.step_progress.begin_entry(BETWEEN_STEPS)
             return totals
 
     def _run(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None) -> Tensor:
@@ -259,7 +259,7 @@ class Stepper:
         for event in self.events.began:
             event()
         for group in self.groups.values():
-            group.log.clear()
+            group.exchange_log.clear()
         self.agreement.begin(f"step {step + 1}", batch, self.store.refusal)
         compare = self.compare if self._num_agreed % replicas.COMPARE_EVERY == 0 else None
         # No rank waits for another one in its first action.
@@ -291,7 +291,7 @@ class Stepper:
         with self._evaluation_mode() as state:
             weight, losses, tally = 0.0, [], Tally(metrics)
             for group in self.groups.values():
-                group.log.clear()
+                group.exchange_log.clear()
             for index, batch in enumerate(batches):
                 entries = self._begin_forward("an evaluation", index, batch, state)
                 counts = tally if metrics.builtin_names or metrics.custom_metric is not None else None
@@ -307,7 +307,7 @@ class Stepper:
             totals = totals.cpu()
             ranks_differ = bool(totals[0])
             loss, *values = (self.store.reduction.loss_of(part, len(losses)) for part in totals[1:].chunk(len(sums)))
-            state.step_progress.begin_entry(BETWEEN)
+            state.step_progress.begin_entry(BETWEEN_STEPS)
         if ranks_differ:
             raise exchange_mismatch_error("an evaluation", collect_exchanges(self.groups.values()), self.groups["control"])
         if not weight:
@@ -327,7 +327,7 @@ class Stepper:
             entries = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}
             self.executor.run(entries, state, ListRun(batch.micros, outputs=outputs))
-            state.step_progress.begin_entry(BETWEEN)
+            state.step_progress.begin_entry(BETWEEN_STEPS)
         return outputs
 
     @contextmanager
@@ -340,8 +340,8 @@ class Stepper:
             module.eval()
         try:
             with (
-                self.device.in_use(),
-                attention_kernel(self.attention_name),
+                self.device.as_default(),
+                use_attention_kernel(self.attention_name),
                 self.device.preserve_random_state(),
                 torch.no_grad(),
             ):

@@ -30,8 +30,8 @@ from sley_core.engine.totals import NORM, LossScale, Skips, StepTotals, Votes
 from sley_core.engine.weights import MasterWeights, OptimizerParam
 from sley_core.errors import RunError
 from sley_core.generators import GENERATOR_LOCK, derive_seed, find_optimizer_generators, seed_generators
-from sley_core.optim import shared
-from sley_core.optim.build import scale_learning_rate
+from sley_core.optim import optimizers
+from sley_core.optim.optimizers import scale_learning_rate
 from sley_trainer.row_metrics import SourceSums
 
 CLIP_EPSILON = 1e-6
@@ -54,7 +54,7 @@ class Update:
     optimizer: torch.optim.Optimizer
     parameter_groups: Callable[[list[OptimizerParam]], list[dict[str, Any]]]
     lr_factor: Callable[[int], float]
-    traits: shared.Traits
+    traits: optimizers.Traits
     averages: "Averages | None"
     sources: SourceSums | None = field(default=None, init=False)
     was_taken: bool = field(default=True, init=False)
@@ -64,9 +64,9 @@ class Update:
         self.store, self.groups, self.device, self.numbers = parts.store, parts.groups, parts.world.device, parts.numbers
         self.scale = None if parts.precision.loss_scale is None else LossScale(parts.precision.loss_scale)
         self.skips = Skips(parts.run.max_skips) if parts.run.on_nan == "skip" else None
-        optimizer = self.optimizer = shared.set_training_mode(self.optimizer)
-        self.initial_values = shared.copy_attributes(optimizer)
-        self._generators = [] if self.traits is shared.TORCH_TRAITS else find_optimizer_generators(optimizer)
+        optimizer = self.optimizer = optimizers.set_training_mode(self.optimizer)
+        self.initial_values = optimizers.copy_attributes(optimizer)
+        self._generators = [] if self.traits is optimizers.TORCH_TRAITS else find_optimizer_generators(optimizer)
         self._factor = 1.0
         self._has_stepped = False
         self._num_layouts = self.store.num_layouts
@@ -97,7 +97,7 @@ class Update:
             if overflowed:
                 return totals
         self._add_unfrozen_params()
-        is_on_device = self.device.is_async and self._has_stepped and shared.can_skip_on_device(self.optimizer)
+        is_on_device = self.device.is_async and self._has_stepped and optimizers.can_skip_on_device(self.optimizer)
         is_on_device &= self.masters.device is None
         if is_on_device:
             norm: Tensor | float = totals.values[NORM]
@@ -108,13 +108,14 @@ class Update:
             norm = result.grad_norm
         if self.config.clip_norm is not None:
             self._clip(gradients, norm, self.config.clip_norm)
-        scale_learning_rate(self.optimizer, self._factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self._factor
         self.masters.set_gradients()
         run_optimizer_step: Callable[[], Any] = self.optimizer.step
         if is_on_device:
-            run_optimizer_step = partial(shared.step_if, self.optimizer, totals.is_allowed_on_device)
+            run_optimizer_step = partial(optimizers.step_if, self.optimizer, totals.is_allowed_on_device)
         if self.traits.keeps_gradients:
-            run_optimizer_step = shared.copy_gradients_first(self.optimizer, run_optimizer_step)
+            run_optimizer_step = optimizers.copy_gradients_first(self.optimizer, run_optimizer_step)
         if self.averages is not None:
             self.averages.add(self.masters.local_params)
         with self._seed_optimizer(step):
@@ -177,7 +178,7 @@ class Update:
     @contextmanager
     def _seed_optimizer(self, step: int) -> Iterator[None]:
         """Seeds the optimizer's generators equally on all ranks, and restores their states after the block."""
-        if self.traits is shared.TORCH_TRAITS:
+        if self.traits is optimizers.TORCH_TRAITS:
             yield
             return
         seed = derive_seed(self.parts.run.seed, "update", step)
@@ -362,8 +363,8 @@ def step_buckets(
     if two calls leave different values, and `optimizer-groups` if a call changes the number of groups.
     """
     all_params = [group["params"] for group in optimizer.param_groups]
-    before = deepcopy(shared.shared_values(optimizer))  # copied in one call, since several entries may share a tensor
-    after: shared.Shared = {}
+    before = deepcopy(optimizers.shared_values(optimizer))  # copied in one call, since several entries may share a tensor
+    after: optimizers.SharedValues = {}
     try:
         with closing(buckets(params)) as order:  # type: ignore[type-var]  # a generator
             for bucket in order:
@@ -371,7 +372,7 @@ def step_buckets(
                 for group, parameters in zip(optimizer.param_groups, all_params, strict=True):
                     group["params"] = [parameter for parameter in parameters if id(parameter) in bucket_ids]
                 if after:
-                    shared.set_values(optimizer, deepcopy(before))
+                    optimizers.set_shared_values(optimizer, deepcopy(before))
                 step()
                 if len(optimizer.param_groups) != len(all_params):
                     message = (
@@ -379,9 +380,9 @@ def step_buckets(
                     )
                     hint = 'set `when = "idle"`, or make the groups when the optimizer is built'
                     raise RunError("optimizer-groups", message, hint=hint)
-                changes = shared.changed_values(before, shared.shared_values(optimizer))
+                changes = optimizers.changed_values(before, optimizers.shared_values(optimizer))
                 for location, value in changes.items():
-                    if location in after and shared.can_compare(value) and not shared.is_equal(value, after[location]):
+                    if location in after and optimizers.can_compare(value) and not optimizers.is_equal(value, after[location]):
                         value_name = f"{location[0]} {location[2]!r}"
                         message = f"{type(optimizer).__name__} computes its {value_name} from all parameters of a step"
                         hint = 'set `when = "idle"`, or use an optimizer that stores its values per parameter'
@@ -390,7 +391,7 @@ def step_buckets(
                         )
                 after |= changes
         if after:
-            shared.set_values(optimizer, before | after)
+            optimizers.set_shared_values(optimizer, before | after)
     finally:
         for group, parameters in zip(optimizer.param_groups, all_params, strict=False):
             group["params"] = parameters

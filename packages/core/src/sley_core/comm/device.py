@@ -42,14 +42,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 """The backend of torch.distributed by device type."""
 
-CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The environment variable for the number of driver queues that all CUDA streams share: 8 by default, and 32 at most. A run has
-more than eight streams; if two of them share a queue, a receive that waits for its peer delays the copies behind it.
-"""
-
-SHARED_NCCL_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""The environment variable by which NCCL (2.30 and later) permits several ranks on one device."""
-
 
 class CopyEvent:
     """A point in a copy stream, reached when all copies enqueued before it are done. In this base class they always are."""
@@ -86,37 +78,37 @@ class CopyStream:
 
 
 class _CudaEvent(CopyEvent):
-    """An event that the run's stream `main` can wait for.
+    """An event that the run's stream can wait for.
 
     Its methods do not depend on the thread's current device: in a new thread this is device 0, on which a CUDA context would
     take a few hundred MiB.
     """
 
-    def __init__(self, event: torch.cuda.Event, main: torch.cuda.Stream) -> None:
+    def __init__(self, event: torch.cuda.Event, run_stream: torch.cuda.Stream) -> None:
         self.event = event
-        self._main = main
+        self._run_stream = run_stream
 
     def is_done(self) -> bool:
-        with torch.cuda.device(self._main.device):
+        with torch.cuda.device(self._run_stream.device):
             return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        with torch.cuda.device(self._main.device):
+        with torch.cuda.device(self._run_stream.device):
             self.event.synchronize()
 
     def hold_device(self) -> None:
-        self._main.wait_event(self.event)
+        self._run_stream.wait_event(self.event)
 
 
 class CudaStream(CopyStream):
-    """Runs copies on a separate stream; those from and to page-locked memory do not block the host. main: the run's stream."""
+    """Runs copies on a separate stream; those from and to page-locked memory do not block the host."""
 
-    def __init__(self, main: torch.cuda.Stream) -> None:
-        self._main = main
-        self._stream = torch.cuda.Stream(main.device)  # type: ignore[no-untyped-call]
+    def __init__(self, run_stream: torch.cuda.Stream) -> None:
+        self._run_stream = run_stream
+        self._stream = torch.cuda.Stream(run_stream.device)  # type: ignore[no-untyped-call]
 
     def wait_for_device(self) -> None:
-        self._stream.wait_stream(self._main)
+        self._stream.wait_stream(self._run_stream)
 
     def wait_for(self, event: CopyEvent) -> None:
         if isinstance(event, _CudaEvent):
@@ -129,7 +121,7 @@ class CudaStream(CopyStream):
             target.copy_(source, non_blocking=True)
 
     def record(self) -> CopyEvent:
-        return _CudaEvent(self._stream.record_event(), self._main)
+        return _CudaEvent(self._stream.record_event(), self._run_stream)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -139,7 +131,7 @@ def storage_id(tensor: Tensor) -> int:
 
 def free(tensor: Tensor) -> int:
     """Frees the memory of `tensor` and all its views, and returns the number of bytes freed. The tensors stay valid objects,
-    but must not be computed with until `grow` is called: on a CPU, this crashes the process.
+    but must not be computed with until `reallocate` is called: on a CPU, this crashes the process.
     """
     storage = tensor.untyped_storage()
     num_bytes = storage.nbytes()
@@ -147,7 +139,7 @@ def free(tensor: Tensor) -> int:
     return num_bytes
 
 
-def grow(tensor: Tensor, num_bytes: int) -> None:
+def reallocate(tensor: Tensor, num_bytes: int) -> None:
     """Allocates the memory of `tensor` and all its views again; the contents are undefined. num_bytes: the result of `free`."""
     tensor.untyped_storage().resize_(num_bytes)
 
@@ -222,7 +214,9 @@ class Device:
             return cls(torch.device("cpu"))
         if count == 0:
             raise RunError("no-device", 'the plan asks for device = "cuda", but torch finds no CUDA device')
-        os.environ.setdefault(CONNECTIONS_VARIABLE, "32")
+        # All CUDA streams share this number of driver queues: 8 by default, and 32 at most. A run has more than eight streams;
+        # if two of them share a queue, a receive that waits for its peer delays the copies behind it.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         device = torch.device("cuda", local_rank % count)
         torch.cuda.set_device(device)
         # Autograd's thread has no current device before its first kernel. If that were a matrix product, as in a stage that
@@ -237,14 +231,14 @@ class Device:
     @property
     def backend(self) -> str:
         """Returns the backend of this device's groups: gloo for CPUs, and for shared devices unless NCCL permits them; else
-        NCCL.
+        NCCL. NCCL 2.30 and later permit them if NCCL_MULTI_RANK_GPU_ENABLE is 1.
         """
-        if self.is_shared and os.environ.get(SHARED_NCCL_VARIABLE) != "1":
+        if self.is_shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             return "gloo"
         return BACKENDS[self.type]
 
     @property
-    def host(self) -> torch.device:
+    def host_device(self) -> torch.device:
         """Returns the device of host tensors: the CPU, or meta in a world on meta."""
         return self.torch_device if self.type == "meta" else torch.device("cpu")
 
@@ -253,7 +247,7 @@ class Device:
         """Returns whether the device runs work asynchronously, so that reading a value makes the host wait."""
         return self.type == "cuda"
 
-    def in_use(self) -> AbstractContextManager[object]:
+    def as_default(self) -> AbstractContextManager[object]:
         """Returns a context manager in which new tensors are on this device. It does nothing except in a fake world."""
         return nullcontext()
 
@@ -272,8 +266,8 @@ class Device:
         finally:
             current.wait_stream(self.stream)
 
-    def read(self, values: Tensor, usual: list[float]) -> list[float]:
-        """Waits for the device, and returns the elements of `values`. usual: the result on a device without values."""
+    def read_values(self, values: Tensor, fallback: list[float]) -> list[float]:
+        """Waits for the device, and returns the elements of `values`. fallback: the result on a device without values."""
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:
@@ -309,12 +303,10 @@ class Device:
 
     def seconds_between(self, first: Moment, last: Moment) -> float:
         """Returns the seconds from `first` to `last`. Waits until the device has reached `last`."""
-        if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
-            self.wait_until(last)
-            return float(first.elapsed_time(last)) / 1e3
-        assert isinstance(first, float), first
-        assert isinstance(last, float), last
-        return last - first
+        self.wait_until(last)
+        if isinstance(first, torch.cuda.Event):
+            return float(first.elapsed_time(cast(torch.cuda.Event, last))) / 1e3
+        return cast(float, last) - first
 
     def move(self, tensor: Tensor) -> Tensor:
         """Returns `tensor` on this device, always as a new tensor object, so that values cached for it are freed with it.
@@ -327,7 +319,7 @@ class Device:
             tensor = tensor.pin_memory()
         return tensor.to(self.torch_device, non_blocking=True)
 
-    def fetch(self, tensor: Tensor) -> Tensor:
+    def copy_to_host(self, tensor: Tensor) -> Tensor:
         """Returns `tensor` on the host; on CUDA page-locked, and complete once the device has reached a later `moment`."""
         if not self.is_async:
             return tensor

@@ -1,4 +1,4 @@
-"""Defines the transport protocol, which gathers and reduces shards of rows, exchanges rows, and sums tensors.
+"""Transports: they gather and reduce shards of rows, exchange rows, and sum tensors.
 
     all_gather   rank 0: a0      a0 a1    reduce_scatter   rank 0: a0 a1   a0 + b0    all_to_all   rank 0: a0 a1   a0 b0
                  rank 1:    a1   a0 a1                     rank 1: b0 b1   a1 + b1                 rank 1: b0 b1   a1 b1
@@ -8,7 +8,7 @@
     CmaTransport         CPUs of one host    ranks read each other's memory (cross-memory attach)
     SingleRankTransport  a group of one      the identity
 
-A group has one transport per channel, chosen when groups are made (`backends`). All ranks call it in the same order, with the
+A group has one transport per channel, chosen when groups are made. All ranks call it in the same order, with the
 same number of tensors, equal shapes, and an equal `label`, which describes the content. `MessageTransport` and CMA send a mark
 first, so different exchanges raise an error on both sides. `CollectiveTransport` logs its exchanges, and ranks compare the logs
 before a step ends (`ExchangeLog`). All-reduces of gloo and NCCL are neither marked nor logged.
@@ -18,132 +18,23 @@ coordinate. The result depends neither on timing nor on the transport.
 """
 
 import json
-import struct
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from functools import cache, partial
+from importlib.metadata import entry_points
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.comm.progress import Members, Turn, run_guarded
-from sley_core.errors import RunError
-
-HEADER_BYTES = 192
-"""The size of a header: two int64 (a mark's checksum and size), and a text."""
-_HEADER_FORMAT = struct.Struct(f"<qq{HEADER_BYTES - 16}s")
-_MARK_MASK = 0x7FFFFFFF
-MISMATCH_HINT = (
-    "ranks that share weights must run the same modules in the same order. Does a forward depend on "
-    "its data, or skip layers at random (LayerDrop, stochastic depth)? Random draws are seeded per "
-    "microbatch and differ between ranks. To skip a layer, multiply its output by 0 or 1, or draw "
-    "from your own generator with the same seed on all ranks"
-)
-
-
-class Mark(NamedTuple):
-    """Identifies an exchange by its `label`, a 31-bit checksum and the total size of this rank's tensors."""
-
-    label: str
-    number: int
-    num_bytes: int
-
-    @classmethod
-    def from_tensors(cls, operation: str, label: str, tensors: Iterable[Tensor], contents: int = 0) -> "Mark":
-        """Returns the mark of `operation` on `tensors`, whose order, sizes and dtypes must be equal on all ranks. label:
-        describes the content, equally on all ranks. contents: a checksum of additional content to compare (`checksum`).
-        """
-        pieces = [(tensor.nbytes, str(tensor.dtype)) for tensor in tensors]
-        number = zlib.crc32(f"{contents} {pieces}".encode(), _checksum_label(operation, label)) & _MARK_MASK
-        return cls(label, number, sum(num_bytes for num_bytes, _ in pieces))
-
-    def mismatch_error(self, rank: int, peer_exchange: str, peer: int) -> RunError:
-        """Returns the error `ranks-differ`: `rank` makes this exchange, but rank `peer` makes `peer_exchange`."""
-        local_text = self.encoded_text.decode()
-        peer_text = "other parts of it" if peer_exchange == local_text else peer_exchange or "something else"
-        return RunError(
-            "ranks-differ", f"rank {rank} exchanges {local_text}, but rank {peer} exchanges {peer_text}", hint=MISMATCH_HINT
-        )
-
-    @property
-    def encoded_text(self) -> bytes:
-        """Returns the encoded label and size, for the peers' error messages."""
-        return _encode_text(self.label, self.num_bytes)
-
-    def header(self) -> Tensor:
-        """Returns the mark as a header, uint8 [HEADER_BYTES], which `mark_from_header` decodes."""
-        header = _HEADER_FORMAT.pack(self.number, self.num_bytes, self.encoded_text)
-        return torch.frombuffer(bytearray(header), dtype=torch.uint8)
-
-
-def mark_from_header(header: Tensor) -> Mark:
-    """Returns the mark in a peer's `header`, uint8 [HEADER_BYTES]. Its label is the peer's label with the size."""
-    number, num_bytes, encoded_text = _HEADER_FORMAT.unpack(bytes(header.tolist()))
-    return Mark(encoded_text.rstrip(b"\0").decode("utf-8", "replace"), number, num_bytes)
-
-
-def checksum(names: Iterable[str]) -> int:
-    """Returns a 32-bit checksum of `names` in their order; the same in all processes."""
-    return zlib.crc32("\0".join(names).encode())
-
-
-@lru_cache(maxsize=4096)
-def _checksum_label(operation: str, label: str) -> int:
-    return zlib.crc32(f"{operation}\0{label}".encode())
-
-
-@lru_cache(maxsize=4096)
-def _encode_text(label: str, num_bytes: int) -> bytes:
-    size = f" ({num_bytes} bytes)"
-    room = HEADER_BYTES - 16 - len(size)
-    return label.encode()[:room].decode("utf-8", "ignore").encode() + size.encode()
-
-
-class ExchangeSummary(NamedTuple):
-    """Summarises a rank's exchanges with `ranks`. times: how many there were. number: their checksum. last: the last label."""
-
-    ranks: tuple[int, ...]
-    times: int
-    number: int
-    last: str
-
-
-class ExchangeLog:
-    """Logs the exchanges of one group since the last `clear`, in order on each channel.
-
-    A backend's collectives carry no mark, so ranks that exchange different tensors would get wrong numbers. Each rank therefore
-    computes one checksum of a step's marks per channel. Ranks compare the checksums before the step ends, and change no weight
-    if they differ.
-    """
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def add(self, channel: str, mark: Mark) -> None:
-        self._channels[channel] = zlib.crc32(mark.number.to_bytes(4, "little"), self._channels.get(channel, 0))
-        self._count += 1
-        self._last = mark.label
-
-    def clear(self) -> None:
-        self._channels: dict[str, int] = {}
-        self._count = 0
-        self._last = ""
-
-    def summary(self, ranks: tuple[int, ...]) -> ExchangeSummary | None:
-        """Returns a summary of the log, or None if it is empty. ranks: the ranks of the group."""
-        if not self._count:
-            return None
-        number = 0
-        for channel, value in sorted(self._channels.items()):
-            number = zlib.crc32(f"{channel} {value}".encode(), number)
-        return ExchangeSummary(ranks, self._count, number, self._last)
+from sley_core.comm.exchanges import HEADER_BYTES, ExchangeLog, Mark, Members, Turn, begin_turn, mark_from_header, run_guarded
+from sley_core.errors import PluginError
+from sley_core.records import TransportRecord, import_object
 
 
 class Work:
-    """The handle of an exchange in progress. This class is the handle of a completed exchange.
+    """The handle of an exchange. This class is the handle of a completed exchange.
 
         start ──> is_completed* ──> wait ──> release ──> wait_sent
 
@@ -163,9 +54,44 @@ class Work:
         """Gives up the result: afterwards nothing writes into its memory, and this handle does not refer to it. Waits for the
         exchange, except for a gather that can be abandoned.
         """
+        self.wait()
 
     def wait_sent(self) -> None:
         """Waits until the peers have received this rank's inputs. Afterwards, inputs and outputs may be written."""
+
+
+@dataclass(eq=False)
+class GroupWork(Work):
+    """The handle of an exchange by works of a process group, or of a simulated exchange without works.
+
+    _turn: the exchange, for errors; None only if there are no works. _stages: the works for which `wait` waits, in this order;
+    after the works of a stage, its function is called. _sends: the works of sends.
+    """
+
+    _turn: Turn | None
+    _stages: list[tuple[Sequence[Any], Callable[[], object] | None]]
+    _sends: Sequence[Any] = ()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for works, _ in self._stages for work in works)
+
+    def wait(self) -> None:
+        while self._stages:
+            works, finish = self._stages[0]
+            self._await(works)
+            if finish is not None:
+                finish()
+            del self._stages[0]
+
+    def wait_sent(self) -> None:
+        self.wait()
+        sends, self._sends = self._sends, ()
+        self._await(sends)
+
+    def _await(self, works: Sequence[Any]) -> None:
+        for work in works:
+            assert self._turn is not None
+            run_guarded(work.wait, self._turn)
 
 
 class Published(Protocol):
@@ -219,82 +145,236 @@ def copy_shard(shard: Tensor, target: Tensor) -> None:
         target.copy_(shard)
 
 
+class ChannelTransport(Transport):
+    """The base class of transports between `members` over the communicator `channel`, whose name is `name`."""
+
+    def __init__(self, members: Members, name: str, channel: dist.ProcessGroup) -> None:
+        self.members = members
+        self._name = name
+        self._channel = channel
+
+    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
+        """Starts the backend's all-reduce. The ranks' marks are not compared."""
+        turn = begin_turn("all-reduce", self.members, label, self._name, tensor.nbytes)
+        work = run_guarded(lambda: dist.all_reduce(tensor, group=self._channel, async_op=True), turn)
+        return GroupWork(turn, [([work], None)])
+
+
+class CollectiveTransport(ChannelTransport):
+    """Exchanges tensors by the backend's collectives. log: the group's log, which ranks compare before a step ends."""
+
+    is_coalesced: bool
+    """Whether one call exchanges several tensors; False with gloo, whose coalesced gather would read device addresses on the
+    host, and whose coalesced reduce-scatter copies and all-reduces each tensor.
+    """
+
+    def __init__(self, members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog) -> None:
+        super().__init__(members, name, channel)
+        self._log = log
+        self.is_coalesced = dist.get_backend(channel) != "gloo"
+
+    def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        def start() -> list[Any]:
+            if self.is_coalesced:
+                return [self._channel.allgather_into_tensor_coalesced(list(tensors), list(shards))]
+            rows = [list(tensor.view(self.members.size, *shard.shape)) for tensor, shard in zip(tensors, shards, strict=True)]
+            return [dist.all_gather(*pair, group=self._channel, async_op=True) for pair in zip(rows, shards, strict=True)]
+
+        return self._start("all-gather", label, shards, 0, start)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+        """Sums this rank's rows in place.
+
+        NCCL sums in place if the output is at its rank's offset in the input (user guide, "In-place Operations"). Megatron-LM
+        reduces several buckets per call in this way (megatron/core/distributed/param_and_grad_buffer.py).
+        """
+
+        def start() -> list[Any]:
+            if not self.is_coalesced:
+                return [dist.all_reduce(tensor, group=self._channel, async_op=True) for tensor in tensors]
+            own_rows = [tensor.chunk(self.members.size)[self.members.coord] for tensor in tensors]
+            return [self._channel.reduce_scatter_tensor_coalesced(own_rows, list(tensors))]
+
+        return self._start("reduce-scatter", label, tensors, contents, start)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
+        def start() -> list[Any]:
+            return [dist.all_to_all_single(received, sent, group=self._channel, async_op=True)]
+
+        return self._start("all-to-all", label, [sent], contents, start)
+
+    def _start(
+        self, operation: str, label: str, tensors: Sequence[Tensor], contents: int, start: Callable[[], list[Any]]
+    ) -> Work:
+        mark = Mark.from_tensors(operation, label, tensors, contents)
+        self._log.add(self._name, mark)
+        turn = begin_turn(operation, self.members, label, self._name, mark.num_bytes)
+        return GroupWork(turn, [(run_guarded(start, turn), None)])
+
+
 _HEADER_TAG = 0
-"""The tag of headers. The tags of parts are marks, which equal it with a probability of 2^-31."""
+"""The tag of headers. The tags of parts are the checksums of marks, which equal it with a probability of 2^-31."""
 
 
-class Headers:
-    """The headers of one exchange on `channel`. The constructor starts to send and receive them. works: the receives. sent: the
-    sends, for which the caller waits.
+class MessageTransport(ChannelTransport):
+    """Exchanges tensors as messages over gloo, except for the all-reduce: gloo's own is faster. Tensors must be on the host.
+
+        header to every peer ──> compare the peers' headers ──> their parts, received straight into the outputs
+        parts to every peer  ─────────────────────────────>
+
+    This is two to four times as fast as gloo's own reduce-scatter, and does not copy received parts (docs/measurements.md). A
+    part's tag is the checksum of its mark, so gloo never matches parts of two different exchanges; if their lengths differed,
+    gloo would end the process. Headers have a separate tag, and arrive in the order in which exchanges begin.
     """
 
-    def __init__(self, members: Members, channel: dist.ProcessGroup, mark: Mark) -> None:
-        self._members = members
-        self._mark = mark
-        self._peers = members.peers
-        self._received = torch.empty(len(self._peers), HEADER_BYTES, dtype=torch.uint8)
-        header = mark.header()
-        self.works = [channel.recv([row], peer, _HEADER_TAG) for row, peer in zip(self._received, self._peers, strict=True)]
-        self.sent = [channel.send([header], peer, _HEADER_TAG) for peer in self._peers]
+    def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        rows = [tensor.view(self.members.size, *shard.shape) for tensor, shard in zip(tensors, shards, strict=True)]
+        places = [[row[peer] for peer in self.members.peers] for row in rows]
+        parts = [[shard] * len(self.members.peers) for shard in shards]
+        started = self._start_messages(places, parts, Mark.from_tensors("all-gather", label, shards), "all-gather")
+        for row, shard in zip(rows, shards, strict=True):
+            copy_shard(shard, row[self.members.coord])
+        return started
 
-    def compare(self) -> None:
-        """Raises RunError `ranks-differ` if a peer's mark differs. The receives must be complete."""
-        for row, peer in zip(self._received, self._peers, strict=True):
-            peer_mark = mark_from_header(row)
-            if peer_mark[1:] != self._mark[1:]:
-                raise self._mark.mismatch_error(self._members.rank, peer_mark.label, self._members.ranks[peer])
+    def num_scratch_rows(self, num_rows: int) -> int:
+        """Returns the number of scratch rows for the parts of all peers: `num_rows` per peer."""
+        return num_rows * len(self.members.peers)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+        size = self.members.size
+        rows = [tensor.view(size, tensor.shape[0] // size, *tensor.shape[1:]) for tensor in tensors]
+        own_rows = [buffer[self.members.coord] for buffer in rows]
+        arriving = [buffer.view(size - 1, *part.shape[1:]) for buffer, part in zip(scratches, rows, strict=True)]
+
+        def finish() -> None:
+            for total, received in zip(own_rows, arriving, strict=True):
+                for part in received:
+                    total.add_(part)
+
+        parts = [[buffer[peer] for peer in self.members.peers] for buffer in rows]
+        mark = Mark.from_tensors("reduce-scatter", label, tensors, contents)
+        return self._start_messages([list(buffer) for buffer in arriving], parts, mark, "reduce-scatter", finish)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
+        places, parts = ([[tensor[peer] for peer in self.members.peers]] for tensor in (received, sent))
+        started = self._start_messages(places, parts, Mark.from_tensors("all-to-all", label, [sent], contents), "all-to-all")
+        received[self.members.coord].copy_(sent[self.members.coord])
+        return started
+
+    def _start_messages(
+        self,
+        outputs: Sequence[Sequence[Tensor]],
+        inputs: Sequence[Sequence[Tensor]],
+        mark: Mark,
+        operation: str,
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        """Starts an exchange with every peer, and returns its handle.
+
+        The i-th tensor of each row of `inputs` goes to the i-th peer, and the i-th tensor of each row of `outputs` is received
+        from it. All tensors are contiguous, on the host, and must not be used until `wait_sent`. All members call this in the
+        same order. mark: the mark that peers compare. operation: the name of the exchange in errors. finish: called after the
+        last receive.
+        """
+        members, channel = self.members, self._channel
+        header, headers = mark.header(), torch.empty(len(members.peers), HEADER_BYTES, dtype=torch.uint8)
+        header_receives: list[Any] = []
+        receives: list[Any] = []
+        sends: list[Any] = []
+
+        def start() -> None:
+            for row, peer in zip(headers, members.peers, strict=True):
+                header_receives.append(channel.recv([row], peer, _HEADER_TAG))
+                sends.append(channel.send([header], peer, _HEADER_TAG))
+            for output_row, input_row in zip(outputs, inputs, strict=True):
+                for output, peer in zip(output_row, members.peers, strict=True):
+                    receives.append(channel.recv([output], peer, mark.checksum))
+                for input_part, peer in zip(input_row, members.peers, strict=True):
+                    sends.append(channel.send([input_part], peer, mark.checksum))
+
+        def compare_headers() -> None:
+            for row, peer in zip(headers, members.peers, strict=True):
+                peer_mark = mark_from_header(row)
+                if peer_mark[1:] != mark[1:]:
+                    members.progress.begin_wait(turn)
+                    members.progress.fail_wait("differs", members.ranks[peer])
+                    raise mark.mismatch_error(members.rank, peer_mark.label, members.ranks[peer])
+
+        turn = begin_turn(operation, members, mark.label, self._name, mark.num_bytes)
+        run_guarded(start, turn)
+        return GroupWork(turn, [(header_receives, compare_headers), (receives, finish)], sends)
 
 
-@dataclass(eq=False)
-class GroupWork(Work):
-    """The handle of an exchange that consists of works of a process group, or of a simulated exchange without works.
+class SingleRankTransport(Transport):
+    """The transport of a group of one rank, which copies inputs to outputs."""
 
-    _received, _sent: the works of receives and sends. _turn: the exchange, for errors; None only if there are no works.
-    _finish: called once, after the last receive. _headers: the peers' headers, to compare.
+    def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        for tensor, shard in zip(tensors, shards, strict=True):
+            copy_shard(shard, tensor)
+        return Work()
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+        return Work()
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
+        received.copy_(sent)
+        return Work()
+
+    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
+        return Work()
+
+
+def uses_messages(backend: str, device: torch.device) -> bool:
+    """Returns whether ranks exchange tensors on `device` as messages from host memory, not by collectives of `backend`."""
+    return backend == "gloo" and device.type == "cpu"
+
+
+def make_transport(
+    members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog, device: torch.device
+) -> Transport:
+    """Returns the transport of `channel`, whose name is `name`, for tensors on `device`. log: as in `CollectiveTransport`."""
+    if uses_messages(dist.get_backend(channel), device):
+        return MessageTransport(members, name, channel)
+    return CollectiveTransport(members, name, channel, log)
+
+
+@cache
+def installed_transports() -> tuple[TransportRecord, ...]:
+    """Returns the transport records of installed packages, sorted by the names of their entry points. Raises PluginError
+    "transport-import" if one cannot be imported.
     """
+    records = []
+    for point in sorted(entry_points(group="sley.transports"), key=lambda point: point.name):
+        try:
+            records.append(point.load())
+        except Exception as error:
+            message = f"the transport `{point.name}` ({point.value}) cannot be imported: {type(error).__name__}: {error}"
+            raise PluginError("transport-import", message, hint="reinstall its package, or uninstall it") from error
+    return tuple(records)
 
-    _received: Sequence[Any]
-    _sent: Sequence[Any] = ()
-    _turn: Turn | None = None
-    _finish: Callable[[], object] | None = None
-    _headers: Headers | None = None
 
-    def is_completed(self) -> bool:
-        headers = [] if self._headers is None else self._headers.works
-        return all(work.is_completed() for work in (*headers, *self._received))
+def find_common_transports(members: Members, channel: dist.ProcessGroup) -> tuple[TransportRecord, ...]:
+    """Returns the transports that are installed on all `members`. A blocking collective over `channel`."""
+    local = installed_transports()
+    gather = partial(gather_values, [record.name for record in local], channel)
+    installed = [set(names) for names in run_guarded(gather, begin_turn("comparing", members, "installed transports"))]
+    return tuple(record for record in local if all(record.name in names for names in installed))
 
-    def wait(self) -> None:
-        """Compares the peers' headers, then waits until everything is received."""
-        if self._headers is not None:
-            assert self._turn is not None
-            self._await(self._headers.works)
-            progress = self._turn.members.progress
-            progress.begin_wait(self._turn)
-            try:
-                self._headers.compare()
-            except RunError:
-                progress.fail_wait("differs")
-                raise
-            progress.end_wait()
-            self._headers = None
-        received, self._received = self._received, ()
-        self._await(received)
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
 
-    def release(self) -> None:
-        self.wait()
+def connect_transports(
+    members: Members, channels: Mapping[str, dist.ProcessGroup], records: Sequence[TransportRecord], timeout_s: float
+) -> dict[str, Transport]:
+    """Connects `members` by the first of `records` that can connect them, for host tensors.
 
-    def wait_sent(self) -> None:
-        self.wait()
-        sent, self._sent = self._sent, ()
-        self._await(sent)
-
-    def _await(self, works: Sequence[Any]) -> None:
-        for work in works:
-            assert self._turn is not None
-            run_guarded(work.wait, self._turn)
+    Returns a transport for each of `channels`, or, on all ranks, {} if no record can connect them. All members call this with
+    equal records. timeout_s: the limit of each wait.
+    """
+    for record in records:
+        connect = partial(import_object(record.connect), members, channels, timeout_s)
+        transports: dict[str, Transport] = run_guarded(connect, begin_turn("opening", members, record.name))
+        if transports:
+            return transports
+    return {}
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -1,33 +1,261 @@
-"""Joins the processes of a run. A `World` holds this process's rank and device, and the number of processes.
+"""The world of a run, its groups of ranks, and their collectives and messages. Errors name the group and the content.
 
 World.alone()       one process, nothing to join
 World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Kubernetes, described by the environment
 World.fake(3, 64)   rank 3 of 64 without devices or peers: assembles a run on meta; takes steps with a device of fake tensors
+
+`World.make_groups` makes communicators from the topology's table of groups. All ranks process its lines in the same order, and
+join those that name them. After start-up nothing runs on the default group, and only this module calls `new_group`. A fake
+world (`Simulation`) has the same groups, with torch's backend "fake" and transports that exchange nothing.
 """
 
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them
 from torch.distributed.rendezvous import rendezvous as open_rendezvous
 
 from sley_core.comm.device import Device
-from sley_core.comm.group import Groups, Simulation, make_groups
-from sley_core.comm.progress import first_line
+from sley_core.comm.exchanges import COLLECTIVE_HINT, ExchangeLog, Members, Progress, begin_turn, first_line, run_guarded
+from sley_core.comm.transport import (
+    GroupWork,
+    SingleRankTransport,
+    Transport,
+    Work,
+    connect_transports,
+    find_common_transports,
+    gather_values,
+    make_transport,
+    uses_messages,
+)
 from sley_core.errors import RunError
-from sley_core.topology import GroupEntry, Topology
+from sley_core.topology import AXES, DEFAULT_CHANNEL, TIE_PREFIX, GroupEntry, Topology
 
-T = TypeVar("T")
+ReduceOp = Literal["sum", "max", "min"]
+
+ExchangeKind = ReduceOp | Literal["all_gather", "all_to_all", "send", "receive"]
+"""The kind of an exchange; for an all-reduce, its operation."""
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+"""`dist.all_gather_single`, whose name before torch 2.13 is `all_gather_into_tensor`."""
+
+
+@dataclass(frozen=True)
+class Group(Members):
+    """Holds the ranks of one axis with which this rank communicates, with one communicator and one transport per channel.
+
+    A group of one rank has no communicator, and every collective on it is the identity. exchange_log: records the exchanges
+    that carry no marks. simulation: simulates exchanges in a fake world; None in a real one.
+
+    In the methods below, tensors are contiguous, all members make the same collective calls on a channel in the same order, and
+    `label` describes the content in errors.
+    """
+
+    channels: dict[str, dist.ProcessGroup]
+    transports: dict[str, Transport] = field(default_factory=dict)
+    exchange_log: ExchangeLog = field(default_factory=ExchangeLog)
+    simulation: "Simulation | None" = field(default=None, compare=False, repr=False)
+
+    @property
+    def has_peers(self) -> bool:
+        return self.size > 1 and self.simulation is None
+
+    def channel(self, name: str = DEFAULT_CHANNEL) -> dist.ProcessGroup:
+        """Returns the communicator of the channel `name`. A group of one rank has no communicators."""
+        return self.channels[name]
+
+    def transport(self, channel: str = DEFAULT_CHANNEL) -> Transport:
+        """Returns the transport of `channel`. Call this at each use: after `Groups.close` a kept transport must not be used."""
+        return SingleRankTransport() if self.size == 1 else self.transports[channel]
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
+        """Starts an all-reduce of `tensor` in place, and returns its handle."""
+        return self._start(op, partial(dist.all_reduce, tensor, _REDUCE_OPS[op], async_op=True), tensor, tensor, label)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        *,
+        label: str,
+        channel: str = DEFAULT_CHANNEL,
+        splits: tuple[list[int], list[int]] = ([], []),
+    ) -> Work:
+        """Starts an all-to-all, and returns its handle. Slice i of `tensor` goes to the i-th rank, and slice i of `output`
+        comes from it. splits: the sizes of the slices of `output` and `tensor` along dim 0; by default, equal slices.
+        """
+        start = partial(dist.all_to_all_single, output, tensor, *splits, async_op=True)
+        return self._start("all_to_all", start, output, tensor, label, channel)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Work:
+        """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the group's order. Returns its handle."""
+        start = partial(all_gather_single, output, tensor, async_op=True)
+        return self._start("all_gather", start, output, tensor, label, channel)
+
+    def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
+        """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle.
+
+        Calls the communicator directly, which numbers members as the group does: a fifth of the time of `dist.isend` is
+        overhead.
+        """
+
+        def start(group: dist.ProcessGroup) -> Any:
+            message = tensor.to("cpu", copy=True) if self.needs_host_copy(tensor, channel) else tensor
+            return group.send([message], peer, 0)
+
+        return self._start("send", start, tensor, tensor, label, channel, (self.coord, peer))
+
+    def receive(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
+        """Starts to receive into `tensor` from the member at coordinate `peer`, and returns the handle."""
+        is_copied = self.simulation is None and self.needs_host_copy(tensor, channel)
+        buffer = torch.empty_like(tensor, device="cpu") if is_copied else tensor
+        finish = partial(tensor.copy_, buffer) if is_copied else None
+        ends = peer, self.coord
+        return self._start("receive", lambda group: group.recv([buffer], peer, 0), tensor, tensor, label, channel, ends, finish)
+
+    def gather_objects(self, value: Any, *, label: str) -> list[Any]:
+        """Returns the `value` of each member, in the order of ranks. A blocking collective.
+
+        value: small and serialisable as JSON. In a fake world, the result repeats this rank's value.
+        """
+        if not self.has_peers:
+            return [value] * self.size
+        turn = begin_turn("all-gather of objects", self, label)
+        values: list[Any] = run_guarded(lambda: gather_values(value, self.channel()), turn)
+        return values
+
+    def _start(
+        self,
+        kind: ExchangeKind,
+        start: Callable[..., Any],
+        result: Tensor,
+        tensor: Tensor,
+        label: str,
+        channel: str = DEFAULT_CHANNEL,
+        ends: tuple[int, int] | None = None,
+        finish: Callable[[], object] | None = None,
+    ) -> Work:
+        """Starts an exchange by `start(group=...)`, which sends `tensor` and fills `result`. Returns its handle.
+
+        ends: the coordinates of a message's sender and receiver; None for a collective. finish: called once, after the
+        exchange.
+        """
+        if self.size == 1:
+            if result is not tensor:
+                result.copy_(tensor)
+            return Work()
+        if self.simulation is not None:
+            return GroupWork(None, [((), self.simulation.simulate_exchange(self, kind, result, tensor, channel, label))])
+        operation = "all-reduce" if kind in _REDUCE_OPS else kind.replace("_", "-")
+        turn = begin_turn(operation, self, label, channel, tensor.nbytes, ends)
+        return GroupWork(turn, [([run_guarded(lambda: start(group=self.channel(channel)), turn)], finish)])
+
+    def needs_host_copy(self, tensor: Tensor, channel: str) -> bool:
+        """Returns whether an exchange of `tensor` on `channel` needs a copy on the host, since gloo reads only host memory."""
+        return tensor.device.type != "cpu" and dist.get_backend(self.channel(channel)) == "gloo"
+
+
+class Groups(dict[str, Group]):
+    """Maps each axis to this rank's group: `groups["dp"]`. progress: this rank's exchanges in all groups."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.progress = progress
+
+    def close(self) -> None:
+        """Drops all communicators, so that their threads end before the interpreter exits.
+
+        A gloo thread may free a tensor some time after its result is complete. In an exiting interpreter this aborts the
+        process (exit status -6); without `close`, it happens in one of five successful runs.
+        """
+        for group in self.values():
+            group.channels.clear()
+            group.transports.clear()
+
+
+class SilentTransport(SingleRankTransport):
+    """A transport that exchanges no data: output tensors keep their contents."""
+
+    def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        return Work()
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
+        return Work()
+
+
+class Simulation:
+    """Replaces the communication of a fake world. This class exchanges nothing, so output tensors keep their contents."""
+
+    def transports(
+        self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool
+    ) -> dict[str, Transport]:
+        """Returns a transport for each of `channels`. cross_memory: whether ranks of one host read each other's memory."""
+        return dict.fromkeys(channels, SilentTransport())
+
+    def simulate_exchange(
+        self, members: Members, kind: ExchangeKind, result: Tensor, tensor: Tensor, channel: str, label: str
+    ) -> Callable[[], None] | None:
+        """Simulates an exchange by `members` on `channel` that sends `tensor` and fills `result`, which may be the same tensor.
+        Returns a function to call when the rank waits for the exchange, or None. label: describes the content in errors.
+        """
+        return None
+
+    def make_output_describer(
+        self, plan: Any, stage: Any, dataset: Any, dtype: torch.dtype
+    ) -> Callable[[int, int], Any] | None:
+        """Returns a function `(stage, chunk)` that describes the output of another stage's chunk, or None if no steps are run
+        or there is only one stage. stage: the run's stage, with all layers of the model on meta. dtype: the parameters' dtype.
+        """
+        return None
+
+    def fill_layers(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
+        """Replaces the meta tensors of this rank's sharded layers by tensors of `dtype` for a step. This class does nothing."""
+
+
+def _axes_with_cma(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str, ...]:
+    """Returns the axes whose exchanges may use cross-memory attach, including those of `extra` that request it."""
+    weights = ("wp", "stage", "wdp") if topology.wp > 1 else ("stage",)
+    sequences = ("sp",) if topology.sp > 1 else ()
+    return (*weights, *sequences, *dict.fromkeys(entry.axis for entry in extra if entry.cross_memory))
+
+
+def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Returns a new communicator; None outside the group. All ranks call it. Raises RunError `group-failed` if torch fails."""
+    try:
+        with _unbind_default_group() if backend == "gloo" else nullcontext():
+            group = dist.new_group(list(entry.ranks), backend=backend, timeout=timeout, group_desc=entry.label)
+    except RuntimeError as error:
+        message = f"the process group {entry.label} could not be created on rank {rank}: {first_line(error)}"
+        raise RunError("group-failed", message, hint=COLLECTIVE_HINT) from error
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+@contextmanager
+def _unbind_default_group() -> Iterator[None]:
+    """Unbinds the default group from its device within the block, so that torch can create a gloo group beside NCCL.
+
+    If the default group is bound to a device, as with NCCL, the ranks outside a new group join a split of the default
+    communicator. The ranks inside split it only for an NCCL group, so with a gloo group the others would wait forever.
+    """
+    default: Any = dist.group.WORLD
+    device_id, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device_id
 
 
 class Rendezvous(Protocol):
@@ -44,8 +272,8 @@ class World(AbstractContextManager["World"]):
     """Holds one rank's view of the world. As a context manager, it leaves the default group that it joined.
 
     rank: this rank, from 0. size: the number of ranks. owns_default_group: whether this object made torch's default group.
-    simulation: replaces peers and values in a fake world; None in a real one. created: the results of `groups`, until `close`.
-    rendezvous: the launcher's rendezvous, or None.
+    simulation: replaces peers and values in a fake world; None in a real one. open_groups: the results of `make_groups`, until
+    `close`. rendezvous: the launcher's rendezvous, or None.
     """
 
     rank: int
@@ -53,7 +281,7 @@ class World(AbstractContextManager["World"]):
     device: Device
     owns_default_group: bool = False
     simulation: Simulation | None = None
-    created: list[Groups] = field(default_factory=list, repr=False)
+    open_groups: list[Groups] = field(default_factory=list, repr=False)
     rendezvous: Rendezvous | None = None
 
     @classmethod
@@ -98,7 +326,7 @@ class World(AbstractContextManager["World"]):
             store.set_timeout(timeout)
             dist.init_process_group(
                 rank_device.backend,
-                store=unused_part(store, environ, "world"),
+                store=make_prefix_store(store, environ, "world"),
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
@@ -119,43 +347,81 @@ class World(AbstractContextManager["World"]):
         except_hook = sys.excepthook
         dist.init_process_group("fake", rank=rank, world_size=size)
         sys.excepthook = except_hook
-        rank_device = device or Device(torch.device("meta"))
-        return cls(rank, size, rank_device, owns_default_group=True, simulation=simulation or Simulation())
+        device = device or Device(torch.device("meta"))
+        return cls(rank, size, device, owns_default_group=True, simulation=simulation or Simulation())
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
         """Returns a context manager for work that may fail. With a rendezvous, all ranks continue or all raise RunError."""
         return self.rendezvous.all_or_none(timeout_s) if self.rendezvous is not None else nullcontext()
 
-    def groups(
+    def make_groups(
         self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, cross_memory: bool = False
     ) -> Groups:
-        """Creates and returns this rank's groups, first the topology's, then `extra`. A collective over the world.
+        """Creates and returns this rank's groups. All ranks of the world call this, with equal tables.
 
-        cross_memory: whether CPU ranks of one host may read each other's memory (cross-memory attach).
+        Every rank also calls `new_group` for the lines that do not name it, which takes 12 us each: torch names a group by the
+        number of earlier groups. `use_local_synchronization` would not help: torch still counts, and hangs if one member has
+        joined more groups than another, as with ties of the stages (1, 2) and (2, 3). Lines with the same members, channel and
+        backend share one communicator, since all members start their exchanges in the same order anyway.
+
+        extra: the lines of plugins' groups; a rank that no line of such an axis names gets a group of one. cross_memory:
+        whether ranks that share weights or sequences, or sum gradients, may use cross-memory attach; it has no effect unless
+        tensors are on the host and the backend is gloo. Raises RunError `group-failed` if a communicator cannot be created, for
+        example because a member does not join within `timeout_s`.
         """
         assert topology.world_size == self.size, f"the topology has {topology.world_size} ranks, but the world has {self.size}"
-        groups = make_groups(
-            topology,
-            self.rank,
-            backend=self.device.backend if self.simulation is None else "fake",
-            timeout=timedelta(seconds=timeout_s),
-            extra=extra,
-            device=self.device.torch_device,
-            cross_memory=cross_memory,
-            simulation=self.simulation,
-        )
-        self.created.append(groups)
+        rank, simulation = self.rank, self.simulation
+        backend, device = self.device.backend if simulation is None else "fake", self.device.torch_device
+        channels: dict[str, dict[str, dist.ProcessGroup]] = {}
+        communicators: dict[tuple[tuple[int, ...], str, str], dist.ProcessGroup | None] = {}
+        ranks_by_axis: dict[str, tuple[int, ...]] = {}
+        for entry in [*topology.groups(), *extra]:
+            is_member = rank in entry.ranks
+            if is_member:
+                ranks_by_axis[entry.axis] = entry.ranks
+            if len(entry.ranks) == 1 or (simulation is not None and not is_member):
+                continue
+            backend_name = "gloo" if entry.backend == "gloo" and simulation is None else backend
+            key = (entry.ranks, entry.channel, backend_name)
+            if key not in communicators:
+                communicators[key] = make_communicator(entry, rank, backend_name, timedelta(seconds=timeout_s))
+            communicator = communicators[key]
+            assert (communicator is not None) == is_member, f"rank {rank} of {entry.label}: {communicator}"
+            if communicator is not None:
+                channels.setdefault(entry.axis, {})[entry.channel] = communicator
+        for axis in (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE_PREFIX))):
+            ranks_by_axis.setdefault(axis, (rank,))
+        progress = Progress()
+        axes_with_memory = _axes_with_cma(topology, extra) if cross_memory else ()
+        groups = Groups(progress)
+        for axis, ranks in ranks_by_axis.items():
+            members, log, axis_channels = Members(axis, ranks, rank, progress=progress), ExchangeLog(), channels.get(axis, {})
+            if simulation is None:
+                transports = {
+                    name: make_transport(members, name, channel, log, device) for name, channel in axis_channels.items()
+                }
+            else:
+                transports = simulation.transports(members, axis_channels, cross_memory=axis in axes_with_memory)
+            groups[axis] = Group(axis, ranks, rank, axis_channels, transports, log, simulation, progress=progress)
+        if simulation is None and cross_memory and topology.world_size > 1 and uses_messages(backend, device):
+            records = find_common_transports(groups["control"], groups["control"].channel())
+            # Connecting is a collective: all ranks connect the same axes in the same order.
+            for group in (groups[axis] for axis in axes_with_memory):
+                if group.size > 1:
+                    members = Members(group.axis, group.ranks, rank, progress=progress)
+                    group.transports.update(connect_transports(members, group.channels, records, timeout_s))
+        self.open_groups.append(groups)
         return groups
 
     def close(self) -> None:
         """Destroys all groups that this object made, including the default group. Waits for their threads to end."""
-        for groups in self.created:
+        for groups in self.open_groups:
             groups.close()
-        self.created.clear()
+        self.open_groups.clear()
         self._leave()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
             self.close()
         else:
             self._leave(has_failed=True)  # does not wait after a failure: peers may wait for this rank
@@ -183,10 +449,10 @@ def _environment_integer(environ: Mapping[str, str], name: str, default: str | N
     return int(value)
 
 
-STORE = "SLEY_STORE"
+STORE_VARIABLE = "SLEY_STORE"
 """The environment variable in which a local launch names its file store. Without it, `env://` is used."""
 
-_STORE_KEYS = (STORE, "MASTER_ADDR", "MASTER_PORT", "RANK")
+_STORE_KEYS = (STORE_VARIABLE, "MASTER_ADDR", "MASTER_PORT", "RANK")
 _num_uses_by_purpose: Counter[tuple[str | None, ...]] = Counter()
 _open_stores: dict[tuple[str | None, ...], Store] = {}
 
@@ -203,28 +469,28 @@ def open_store(environ: Mapping[str, str], rank: int, size: int, timeout: timede
         with suppress(RuntimeError, ValueError):
             _open_stores[key].check(["anything"])
             return _open_stores[key]
-    store: Store = next(open_rendezvous(environ.get(STORE, "env://"), rank, size, timeout=timeout))[0]
+    store: Store = next(open_rendezvous(environ.get(STORE_VARIABLE, "env://"), rank, size, timeout=timeout))[0]
     _open_stores.clear()
     _open_stores[key] = store
     return store
 
 
-def unused_part(store: Store, environ: Mapping[str, str], purpose: str) -> PrefixStore:
-    """Returns an unused part of `store`, the same on all ranks that call this equally often for `purpose`."""
+def make_prefix_store(store: Store, environ: Mapping[str, str], purpose: str) -> PrefixStore:
+    """Returns a store with an unused prefix in `store`, the same on all ranks that call this equally often for `purpose`."""
     key = (purpose, *(environ.get(name) for name in _STORE_KEYS))
     _num_uses_by_purpose[key] += 1
     # After a restart the store still has the addresses of ended ranks, which gloo must not use. Several hosts count their
     # restarts separately.
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host(environ) else "0"
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_single_host(environ) else "0"
     return PrefixStore(f"attempt {attempt}, {purpose} {_num_uses_by_purpose[key]}", store)
 
 
 def reset_stores() -> None:
-    """Resets the counts of `unused_part`, and closes open stores, so that the state is that of a new process."""
+    """Resets the counts of `make_prefix_store`, and closes open stores, so that the state is that of a new process."""
     _num_uses_by_purpose.clear()
     _open_stores.clear()
 
 
-def is_one_host(environ: Mapping[str, str]) -> bool:
+def is_single_host(environ: Mapping[str, str]) -> bool:
     """Returns whether at most one torchrun agent started the ranks. The agent's store then outlives the ranks."""
     return environ.get("GROUP_WORLD_SIZE", "1") == "1"

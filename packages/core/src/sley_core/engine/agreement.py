@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from sley_core.comm.group import Group, Groups
-from sley_core.comm.transport import MISMATCH_HINT, ExchangeSummary, Work, checksum
+from sley_core.comm.exchanges import MISMATCH_HINT, ExchangeSummary, checksum
+from sley_core.comm.transport import Work
+from sley_core.comm.world import Group, Groups
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import StepState
 from sley_core.engine.reduction import Reduction
@@ -240,13 +241,13 @@ def difference_term(group: Group, number: int) -> int:
 def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
     """Returns summaries of this rank's exchanges since the logs of `groups` were cleared, by the group's label."""
     # This runs in every step, so labels, which list the group's ranks, are made only for groups with exchanges.
-    return {str(group): exchanged for group in groups if (exchanged := group.log.summary(group.ranks)) is not None}
+    return {str(group): exchanged for group in groups if (exchanged := group.exchange_log.summarise(group.ranks)) is not None}
 
 
 def exchange_difference(groups: Iterable[Group]) -> int:
     """Returns this rank's term of a sum over all ranks that is 0 if the ranks of each group made the same exchanges."""
-    summaries = ((group, group.log.summary(group.ranks)) for group in groups)
-    return sum(difference_term(group, summary.number) for group, summary in summaries if summary is not None)
+    summaries = ((group, group.exchange_log.summarise(group.ranks)) for group in groups)
+    return sum(difference_term(group, summary.checksum) for group, summary in summaries if summary is not None)
 
 
 def exchange_mismatch_error(when: str, local_exchanges: Exchanges, control: Group) -> RunError:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.comm.transport import checksum
+from sley_core.comm.exchanges import checksum
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.memory import ALIGNMENT_BYTES, round_up

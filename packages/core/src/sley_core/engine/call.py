@@ -26,13 +26,13 @@ from torch.utils.checkpoint import checkpoint
 
 from sley_core.actions.action import Action
 from sley_core.comm.device import Device
-from sley_core.comm.progress import ActionProgress
+from sley_core.comm.exchanges import ActionProgress
 from sley_core.engine.boundary import copy_containers, tensors_in
 from sley_core.engine.parts import MicroStep, Phase, Waits
 from sley_core.engine.replicas import WriteWatch
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.generators import GENERATOR_LOCK, derive_seed, find_module_generators, seed_generators
-from sley_core.model.attention import varlen
+from sley_core.model.attention import load_varlen_kernel
 from sley_core.model.layers import ForwardPatch, Layer
 from sley_core.model.tensors import dtype_hint, sum_of_bits, version_of
 from sley_core.plan.tables import CompileConfig
@@ -186,7 +186,7 @@ class LayerCaller:
         return self.policy.call(layer.name, run_layer, args, fields, micro)
 
     def _run_layer(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        self.step_progress.begin_layer(layer.name)
+        self.step_progress.layer = layer.name
         self.waits.wait_for(layer.name)
         is_first_call = layer.name not in self._generators
         snapshot = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.begin_call(layer, micro)
@@ -286,7 +286,7 @@ def compile_layers(layers: Sequence[Layer], config: CompileConfig, policy: Activ
     """
     from torch._dynamo import config as compiler_config  # loads the compiler
 
-    varlen()  # imported now: compiled code cannot import it
+    load_varlen_kernel()  # imported now: compiled code cannot import it
     options: dict[str, Any] = {"mode": config.mode, "dynamic": config.dynamic, "options": config.options or None}
     compiler_options: dict[str, Any] = {
         # The layers of a class may all differ in shape, and each has a graph for training and one for evaluation. Beyond

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.group import Group, Groups
-from sley_core.comm.progress import SentBytes
+from sley_core.comm.exchanges import SentBytes
+from sley_core.comm.world import Group, Groups
 from sley_core.engine.buffers import NormGroup
 from sley_core.engine.canonical_tree import Node, PartialSums, SumMemory, TreeSums, covering_nodes, leaf_range, sum_uses
 from sley_core.engine.direct import is_plain_embedding, is_plain_linear

@@ -40,9 +40,9 @@ from torch import Tensor
 from sley_core.engine.reduction import Sums
 
 if TYPE_CHECKING:
-    from sley_core.comm.group import Group
-    from sley_core.comm.progress import SentBytes
+    from sley_core.comm.exchanges import SentBytes
     from sley_core.comm.transport import Work
+    from sley_core.comm.world import Group
     from sley_core.engine.buffers import GradientBuffer
     from sley_core.engine.canonical import CanonicalReduction
     from sley_core.engine.gradients import GradientStore

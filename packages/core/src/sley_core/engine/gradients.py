@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sley_core.actions.action import Action
-from sley_core.comm.device import free, grow
+from sley_core.comm.device import free, reallocate
 from sley_core.engine.buffers import (
     SHARD_ALIGNMENT,
     ElementRange,
@@ -269,7 +269,7 @@ class GradientStore:
 
     def build(self) -> None:
         """Allocates zeroed memory for the gradients after `free`. Until a step begins, `gradient` raises `gradients-freed`."""
-        grow(self._memory, self._num_freed)
+        reallocate(self._memory, self._num_freed)
         self._memory.zero_()  # padding too, since norms include it
         self._has_memory = True
 

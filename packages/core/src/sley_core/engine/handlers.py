@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from sley_core.comm.progress import SentBytes
+from sley_core.comm.exchanges import SentBytes
 from sley_core.comm.transport import Work
 from sley_core.engine.buffers import Layout
 from sley_core.engine.parts import Parts, StepState

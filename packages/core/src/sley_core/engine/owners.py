@@ -17,8 +17,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.device import free, grow
-from sley_core.comm.group import Group, Groups
+from sley_core.comm.device import free, reallocate
+from sley_core.comm.world import Group, Groups
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.registry import Param
@@ -152,7 +152,7 @@ class MatrixOwners:
     def gather_values(self, parts: Mapping[Param, Tensor]) -> None:
         """Copies the values of all split parameters to their owners. parts: this rank's parts; empty ones may be left out."""
         for memory, num_bytes in self._memory:
-            grow(memory, num_bytes)
+            reallocate(memory, num_bytes)
         parts = {param: parts.get(param, self._template) for param in self.params}
         for param, value in self._gather(parts, "the values of matrices for their owners").items():
             self.owned_params[param].detach().copy_(value)

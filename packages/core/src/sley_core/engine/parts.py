@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from sley_core.actions.action import Action
-from sley_core.comm.progress import ActionProgress
+from sley_core.comm.exchanges import ActionProgress
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.comm.group import Groups
-    from sley_core.comm.world import World
+    from sley_core.comm.world import Groups, World
     from sley_core.engine.boundary import Description
     from sley_core.engine.direct import WeightQueue
     from sley_core.engine.gradients import GradientStore
@@ -81,7 +80,7 @@ class StepState:
         """Begins a list of `actions`. The other arguments become attributes."""
         self.step = step
         if not self._is_within:
-            self.step_progress.begin(step + 1)
+            self.step_progress.begin_step(step + 1)
         self.num_microbatches = num_microbatches
         self.first_micro = first_micro
         self.action = None

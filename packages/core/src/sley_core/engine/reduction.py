@@ -25,8 +25,8 @@ from sley_core.model.tensors import uniform_items
 from sley_core.topology import DEFAULT_CHANNEL
 
 if TYPE_CHECKING:
-    from sley_core.comm.group import Group, Groups
-    from sley_core.comm.progress import SentBytes
+    from sley_core.comm.exchanges import SentBytes
+    from sley_core.comm.world import Group, Groups
     from sley_core.engine.buffers import GradientBuffer, NormGroup
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.parts import StepState

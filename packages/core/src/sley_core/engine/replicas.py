@@ -18,14 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.group import Group
+from sley_core.comm.world import Group
 from sley_core.engine.parts import MicroStep, Parts
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import StandIn
 from sley_core.errors import RunError, shorten_names
-from sley_core.model.build import check_written_buffers, is_per_rank
+from sley_core.model.build import check_written_buffers
 from sley_core.model.layers import Layer
-from sley_core.model.tensors import fingerprint, version_of
+from sley_core.model.tensors import fingerprint, matches_any, version_of
 
 
 class CopyComparison:
@@ -190,7 +190,7 @@ class WriteWatch:
             for values, is_buffer in ((module._parameters, False), (module._buffers, True)):
                 for key, tensor in values.items():
                     path = f"{name}.{key}"
-                    is_ignored = isinstance(tensor, StandIn) or (is_buffer and is_per_rank(path, self._per_rank_buffers))
+                    is_ignored = isinstance(tensor, StandIn) or (is_buffer and matches_any(path, self._per_rank_buffers))
                     if tensor is not None and not is_ignored:
                         yield _TensorSlot(path, module, values, key, is_buffer)
 

@@ -32,7 +32,7 @@ from sley_core.errors import Diagnostic, PlanError, RunError
 from sley_core.model.layers import MODEL, Layer, Model, parameter_like
 
 if TYPE_CHECKING:
-    from sley_core.comm.group import Group, Groups
+    from sley_core.comm.world import Group, Groups
     from sley_core.engine.registry import Param, Stages
 
 SHARD_AXIS = "wp"

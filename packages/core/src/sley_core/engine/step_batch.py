@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.group import Group
+from sley_core.comm.world import Group
 from sley_core.data.batches import SequenceSlicer, add_positions, check_additive, check_tokens, count_microbatches, narrow_batch
 from sley_core.data.dataset import Batch, DataInfo, Field
 from sley_core.engine.boundary import flatten, unflatten

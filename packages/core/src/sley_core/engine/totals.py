@@ -68,13 +68,13 @@ class StepTotals:
 
     def fetch(self) -> None:
         """Starts to copy the values to the host. Must be called once, at the end of the step."""
-        self.values = self.device.fetch(self.values)
+        self.values = self.device.copy_to_host(self.values)
         self.end = self.device.moment()
 
     def read(self) -> "StepResult":
         """Waits for the copy that `fetch` started, but for no later work on the device, and returns the result of the step."""
         self.device.wait_until(self.end)
-        loss, grad_norm, weight, stops, saves, differs, *numbers = self.device.read(
+        loss, grad_norm, weight, stops, saves, differs, *numbers = self.device.read_values(
             self.values, [*TYPICAL_TOTALS, *[0.0] * (self.values.numel() - len(TYPICAL_TOTALS))]
         )
         skipped = self.loss_scale is not None and not math.isfinite(grad_norm)

@@ -24,13 +24,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.device import free, grow, storage_id
+from sley_core.comm.device import free, reallocate, storage_id
 from sley_core.engine.buffers import SHARD_ALIGNMENT, ElementRange, FlatBuffer
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.owners import MatrixOwners
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
-from sley_core.model.tensors import keeps_fp32, select_parameter_dtype
+from sley_core.model.tensors import matches_any, select_parameter_dtype
 
 
 class WeightBuffer(FlatBuffer):
@@ -50,7 +50,7 @@ class WeightBuffer(FlatBuffer):
 
     def build(self) -> None:
         if self._num_freed:
-            grow(self.data, self._num_freed)
+            reallocate(self.data, self._num_freed)
             self.data.zero_()
             self._num_freed = 0
 
@@ -89,7 +89,7 @@ class WeightStore:
         assert not self._is_laid_out, "weights are laid out before masters are made"
         buffers = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
         for buffer in buffers:
-            assert not any(keeps_fp32(param.name, self.keep) for param in buffer.params), "buffers have one dtype"
+            assert not any(matches_any(param.name, self.keep) for param in buffer.params), "buffers have one dtype"
             names_laid_out_twice = [param.name for param in buffer.params if param in self._places]
             assert not names_laid_out_twice, f"{names_laid_out_twice} are in a buffer already"
             self._places |= {param: (buffer, view) for param, view in zip(buffer.params, buffer.views, strict=True)}

@@ -177,11 +177,13 @@ class DirectHead(LogitsHead):
 
     def forward(self, input: Tensor) -> Any:
         """Returns `LazyLogits` if the loss follows, and the parameters have no hooks and were not replaced; else the logits."""
-        own = {name: param.parameter for name, param in self.params.items()}
-        is_own = all(self.linear._parameters[name] is own[name] and not own[name]._backward_hooks for name in own)
-        if not self.chunks.is_active or not is_own:
-            return self.patch.__wrapped__(input)
-        return LazyLogits(self, autocast_input(input))
+        has_own_parameters = all(
+            self.linear._parameters[name] is param.parameter and not param.parameter._backward_hooks
+            for name, param in self.params.items()
+        )
+        if self.chunks.is_active and has_own_parameters:
+            return LazyLogits(self, autocast_input(input))
+        return self.patch.__wrapped__(input)
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
         if (weight := self.params["weight"]) in self.store:

@@ -37,8 +37,8 @@ class CrossEntropy(Loss):
     def __init__(self, config: CrossEntropyConfig) -> None:
         self.config = config
         self.fields = (config.labels,)
-        self._highest = -1
-        self._is_first = not config.copying
+        self._highest_label = -1
+        self._checks_shift = not config.copying
         self._compiled_sum: Any = None
 
     def attach(self, parts: Parts) -> None:
@@ -53,12 +53,12 @@ class CrossEntropy(Loss):
         """
         labels = self._labels(batch)
         has_weight = (labels >= 0) & (labels != self.config.ignore_index)
-        if self._is_first:
-            self._is_first = False
+        if self._checks_shift:
+            self._checks_shift = False
             check_shifted(batch, self.config.labels, has_weight)
         num_labels = int(torch.count_nonzero(has_weight))
         if num_labels:
-            self._highest = max(self._highest, int(torch.where(has_weight, labels, -1).max()))
+            self._highest_label = max(self._highest_label, int(torch.where(has_weight, labels, -1).max()))
         return float(num_labels)
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -77,8 +77,8 @@ class CrossEntropy(Loss):
             message = f"logits of shape {list(output.shape)} and {output.dtype} do not fit labels of shape {list(labels.shape)}"
             hint = "return floating-point logits with the shape of the labels and the classes as the last dim"
             raise RunError("loss-output", message, hint=hint)
-        if self._highest >= output.shape[-1]:
-            label, self._highest = self._highest, -1
+        if self._highest_label >= output.shape[-1]:
+            label, self._highest_label = self._highest_label, -1
             raise RunError(
                 "label-out-of-range",
                 f"labels must be classes from 0 to {output.shape[-1] - 1}, but the field `{self.config.labels}` has {label}",
@@ -88,7 +88,7 @@ class CrossEntropy(Loss):
         labels = labels.masked_fill(labels < 0, self.config.ignore_index)
         options = self.config.ignore_index, self.config.label_smoothing
         if isinstance(output, Tensor):
-            return cross_entropy_of_logits(output, labels, *options, sum_many=self._compiled_sum)
+            return cross_entropy_of_logits(output, labels, *options, compiled_sum=self._compiled_sum)
         return output.cross_entropy(labels, *options)
 
     def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -102,14 +102,14 @@ class CrossEntropy(Loss):
 
 
 def cross_entropy_of_logits(
-    logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float, *, sum_many: Any = None
+    logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float, *, compiled_sum: Any = None
 ) -> Tensor:
-    """Returns the sum of the cross-entropies of logits [..., classes] and labels int64 [...]. sum_many: a compiled
-    `sum_cross_entropy`, which is called for more logits than one chunk has; None processes them in chunks.
+    """Returns the sum of the cross-entropies of logits [..., classes] and labels int64 [...]. compiled_sum: a compiled
+    `sum_cross_entropy` for more logits than one chunk has; None processes them in chunks.
     """
-    is_few = logits.numel() <= _chunk_elements(logits)
-    function = sum_cross_entropy if is_few else sum_many or ChunkedCrossEntropy.apply
-    total: Tensor = function(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index, smoothing)
+    is_one_chunk = logits.numel() <= _chunk_elements(logits)
+    compute_sum = sum_cross_entropy if is_one_chunk else compiled_sum or ChunkedCrossEntropy.apply
+    total: Tensor = compute_sum(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index, smoothing)
     return total
 
 

@@ -21,11 +21,12 @@ from sley_core.model.tensors import device_kind
 
 T = TypeVar("T")
 
-_CACHED: Any = WeakIdKeyDictionary()  # field -> {(version of the field, what): value}
+_cached_values: Any = WeakIdKeyDictionary()
+"""The values of each field, by the version of the field and the key in `once_per_field`."""
 
 
-def once_per_field(field: Tensor, label: Hashable, compute: Callable[[], T]) -> T:
-    """Returns `compute()`, or its cached result; `compute` must depend only on `field` and the key `label`.
+def once_per_field(field: Tensor, key: Hashable, compute: Callable[[], T]) -> T:
+    """Returns `compute()`, or its cached result; `compute` must depend only on `field` and `key`.
 
     Use it for values that many layers compute from one field, such as a mask from `cu_seqlens`. An entry lives as long as the
     tensor object of the field, which is one microbatch; a write to the field invalidates it. `compute` runs without gradients.
@@ -34,17 +35,17 @@ def once_per_field(field: Tensor, label: Hashable, compute: Callable[[], T]) -> 
     """
     if torch.compiler.is_compiling() or field.is_inference() or torch.is_inference_mode_enabled():
         return compute()
-    values: dict[Any, T] = _CACHED.setdefault(field, {})
-    key = field._version, label
-    if key not in values:
+    values: dict[Any, T] = _cached_values.setdefault(field, {})
+    versioned_key = field._version, key
+    if versioned_key not in values:
         with torch.no_grad():
-            values[key] = compute()
-    return values[key]
+            values[versioned_key] = compute()
+    return values[versioned_key]
 
 
 def cached_values(field: Tensor) -> list[Any]:
     """Returns all cached values for the current version of `field`."""
-    values: dict[Any, Any] = _CACHED.get(field, {})
+    values: dict[Any, Any] = _cached_values.get(field, {})
     return [value for (version, _), value in values.items() if version == field._version]
 
 
@@ -77,11 +78,11 @@ class Attention(nn.Module):
             return _attend_with_varlen(q, k, v, cu_seqlens, scale, window)
         has_window = window is not None and window < q.shape[1]
         mask = attention_mask(cu_seqlens, window, q) if has_window or cu_seqlens is not None else None
-        grouped = q.shape[2] != k.shape[2]
-        if grouped and is_cuda and (mask is not None or q.dtype not in HALF_DTYPES):
+        is_grouped = q.shape[2] != k.shape[2]
+        if is_grouped and is_cuda and (mask is not None or q.dtype not in HALF_DTYPES):
             # only torch's math kernel supports groups here; the memory-efficient one needs equal numbers of heads
-            k, v = (shared.repeat_interleave(q.shape[2] // shared.shape[2], dim=2) for shared in (k, v))
-            grouped = False
+            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+            is_grouped = False
         context = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -90,7 +91,7 @@ class Attention(nn.Module):
             dropout_p=dropout,
             is_causal=mask is None,
             scale=scale,
-            enable_gqa=grouped,
+            enable_gqa=is_grouped,
         )
         return context.transpose(1, 2)
 
@@ -117,8 +118,8 @@ def _causal_mask(num_positions: int, window: int | None, dtype: torch.dtype, dev
 
 def _compute_mask(cu_seqlens: Tensor, window: int | None, x: Tensor) -> Tensor:
     positions = torch.arange(x.shape[1], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    document = torch.searchsorted(cu_seqlens.contiguous(), positions.expand(len(cu_seqlens), -1).contiguous(), right=True)
-    is_hidden = document[:, :, None] != document[:, None, :]
+    documents = torch.searchsorted(cu_seqlens.contiguous(), positions.expand(len(cu_seqlens), -1).contiguous(), right=True)
+    is_hidden = documents[:, :, None] != documents[:, None, :]
     distance = positions[:, None] - positions[None, :]
     is_hidden = is_hidden | (distance < 0)
     if window is not None:
@@ -126,7 +127,7 @@ def _compute_mask(cu_seqlens: Tensor, window: int | None, x: Tensor) -> Tensor:
     return torch.where(is_hidden[:, None], torch.full((), float("-inf"), dtype=x.dtype, device=is_hidden.device), 0.0)
 
 
-BACKENDS = {
+KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -135,18 +136,18 @@ BACKENDS = {
 """The backends of `F.scaled_dot_product_attention`, by their names in `[model] attention`."""
 
 
-def attention_kernel(name: str) -> AbstractContextManager[Any]:
-    """Returns a context in which every attention uses the kernel `name` of `BACKENDS`. For any other name, torch chooses."""
-    return sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext()
+def use_attention_kernel(name: str) -> AbstractContextManager[Any]:
+    """Returns a context in which every attention uses the kernel `name` of `KERNELS`. For any other name, torch chooses."""
+    return sdpa_kernel(KERNELS[name]) if name in KERNELS else nullcontext()
 
 
-def kernel_of_attention(name: str, head_dim: int, device: torch.device, dtype: torch.dtype, *, is_packed: bool) -> str:
+def find_attention_kernel(name: str, head_dim: int, device: torch.device, dtype: torch.dtype, *, is_packed: bool) -> str:
     """Returns the name of the kernel that computes causal attention with `[model] attention = name`, such as "flash".
 
     is_packed: whether `cu_seqlens` is passed. Raises PlanError "attention-kernel" if the kernel `name` cannot compute heads of
     `head_dim` in `dtype` on `device`.
     """
-    with attention_kernel(name):
+    with use_attention_kernel(name):
         if is_packed and device.type == "cuda" and _has_varlen(dtype):
             return "flash"
         q = torch.empty((1, 1, 128, head_dim), dtype=dtype, device=device, requires_grad=True)
@@ -160,37 +161,37 @@ def kernel_of_attention(name: str, head_dim: int, device: torch.device, dtype: t
         message = f"torch's attention kernel `{name}` cannot compute {dtype_name} heads of {head_dim} on {device.type}"
         hint = 'use `attention = "auto"`, or another kernel'
         raise PlanError("attention-kernel", message, path=("model", "attention"), hint=hint)
-    return next((key for key, value in BACKENDS.items() if value == backend), backend.name.lower())
+    return next((key for key, value in KERNELS.items() if value == backend), backend.name.lower())
 
 
 def _has_varlen(dtype: torch.dtype) -> bool:
     """Returns whether a CUDA device computes packed documents with `varlen_attn`, a flash kernel."""
     is_flash_enabled: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-    return dtype in HALF_DTYPES and is_flash_enabled and varlen() is not None
+    return dtype in HALF_DTYPES and is_flash_enabled and load_varlen_kernel() is not None
 
 
-_varlen_cache: list[Any] = []
+_varlen_kernels: list[Any] = []
 
 
-def varlen() -> Any:
+def load_varlen_kernel() -> Any:
     """Returns torch's `varlen_attn`, or None if it is missing or lacks windows or grouped queries, as in torch 2.10.
 
     Imports it only when called, since the import loads torch's compiler.
     """
-    if not _varlen_cache:  # not `functools.cache`: torch's compiler warns about it
+    if not _varlen_kernels:  # not `functools.cache`: torch's compiler warns about it
         kernel: Any = None
         with suppress(ImportError):
             from torch.nn.attention.varlen import varlen_attn as kernel
         is_supported = kernel is not None and {"window_size", "enable_gqa"} <= set(inspect.signature(kernel).parameters)
-        _varlen_cache.append(kernel if is_supported else None)
-    return _varlen_cache[0]
+        _varlen_kernels.append(kernel if is_supported else None)
+    return _varlen_kernels[0]
 
 
 def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, window: int | None) -> Tensor:
     """Computes attention with torch's varlen kernel, which skips pairs of positions in different documents."""
     batch, num_positions = q.shape[:2]
     bounds = flat_bounds(cu_seqlens, num_positions)
-    context: Tensor = varlen()(
+    context: Tensor = load_varlen_kernel()(
         q.flatten(0, 1),
         k.flatten(0, 1),
         v.flatten(0, 1),

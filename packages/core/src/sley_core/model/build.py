@@ -1,19 +1,23 @@
-"""Builds the model of a plan on meta, with the names, shapes and ties of its parameters but without memory for them.
+"""Builds the model of a plan twice: on meta, and on the host with the values that plain PyTorch would give it.
 
-A factory runs twice; this is the first run. A hook of torch moves each parameter to the meta device when a module registers it.
-Tied parameters stay one object. Buffers and everything else are computed as usual. (Within `torch.device("meta")`
-common code such as `torch.linspace(0, rate, depth).tolist()` would fail.) `HostModel` (`values.py`) runs the factory again, for
-values. If the factory needs the values of parameters, both runs are on the host.
+The first run of the factory (`build_on_meta`) gives the names, shapes and ties of parameters, but no memory. A hook of torch
+moves each parameter to the meta device when a module registers it. Tied parameters stay one object. Buffers and everything else
+are computed as usual. (Within `torch.device("meta")` common code such as `torch.linspace(0, rate, depth).tolist()` would fail.)
+If the factory needs the values of parameters, this run is on the host, too.
+
+The second run (`HostModel`) is on the host, with the generators in the state after `torch.manual_seed(seed)`. Then the model's
+`init_weights(module, name)` is called for every module. In this rank's layers, the resulting modules replace those on meta,
+after their parameters are sharded, cast and moved to the device. Layers with builders are built one at a time, to save memory.
+torch fills new memory with NaN. A parameter with NaN values afterwards raises an error, because nothing has written them.
 """
 
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +27,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sley_core.errors import PlanError, PluginError, SleyError, format_cause, shorten_names
+from sley_core.errors import PlanError, PluginError, format_cause, shorten_names
 from sley_core.generators import find_function_generators, use_program_seed
-from sley_core.model.layers import MODEL, Layer, Model, as_model, parameter_like, set_fields
-from sley_core.model.tensors import check_references
+from sley_core.model.layers import MODEL, Layer, Model, as_model, convert_errors, parameter_like, set_fields
+from sley_core.model.tensors import check_references, checksum, matches_any, select_buffer_dtype, select_parameter_dtype
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 class Recipe:
     """Everything that is needed to call the model factory of a plan again.
 
-    seed: the seed of the factory's generators. adapters: the adapters of the plan, or None. needs_host: the error of the
+    seed: the seed of the factory's generators. adapters: the adapters of the plan, or None. meta_error: the error of the
     factory on meta; "" if it runs there.
     """
 
@@ -45,20 +49,13 @@ class Recipe:
     data: "DataInfo"
     seed: int
     adapters: "Component | None" = None
-    needs_host: str = ""
+    meta_error: str = ""
 
     def call(self) -> Model:
-        """Calls the factory and returns its model, without calling builders.
-
-        Raises PlanError, or PluginError "plugin-failed" for a plugin's factory.
-        """
-        try:
+        """Calls the factory and returns its model. Does not call builders. Raises PlanError, or PluginError "plugin-failed"."""
+        message = f"`{self.component.name}` failed to build its layers"
+        with convert_errors("plugin-failed", message, error_type=PluginError):
             model = as_model(self.component.build(self.data))
-        except SleyError:
-            raise
-        except Exception as error:
-            message = f"`{self.component.name}` failed to build its layers: {format_cause(error)}"
-            raise PluginError("plugin-failed", message, path=MODEL) from error
         if self.adapters is not None:
             model.adapt = self.adapters.build([layer.name for layer in model.layers])
         return model
@@ -68,8 +65,7 @@ def build_on_meta(component: "Component", data: "DataInfo", seed: int, adapters:
     """Builds the model of a plan with parameters on meta, and sets the fields of its layers. Does not communicate.
 
     Structures may depend on draws from `random` and numpy, seeded by `seed`, but not on torch's. Generators are restored.
-    Raises PlanError "model-factory", "model-field", "model-init", "model-hook", the factory's own PlanErrors, and PluginError
-    "plugin-failed" if a plugin's code fails.
+    Raises PlanError, or PluginError "plugin-failed" if a plugin's code fails.
     """
     recipe = Recipe(component, data, seed, adapters)
     try:
@@ -84,7 +80,7 @@ def build_on_meta(component: "Component", data: "DataInfo", seed: int, adapters:
 
 def _run_factory(recipe: Recipe, to_meta: "MetaParameters", *, on_meta: bool) -> Model:
     """Runs the factory and its builders. on_meta: whether parameters move to meta when registered, or only afterwards."""
-    context = parameters_on_meta(to_meta) if on_meta else nullcontext()
+    context = _parameters_on_meta(to_meta) if on_meta else nullcontext()
     with use_program_seed(recipe.seed), _preserve_defaults(), context:
         model = recipe.call()
         for layer in model.layers:
@@ -105,8 +101,8 @@ def _run_factory(recipe: Recipe, to_meta: "MetaParameters", *, on_meta: bool) ->
 
 
 def _move_to_meta(layer: Layer, to_meta: "MetaParameters") -> None:
-    """Moves the layer's parameters to meta. Raises the same errors as `check_parameters`."""
-    check_parameters(layer.name, layer.module, to_meta)
+    """Moves the layer's parameters to meta. Raises the errors of `_check_parameters`."""
+    _check_parameters(layer.name, layer.module, to_meta)
     for module in layer.module.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
@@ -145,7 +141,7 @@ def _check_builders(model: Model) -> None:
                 raise PlanError("model-factory", message, path=MODEL, hint=hint)
 
 
-_builds = WeakIdKeyDictionary()
+_origins = WeakIdKeyDictionary()
 """The `MetaParameters` that made each parameter on meta. A model must not use parameters of an earlier build."""
 
 
@@ -157,17 +153,15 @@ class MetaParameters:
 
     def replacement(self, tensor: Tensor) -> Tensor | None:
         """Returns the parameter on meta that replaces `tensor` in modules, or None."""
-        parameter: Tensor | None = self._replacements.get(tensor)  # type: ignore[no-untyped-call]
-        return parameter
+        return cast(Tensor | None, self._replacements.get(tensor))  # type: ignore[no-untyped-call]
 
     def __call__(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter not in self._replacements:
             if parameter._backward_hooks is None:
                 parameter._backward_hooks = OrderedDict()  # the same dict, for hooks that the real one gets later
             self._replacements[parameter] = parameter_like(parameter, parameter.data.to("meta"))
-            _builds[self._replacements[parameter]] = self
-        meta: nn.Parameter = self._replacements[parameter]
-        return meta
+            _origins[self._replacements[parameter]] = self
+        return cast(nn.Parameter, self._replacements[parameter])
 
 
 class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -179,30 +173,28 @@ class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        draws = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
-        if draws and args and isinstance(args[0], Tensor) and args[0].is_meta:
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
+        if is_draw and args and isinstance(args[0], Tensor) and args[0].is_meta:
             return args[0]
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def parameters_on_meta(to_meta: MetaParameters) -> Iterator[None]:
+def _parameters_on_meta(to_meta: MetaParameters) -> Iterator[None]:
     """Within the block, moves parameters to meta when this thread registers them; preserves ties.
 
     to_meta: maps each real parameter to its parameter on meta. torch's hook is global, so it ignores other threads.
     """
-    builder = threading.get_ident()
+    thread_id = threading.get_ident()
 
     def register(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Returns the meta parameter to register instead of `parameter`, or None to keep `parameter`."""
-        if threading.get_ident() != builder or parameter is None or is_lazy(parameter):
+        if threading.get_ident() != thread_id or parameter is None or is_lazy(parameter) or parameter.is_meta:
             return None
-        if parameter.is_meta or is_traceable_wrapper_subclass(parameter):
-            return None
-        return to_meta(parameter)
+        return None if is_traceable_wrapper_subclass(parameter) else to_meta(parameter)
 
-    hook: Callable[..., Any] = register  # torch's annotation forgets that a hook may return a parameter
-    handle = register_module_parameter_registration_hook(hook)
+    # torch's annotation forgets that a hook may return a parameter.
+    handle = register_module_parameter_registration_hook(cast(Any, register))
     try:
         with warnings.catch_warnings(), NoDrawsOnMeta():  # type: ignore[no-untyped-call]
             # raised by load_state_dict, whose values the second run has
@@ -212,7 +204,7 @@ def parameters_on_meta(to_meta: MetaParameters) -> Iterator[None]:
         handle.remove()
 
 
-def check_parameters(name: str, module: nn.Module, build: MetaParameters | None = None) -> None:
+def _check_parameters(name: str, module: nn.Module, build: MetaParameters | None = None) -> None:
     """Raises PlanError for an unsupported parameter of the layer `name`.
 
     "model-init": it is lazy, integer, sparse, of a tensor subclass or of an earlier build. "model-hook": its accumulated
@@ -226,7 +218,7 @@ def check_parameters(name: str, module: nn.Module, build: MetaParameters | None 
             reason, hint = f"is {parameter.dtype}, but parameters must be floating-point", "register it as a buffer"
         elif is_traceable_wrapper_subclass(parameter) or parameter.layout is not torch.strided:
             reason, hint = f"is a {kind}, but must be a plain dense tensor", "use a plain tensor in the module"
-        elif parameter in _builds and _builds[parameter] is not build:
+        elif parameter in _origins and _origins[parameter] is not build:
             reason = "belongs to a model that an earlier call built"
             hint = "create new modules in each call, since a factory and a builder are called more than once"
         elif parameter._post_accumulate_grad_hooks:
@@ -237,30 +229,230 @@ def check_parameters(name: str, module: nn.Module, build: MetaParameters | None 
         raise PlanError(code, f"the parameter {path!r} {reason}", path=MODEL, hint=hint)
 
 
-MAX_NAMES = 3
-"""The largest number of names that a message lists."""
+class HostModel:
+    """A model with values on the host. Layers without builders are initialised by the constructor, layers with builders on
+    request.
+
+    model: the result of `build_on_meta`. Raises PlanError "model-init" if a parameter shares memory without being tied,
+    "model-differs" if the factory's model differs from the one on meta, or the factory's own errors.
+    """
+
+    def __init__(self, model: Model) -> None:
+        recipe: Recipe = model.recipe
+        self.model = model
+        self._seed = recipe.seed
+        with _emulate_plain_pytorch(self._seed):
+            self._factory_model = recipe.call()
+            self._factory_model.initialise()
+            for layer in self._factory_model.layers:
+                if layer.builder is None:
+                    self._factory_model.adapt_layer(layer, self._seed)
+        meta_layers, host_layers = (
+            ", ".join(f"{layer.name} (a builder)" if layer.builder else layer.name for layer in built.layers)
+            for built in (model, self._factory_model)
+        )
+        if meta_layers != host_layers:
+            raise _differs_error(f"first the layers {meta_layers}, then {host_layers}")
+        self._check_modules({layer.name: layer.module for layer in self._factory_model.layers if layer.builder is None})
+        # The first location of each parameter on meta, by id. A reference to the parameter keeps its id from being reused.
+        self._first_locations: dict[int, tuple[Layer, str, nn.Parameter]] = {}
+        for layer in model.layers:
+            for name, _, _, parameter in _parameter_locations(layer.name, layer.module):
+                self._first_locations.setdefault(id(parameter), (layer, name, parameter))
+
+    def factory_module(self, layer: Layer) -> nn.Module:
+        """Returns the factory's module of `layer` on the host; an empty module if the layer has a builder."""
+        return self._factory_model[layer.name].module
+
+    def build_module(self, layer: Layer) -> nn.Module:
+        """Returns the module of `layer` with values on the host. Calls the layer's builder, if it has one."""
+        host_layer = self._factory_model[layer.name]
+        if host_layer.builder is None:
+            return host_layer.module
+        with _emulate_plain_pytorch(self._seed):
+            self._factory_model.build_layer(host_layer, self._seed)
+            self._factory_model.adapt_layer(host_layer, self._seed)
+        module, host_layer.module = host_layer.module, nn.Module()
+        self._check_modules({layer.name: module})
+        return module
+
+    @torch.no_grad()
+    def load_values(
+        self,
+        layer_names: Collection[str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
+        keep: Sequence[str] = (),
+    ) -> dict[int, nn.Parameter]:
+        """Puts modules with values into the layers `layer_names`. Returns the new parameters by the id of those on meta.
+
+        dtype: the dtype of parameters, except those that match the patterns `keep`, which are fp32. shard: for each sharded
+        parameter, by the id of the parameter on meta, a function from the full value on the host to this rank's shard. Training
+        modes and `requires_grad` do not change. Does not communicate. Raises PlanError "model-init" for a parameter and
+        "model-buffer" for a buffer without values.
+        """
+        parameters: dict[int, nn.Parameter] = {}
+        buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer in self.model.layers:
+            if layer.name not in layer_names:
+                continue
+            meta_locations, module = _parameter_locations(layer.name, layer.module), self.build_module(layer)
+            host_locations = _parameter_locations(layer.name, module)
+            for (name, _, _, meta), (_, owner, attribute, real) in zip(meta_locations, host_locations, strict=True):
+                if id(meta) not in parameters:
+                    value = self._initial_value(layer, name, meta, real)
+                    if self.model.adapt is not None and not meta.requires_grad:
+                        self.model.base_digests[self._first_locations[id(meta)][1]] = checksum(value)
+                    if is_sharded := shard is not None and id(meta) in shard:
+                        value = shard[id(meta)](value)
+                    # A copy, since the factory's memory may belong to numpy, a file or a larger tensor.
+                    value = value.to(device=device, dtype=select_parameter_dtype(name, dtype, keep), copy=not is_sharded)
+                    parameters[id(meta)] = parameter_like(real, value)
+                    parameters[id(meta)].requires_grad_(meta.requires_grad)
+                setattr(owner, attribute, parameters[id(meta)])
+            _move_buffers(layer.name, module, dtype, device, buffers)
+            module.train()  # a module may override it
+            for old, new in zip(layer.module.modules(), module.modules(), strict=True):
+                new.training = old.training
+            layer.module = module
+        return parameters
+
+    def drop_other_layers(self, parameters: Mapping[int, nn.Parameter], layer_names: Collection[str]) -> None:
+        """Drops the values of all layers except `layer_names`; keeps `parameters`, a result of `load_values`. No load may
+        follow.
+        """
+        for layer in self.model.layers:
+            if layer.name not in layer_names:
+                on_meta = [meta for _, _, _, meta in _parameter_locations(layer.name, layer.module)]
+                for module in (layer.module, self.factory_module(layer)):  # other layers may refer to the factory's module
+                    for meta, (_, owner, attribute, _) in zip(on_meta, _parameter_locations(layer.name, module), strict=False):
+                        setattr(owner, attribute, parameters.get(id(meta), meta))
+                layer.unreadable = {}
+
+    def _initial_value(self, layer: Layer, name: str, meta: nn.Parameter, real: nn.Parameter) -> Tensor:
+        """Returns the value of a parameter on the host, from its first location, which may be in another layer.
+
+        Raises PlanError "model-init" if the parameter has no value.
+        """
+        first_layer, first_name, _ = self._first_locations[id(meta)]
+        if first_layer is not layer:
+            locations = _parameter_locations(first_layer.name, self.build_module(first_layer))
+            real = next(parameter for path, _, _, parameter in locations if path == first_name)
+        value = real.detach()
+        if not value.is_meta and not value.isnan().any():
+            return value
+        message = f"the parameter {name!r} has no initial value, or an initial value that is not a number (NaN)"
+        hint = "write to it in the factory, or return sley_core.api.model.Model(layers, init_weights)"
+        raise PlanError("model-init", message, path=MODEL, hint=hint)
+
+    def _check_modules(self, modules: Mapping[str, nn.Module]) -> None:
+        """Checks `modules`, by layer, and records in the model's layers the tensors that a forward must not read."""
+        _check_structure(self.model, modules)
+        for name, module in modules.items():
+            _check_parameters(name, module)
+        unregistered = check_references(modules)
+        for name in modules:
+            self.model[name].unreadable = {entry.attribute: entry.tensor for entry in unregistered.get(name, ())}
 
 
-def is_per_rank(name: str, patterns: Sequence[str]) -> bool:
-    """Returns whether training may write the buffer `name`: whether it matches `patterns` (`Model.per_rank_buffers`)."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _parameter_locations(name: str, module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Returns the name, module, attribute and parameter of every registration in `module`; a tied parameter has several."""
+    return [
+        (f"{path}.{attribute}", owner, attribute, parameter)
+        for path, owner in module.named_modules(prefix=name, remove_duplicate=False)
+        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+
+
+@contextmanager
+def _emulate_plain_pytorch(seed: int) -> Iterator[None]:
+    """Seeds the generators for the block as `torch.manual_seed(seed)` does, and makes torch fill new memory with NaN."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # torch.use_deterministic_algorithms would import the compiler.
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    try:
+        with use_program_seed(seed), NoDrawsOnMeta():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        torch._C._set_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+
+
+def _check_structure(model: Model, modules: Mapping[str, nn.Module]) -> None:
+    """Raises PlanError "model-differs" if the modules, parameters, buffers, shapes or ties in `modules`, by layer, differ from
+    those on meta in `model`, or if a parameter is frozen only in `modules`.
+    """
+    layers = [layer for layer in model.layers if layer.name in modules]
+    declared_ties = {second for _, second in model.ties}
+    first = dict(_describe_structure([(layer.name, layer.module) for layer in layers], declared_ties))
+    second = dict(_describe_structure([(layer.name, modules[layer.name]) for layer in layers], declared_ties))
+    for name in {**first, **second}:
+        if first.get(name) != second.get(name):
+            raise _differs_error(f"{name!r} is first {first.get(name, 'missing')}, then {second.get(name, 'missing')}")
+    for layer in layers if model.adapt is None else ():
+        locations = (_parameter_locations(layer.name, module) for module in (layer.module, modules[layer.name]))
+        for (name, _, _, meta), (_, _, _, real) in zip(*locations, strict=True):
+            if name not in declared_ties and meta.requires_grad and not real.requires_grad:
+                message = f"the parameter {name!r} is first trained, then frozen by another name or by `init_weights`"
+                hint = "freeze it in the factory by its module: `module.weight.requires_grad_(False)`"
+                raise PlanError("model-differs", message, path=MODEL, hint=hint)
+
+
+def _describe_structure(modules: Iterable[tuple[str, nn.Module]], declared_ties: Collection[str]) -> Iterator[tuple[str, str]]:
+    first_names: dict[nn.Parameter, str] = {}
+    for layer_name, module in modules:
+        for path, submodule in module.named_modules(prefix=layer_name, remove_duplicate=False):
+            yield path, f"a {type(submodule).__name__}"
+            for attribute, buffer in submodule._buffers.items():
+                if buffer is not None:
+                    yield f"{path}.{attribute}", f"a buffer {list(buffer.shape)}"
+            for attribute, parameter in submodule._parameters.items():
+                if parameter is not None:
+                    name = f"{path}.{attribute}"
+                    first_name = name if name in declared_ties else first_names.setdefault(parameter, name)
+                    tie = f" tied to {first_name!r}" if first_name != name else ""
+                    yield name, f"a parameter {list(parameter.shape)}{tie}"
+
+
+def _differs_error(difference: str) -> PlanError:
+    message = f"two calls of the factory returned different models: {difference}"
+    hint = "let the factory depend only on its options and the data; it is called once without values and once with values"
+    return PlanError("model-differs", message, path=MODEL, hint=hint)
+
+
+def _move_buffers(
+    name: str, layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, tuple[Tensor, Tensor]]
+) -> None:
+    """Moves the layer's buffers to `device`, in the dtypes of `select_buffer_dtype`; shared buffers stay shared.
+
+    moved: the (old, new) buffers by the id of the old one. Raises PlanError "model-buffer" for a buffer on meta.
+    """
+    for path, module in layer.named_modules(prefix=name):
+        for attribute, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer.is_meta:
+                message = f"the buffer '{path}.{attribute}' was built without values"
+                raise PlanError("model-buffer", message, path=MODEL, hint="write to it in the factory")
+            if id(buffer) not in moved:
+                moved[id(buffer)] = buffer, buffer.to(device=device, dtype=select_buffer_dtype(buffer, dtype))
+            setattr(module, attribute, moved[id(buffer)][1])
 
 
 def check_written_buffers(buffers: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raises PlanError "model-buffer-written" if `buffers`, the name and module of each written buffer, is not empty.
-
-    A running mean, for example, is the mean of only this rank's samples, since it is not reduced.
+    """Raises PlanError "model-buffer-written" if there are `buffers`, the name and module of each written buffer. A running
+    mean, for example, is the mean of only this rank's samples, since it is not reduced.
     """
     if not buffers:
         return
     types = " and ".join(dict.fromkeys(type(module).__name__ for _, module in buffers))
-    names = ", ".join(f"`{name}`" for name, _ in buffers[:MAX_NAMES]) + (", ..." if len(buffers) > MAX_NAMES else "")
-    num_buffers = f"{len(buffers)} buffer{'' if len(buffers) == 1 else 's'}"
+    names = shorten_names([f"`{name}`" for name, _ in buffers], 3)
+    count = "a buffer" if len(buffers) == 1 else f"{len(buffers)} buffers"
     patterns = ", ".join(dict.fromkeys(f'"*.{name.rpartition(".")[2]}"' for name, _ in buffers))
     alternative = ", or use GroupNorm" if any(isinstance(module, _NormBase) for _, module in buffers) else ""
     raise PlanError(
         "model-buffer-written",
-        f"training updates {num_buffers} of {types} ({names}), whose values would differ between ranks",
+        f"training updates {count} of {types} ({names}), whose values would differ between ranks",
         path=MODEL,
         hint="to keep separate values per replica, return `sley_core.api.model.Model(layers, "
         f"per_rank_buffers=({patterns},))` from the factory{alternative}",
@@ -268,14 +460,12 @@ def check_written_buffers(buffers: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def set_train_mode(model: Model) -> None:
-    """Puts the layers of `model` into training mode, except modules that must stay in evaluation mode.
+    """Puts the layers of `model` into training mode, except two kinds of modules that the factory left in evaluation mode:
+    frozen ones within a module in training mode, and a BatchNorm whose statistics may not be written, since ranks do not share
+    them.
 
     Calls torch's `train()`, which a module may override, because `from_pretrained` returns a model in evaluation mode, without
-    dropout. Afterwards, a program may call `eval()` on modules of a run. Two kinds of modules stay in evaluation mode if the
-    factory left them in it:
-
-    * a frozen module within one in training mode: the factory has called `eval()` on it;
-    * a BatchNorm whose statistics may not be written, since ranks do not share them.
+    dropout. Afterwards, a program may call `eval()` on modules of a run.
     """
     is_training = any(layer.module.training for layer in model.layers)
     for layer in model.layers:
@@ -291,16 +481,16 @@ def evaluation_notes(layers: Sequence[Layer]) -> list[str]:
     modules = [pair for layer in layers for pair in layer.module.named_modules(prefix=layer.name)]
     names = {name: None for name, module in modules if not module.training}
     outermost = [name for name in names if name.rpartition(".")[0] not in names]
-    message = f"the factory left these modules in evaluation mode, and they stay in it: {shorten_names(outermost, MAX_NAMES)}"
+    message = f"the factory left these modules in evaluation mode, and they stay in it: {shorten_names(outermost, 3)}"
     return [message] if outermost else []
 
 
 def _modules_in_evaluation(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bool) -> Iterator[nn.Module]:
     """Yields the modules that stay in evaluation mode. is_training: whether the parent is in training mode.
 
-    per_rank: patterns, as in `is_per_rank`.
+    per_rank: patterns, as in `Model.per_rank_buffers`.
     """
-    is_norm = isinstance(module, _NormBase) and not is_per_rank(f"{name}.running_mean", per_rank)
+    is_norm = isinstance(module, _NormBase) and not matches_any(f"{name}.running_mean", per_rank)
     flags = [parameter.requires_grad for parameter in module.parameters()]
     is_frozen = bool(flags) and not any(flags)
     if not module.training and (is_norm or (is_training and is_frozen)):

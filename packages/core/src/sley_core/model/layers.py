@@ -19,6 +19,7 @@ rank needs the memory of the whole model:
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -135,16 +136,11 @@ class Model:
         if layer.builder is None:
             return
         with use_program_seed(derive_seed(seed, layer.name)):
-            try:
+            label = f"the builder of the layer {layer.name!r}"
+            with convert_errors("model-factory", f"{label} failed"):
                 module = layer.builder()
-            except SleyError:
-                raise
-            except Exception as error:
-                raise _factory_error(f"the builder of the layer {layer.name!r} failed: {format_cause(error)}") from error
             if not isinstance(module, nn.Module):
-                raise _factory_error(
-                    f"the builder of the layer {layer.name!r} must return a torch.nn.Module, but returned {_type_label(module)}"
-                )
+                raise _factory_error(f"{label} must return a torch.nn.Module, but returned {_describe_type(module)}")
             layer.module = module
             if initialises and self.init_weights is not None:
                 _allocate_parameters(module, {})
@@ -155,16 +151,10 @@ class Model:
 
         Raises PlanError "model-adapters" if it fails.
         """
-        if self.adapt is None:
-            return
-        with use_program_seed(derive_seed(seed, layer.name, "adapters")):
-            try:
+        if self.adapt is not None:
+            error_context = convert_errors("model-adapters", f"the layer {layer.name!r} cannot have adapters", ("adapters",))
+            with use_program_seed(derive_seed(seed, layer.name, "adapters")), error_context:
                 self.adapt(layer.module, layer.name)
-            except SleyError:
-                raise
-            except Exception as error:
-                message = f"the layer {layer.name!r} cannot have adapters: {format_cause(error)}"
-                raise PlanError("model-adapters", message, path=("adapters",)) from error
 
     def tie(self) -> None:
         """Ties the parameters in `ties`. Raises PlanError "model-factory" if a tie is invalid, or two layers are one module."""
@@ -192,25 +182,33 @@ class Model:
         for key, child in module.named_children():
             self._initialise(child, f"{name}.{key}", initialised_ids)
         initialised_ids.add(id(module))
-        try:
+        with convert_errors("model-init", f"the module {name!r} ({type(module).__name__}) cannot be initialised"):
             self.init_weights(module, name)
-        except SleyError:
-            raise
-        except Exception as error:
-            message = f"the module {name!r} ({type(module).__name__}) cannot be initialised: {format_cause(error)}"
-            raise PlanError("model-init", message, path=MODEL) from error
+
+
+@contextmanager
+def convert_errors(code: str, message: str, path: KeyPath = MODEL, error_type: type[SleyError] = PlanError) -> Iterator[None]:
+    """Converts errors of code that the plan names into an `error_type`, whose message is `message` and the cause. Errors of
+    Sley stay as they are.
+    """
+    try:
+        yield
+    except SleyError:
+        raise
+    except Exception as error:
+        raise error_type(code, f"{message}: {format_cause(error)}", path=path) from error
 
 
 def _allocate_parameters(module: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
     """Replaces the module's parameters on meta by uninitialised ones on the host.
 
-    replacements: the new parameter for each old one; is extended.
+    replacements: maps old parameters to new ones; this function adds to it.
     """
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if parameter not in replacements:
-                    # Not empty_like, which imports the compiler for a tensor on meta .
+                    # Not empty_like, which imports the compiler for a tensor on meta
                     data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
                     replacements[parameter] = parameter_like(parameter, data)
                 submodule._parameters[name] = replacements[parameter]
@@ -227,9 +225,9 @@ def _make_layers(layers: Any) -> Iterator[Layer]:
         name, module, *count = item if isinstance(item, tuple) and len(item) in (2, 3) else (str(index), item)
         is_builder = callable(module) and not isinstance(module, nn.Module) and isinstance(item, tuple)
         if not isinstance(module, nn.Module) and not is_builder:
-            raise _factory_error(f"layer {index} of the model must be a torch.nn.Module, but is {_type_label(module)}")
+            raise _factory_error(f"layer {index} of the model must be a torch.nn.Module, but is {_describe_type(module)}")
         if not isinstance(name, str) or not name:
-            raise _factory_error(f"the name of layer {index} of the model must be a string, but is {_type_label(name)}")
+            raise _factory_error(f"the name of layer {index} of the model must be a string, but is {_describe_type(name)}")
         if count and not (is_builder and type(count[0]) is int and count[0] > 0):
             raise _factory_error(
                 f"layer {index} of the model has the count {count[0]!r}, but only a builder can have one, of at least 1"
@@ -246,7 +244,7 @@ def _layer_items(layers: Any) -> Iterable[Any]:
     if isinstance(layers, Mapping):
         return layers.items()
     if isinstance(layers, nn.Module | str) or not isinstance(layers, Iterable):
-        raise _factory_error(f"the model's factory must return a list of layers, but returned {_type_label(layers)}")
+        raise _factory_error(f"the model's factory must return a list of layers, but returned {_describe_type(layers)}")
     return layers
 
 
@@ -268,12 +266,12 @@ def _check_unique(layers: Sequence[Layer]) -> None:
                 raise _factory_error(f"two {kind} of the model are named {name!r}")
 
 
-def _type_label(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _factory_error(message: str) -> PlanError:
-    hint = "return modules, (name, module) pairs, an nn.Sequential, or sley_core.model.layers.Model(layers, ...)"
+    hint = "return modules, (name, module) pairs, an nn.Sequential, or sley_core.api.model.Model(layers, ...)"
     return PlanError("model-factory", message, path=MODEL, hint=hint)
 
 
@@ -324,8 +322,8 @@ def _accepted_fields(layer: Layer, is_first: bool, data: "DataInfo", problems: l
             problems.append(_field_error(layer, f"reads the field {parameter.name!r}, which the data does not have", hint))
 
 
-def _field_error(layer: Layer, label: str, hint: str) -> Diagnostic:
-    message = f"layer {layer.name!r} ({type(layer.module).__name__}.forward) {label}"
+def _field_error(layer: Layer, fault: str, hint: str) -> Diagnostic:
+    message = f"layer {layer.name!r} ({type(layer.module).__name__}.forward) {fault}"
     return Diagnostic("model-field", message, path=MODEL, hint=hint)
 
 
@@ -346,12 +344,12 @@ class ForwardPatch:
     a patch, that forward stays. A copy or pickle of the module has the unpatched forward.
     """
 
-    __slots__ = ("_below", "_forward", "module")
+    __slots__ = ("_forward", "_previous", "module")
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module = module
         self._forward: Callable[..., Any] | None = forward
-        self._below: Callable[..., Any] | None = vars(module).get("forward")
+        self._previous: Callable[..., Any] | None = vars(module).get("forward")
         # Not by setattr: a module may have its own, and torch's would register a forward that is itself a module.
         vars(module)["forward"] = self
 
@@ -361,8 +359,8 @@ class ForwardPatch:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward below this patch. Through it, `inspect.signature` finds the signature of the module's own forward."""
-        if self._below is not None:
-            return self._below
+        if self._previous is not None:
+            return self._previous
         forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return forward
 
@@ -371,15 +369,15 @@ class ForwardPatch:
         self._forward = None
         attributes = vars(self.module)
         while isinstance(patch := attributes.get("forward"), ForwardPatch) and patch._forward is None:
-            if patch._below is None:
+            if patch._previous is None:
                 del attributes["forward"]
             else:
-                attributes["forward"] = patch._below
+                attributes["forward"] = patch._previous
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self._below is None:
+        if self._previous is None:
             return getattr, (self.module, "forward")  # by then the copy has no forward but its class's
-        return _return_forward, (self._below,)
+        return _return_forward, (self._previous,)
 
 
 def _return_forward(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -84,14 +84,14 @@ def checksum(value: Tensor) -> int:
     return crc32(flat_bytes(value.cpu()).numpy().data)
 
 
-def keeps_fp32(name: str, keep: Sequence[str]) -> bool:
-    """Returns whether the parameter `name` stays in fp32. keep: the patterns in `[precision] keep`."""
-    return any(fnmatchcase(name, pattern) for pattern in keep)
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether `name` matches one of `patterns`, in which `*` matches any text, including dots."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def select_parameter_dtype(name: str, dtype: torch.dtype, keep: Sequence[str]) -> torch.dtype:
-    """Returns the dtype of the parameter `name`: `dtype`, or at least fp32 if it matches `keep`."""
-    return torch.promote_types(dtype, torch.float32) if keeps_fp32(name, keep) else dtype
+    """Returns the dtype of the parameter `name`: `dtype`, or at least fp32 if it matches the patterns `keep`."""
+    return torch.promote_types(dtype, torch.float32) if matches_any(name, keep) else dtype
 
 
 def select_buffer_dtype(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -111,7 +111,7 @@ def dtype_hint(error: BaseException) -> str:
 
 T = TypeVar("T")
 
-PLAIN: set[type] = {Tensor}
+PLAIN_TYPES: set[type] = {Tensor}
 """The types of plain tensors. A memory estimate adds the type of fake tensors, which stand for plain tensors."""
 
 _assumed_type: ContextVar[str | None] = ContextVar("_assumed_type", default=None)
@@ -120,7 +120,7 @@ _byte_counters: list[Callable[[], int]] = []
 
 def is_plain(tensor: object) -> bool:
     """Returns whether `tensor` is a plain tensor: neither a parameter nor an instance of another subclass."""
-    return type(tensor) in PLAIN
+    return type(tensor) in PLAIN_TYPES
 
 
 def device_kind(tensor: Tensor) -> str:
@@ -168,10 +168,8 @@ def estimate_bytes(count_bytes: Callable[[], int]) -> Iterator[None]:
 MAX_OBJECTS = 100_000
 """The largest number of objects that are searched from one attribute, which may be a tokenizer or a dataset."""
 
-_META_BITS = 64
-"""The number of bits by which the imaginary addresses of tensors on meta are shifted, so that they do not overlap real
-addresses.
-"""
+_META_ADDRESS_SHIFT = 64
+"""The bits by which the imaginary addresses of tensors on meta are shifted, so that they do not overlap real addresses."""
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 _LEAF_TYPES: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
@@ -180,11 +178,11 @@ _CONTAINER_TYPES = (dict, OrderedDict)
 
 
 class ReferencedTensor(NamedTuple):
-    """A tensor to which a layer's attribute leads. in_module: whether it is a parameter of a module outside all layers."""
+    """A tensor to which a layer's attribute leads. is_in_module: whether it is a parameter of a module outside all layers."""
 
     attribute: str
     tensor: Tensor
-    in_module: bool
+    is_in_module: bool
 
 
 def referenced_tensors(name: str, layer: nn.Module, layer_modules: set[int]) -> Iterator[ReferencedTensor]:
@@ -219,17 +217,15 @@ def check_references(
             key = id(reference.tensor if meta is None else meta)
             name, tensor = registered.get(key, ("", reference.tensor))
             is_parameter = bool(name) and isinstance(tensor, nn.Parameter)
-            if is_parameter and (meta is not None or not reference.in_module):
-                attribute = reference.attribute
-                message = (
-                    f"`{attribute}` refers to the parameter {name!r}, but does not register it, so it would not follow its "
-                    "training"
+            if is_parameter and (meta is not None or not reference.is_in_module):
+                raise PlanError(
+                    "model-init",
+                    f"`{reference.attribute}` refers to the parameter {name!r}, but does not register it, so it would not "
+                    "follow its training",
+                    path=("model",),
+                    hint="read the parameter from its module in the forward (`self.linear.weight`), or register it in this "
+                    "module too, as a tie",
                 )
-                hint = (
-                    "read the parameter from its module in the forward (`self.linear.weight`), or register it in this module "
-                    "too, as a tie"
-                )
-                raise PlanError("model-init", message, path=("model",), hint=hint)
             if is_parameter or tensor.grad_fn is not None:
                 unreadable.setdefault(layer, []).append(reference)
             if not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.strided:
@@ -283,33 +279,31 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     """Returns the addresses of the tensor's first byte and after its last; (0, 0) if it is empty; imaginary on meta."""
     if not tensor.numel():
         return 0, 0
-    item = tensor.element_size()
+    itemsize = tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     if tensor.is_meta:
-        start = (storage_id(tensor) << _META_BITS) + int(tensor.storage_offset()) * item
-    return start, start + (last + 1) * item
+        start = (storage_id(tensor) << _META_ADDRESS_SHIFT) + int(tensor.storage_offset()) * itemsize
+    return start, start + (last + 1) * itemsize
 
 
 def _search_roots(name: str, layer: nn.Module) -> Iterator[tuple[str, Any]]:
     types: dict[type, None] = {}
     for prefix, module in layer.named_modules(prefix=name):
-        for name, value in vars(module).items():
+        for attribute, value in vars(module).items():
             # Attributes that torch updates when a parameter is replaced, or before each forward, cannot be stale.
-            is_updated = (isinstance(module, nn.RNNBase) and name == "_flat_weights") or f"{name}_orig" in module._parameters
-            if name not in _REGISTRIES and not is_updated:
-                yield f"{prefix}.{name}", value
-        for name, parameter in module._parameters.items():
+            is_flat_weights = isinstance(module, nn.RNNBase) and attribute == "_flat_weights"
+            if attribute not in _REGISTRIES and not is_flat_weights and f"{attribute}_orig" not in module._parameters:
+                yield f"{prefix}.{attribute}", value
+        for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                yield f"{prefix}.{name}.register_hook", parameter._backward_hooks
-                yield f"{prefix}.{name}", parameter.__dict__
+                yield f"{prefix}.{attribute}.register_hook", parameter._backward_hooks
+                yield f"{prefix}.{attribute}", parameter.__dict__
         types.update(dict.fromkeys(type(module).__mro__))
-    for module_type in types:
-        if not _is_from_torch(module_type):
-            for name, value in list(vars(module_type).items()):
-                if name == "__init__":
-                    continue  # no forward needs its globals, such as a registry of instances
-                yield f"{module_type.__name__}.{name}", value
+    for module_type in (module_type for module_type in types if not _is_from_torch(module_type)):
+        for attribute, value in list(vars(module_type).items()):
+            if attribute != "__init__":  # no forward needs its globals, such as a registry of instances
+                yield f"{module_type.__name__}.{attribute}", value
 
 
 def _is_from_torch(value: Any) -> bool:

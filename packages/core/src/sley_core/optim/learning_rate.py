@@ -35,20 +35,20 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def constant(config: ConstantConfig, _num_steps: int) -> Factor:
+def constant_factor(config: ConstantConfig, _num_steps: int) -> Factor:
     """Returns a function that is 1 after the warm-up."""
     return lambda step: _warmup(step, config.warmup_steps)
 
 
-def decay(config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
+def decay_factor(config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
     """Returns a function that falls from 1 to `min_ratio` after the warm-up, by default until the run's last step."""
-    last_full = max(config.warmup_steps - 1, 0)
-    decay_steps = config.decay_steps or max(num_steps - 1 - last_full, 1)
+    last_full_step = max(config.warmup_steps - 1, 0)
+    decay_steps = config.decay_steps or max(num_steps - 1 - last_full_step, 1)
     shape = SHAPES["cosine" if isinstance(config, CosineConfig) else "linear"]
-    return _decay_factor(shape, config.warmup_steps, last_full, decay_steps, config.min_ratio)
+    return _make_factor(shape, config.warmup_steps, last_full_step, decay_steps, config.min_ratio)
 
 
-def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Factor:
+def warmup_stable_decay_factor(config: WarmupStableDecayConfig, num_steps: int) -> Factor:
     """Returns a function that is 1 after the warm-up and falls to `min_ratio` over the last `decay_steps` steps. Raises
     PlanError "learning-rate-steps" if warm-up and decay are longer than the run.
     """
@@ -60,21 +60,19 @@ def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Fact
             path=("learning_rate", "decay_steps" if config.decay_steps else "warmup_steps"),
             hint="use fewer `warmup_steps` or `decay_steps`, or more `run.steps`",
         )
-    last_full = num_steps - 1 - decay_steps
-    return _decay_factor(SHAPES[config.shape], config.warmup_steps, last_full, decay_steps, config.min_ratio)
+    last_full_step = num_steps - 1 - decay_steps
+    return _make_factor(SHAPES[config.shape], config.warmup_steps, last_full_step, decay_steps, config.min_ratio)
 
 
-def _decay_factor(shape: Shape, warmup_steps: int, last_full: int, decay_steps: int, min_ratio: float) -> Factor:
-    """Returns a function with a warm-up. It is 1 until the step `last_full`, and falls to `min_ratio` in the next `decay_steps`
-    steps.
-    """
+def _make_factor(shape: Shape, warmup_steps: int, last_full_step: int, decay_steps: int, min_ratio: float) -> Factor:
+    """Returns a function that is 1 from the warm-up to `last_full_step`, and falls to `min_ratio` in the next `decay_steps`."""
 
     def factor(step: int) -> float:
-        if step <= last_full:
+        if step <= last_full_step:
             return _warmup(step, warmup_steps)
-        if step >= last_full + decay_steps:
+        if step >= last_full_step + decay_steps:
             return min_ratio
-        return min_ratio + (1.0 - min_ratio) * shape((step - last_full) / decay_steps)
+        return min_ratio + (1.0 - min_ratio) * shape((step - last_full_step) / decay_steps)
 
     return factor
 
@@ -95,14 +93,14 @@ def learning_rate_factor(plan: "Plan") -> Factor:
     name = plan.learning_rate.name
 
     def checked_factor(step: int) -> float:
-        share = factor(step)
+        result = factor(step)
         try:
-            value = float(share)
+            value = float(result)
         except (TypeError, ValueError):
             value = math.nan
         if not 0 <= value < math.inf:
             raise _rate_error(
-                plan, f"`{name}` must return a finite factor of at least 0, but returned {share!r} at step {step}"
+                plan, f"`{name}` must return a finite factor of at least 0, but returned {result!r} at step {step}"
             )
         return value
 
@@ -117,7 +115,7 @@ def _rate_error(plan: "Plan", message: str) -> SleyError:
     return plan.add_places(PlanError("learning-rate", message, path=("learning_rate", "factory")))
 
 
-def shares_digest(factor: Factor, num_steps: int) -> str:
+def factor_digest(factor: Factor, num_steps: int) -> str:
     """Returns a digest of the results of `factor` at up to 65 steps of the run. Ranks compare it."""
     steps = sorted({num_steps * part // 64 for part in range(65)})
     return sha256(repr([factor(step) for step in steps]).encode()).hexdigest()
@@ -128,7 +126,7 @@ def check_learning_rate(plan: "Plan") -> Iterable[Problem]:
     config = plan.learning_rate.config
     if isinstance(config, WarmupStableDecayConfig):
         try:
-            warmup_stable_decay(config, plan.run.steps)
+            warmup_stable_decay_factor(config, plan.run.steps)
         except PlanError as error:
             for problem in error.diagnostics:
                 yield Problem(problem.path, problem.message, problem.hint, problem.code)

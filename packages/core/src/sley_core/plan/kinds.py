@@ -102,7 +102,7 @@ COMPONENTS = (
         records.OptimizerRecord,
         "The optimizer, which updates the weights in each step.",
         factory=FactoryOptimizerConfig,
-        build="sley_core.optim.build:build_from_factory",
+        build="sley_core.optim.optimizers:build_from_factory",
     ),
     ComponentTable(
         "learning_rate",

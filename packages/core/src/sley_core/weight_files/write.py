@@ -21,7 +21,7 @@ from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from sley_core.comm.group import Group
+from sley_core.comm.world import Group
 from sley_core.errors import RunError, format_cause
 from sley_core.files import sync_names, write_atomically
 from sley_core.weight_files.read import INDEX_FILE, SINGLE_FILE, TensorReader

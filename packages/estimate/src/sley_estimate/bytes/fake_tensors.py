@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException, in_kernel_invocation_manager
 
 from sley_core.comm.device import storage_id
-from sley_core.model.tensors import PLAIN
+from sley_core.model.tensors import PLAIN_TYPES
 from sley_estimate.layers.operators import scratch_bytes
 
 ADDRESS_FACTOR = 1 << 44  # the address of a storage is its identifier times this number, which is larger than any storage
@@ -365,8 +365,8 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             (FakeTensor, "data_ptr"): tensor_address,
         }
         with ExitStack() as stack:
-            stack.callback(PLAIN.discard, FakeTensor)
-            PLAIN.add(FakeTensor)
+            stack.callback(PLAIN_TYPES.discard, FakeTensor)
+            PLAIN_TYPES.add(FakeTensor)
             for (owner, name), replacement in changes.items():
                 stack.enter_context(patch.object(owner, name, replacement))
             yield

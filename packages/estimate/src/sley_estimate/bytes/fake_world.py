@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sley_core.comm.backends import MessageTransport, installed_transports
 from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory, storage_id
-from sley_core.comm.group import Exchange, Simulation, do_nothing
-from sley_core.comm.progress import ActionProgress, Members, first_line
-from sley_core.comm.transport import Transport, Work
+from sley_core.comm.exchanges import ActionProgress, Members, first_line
+from sley_core.comm.transport import MessageTransport, Transport, Work, installed_transports
+from sley_core.comm.world import ExchangeKind, Simulation
 from sley_core.data.dataset import AnyDataset
 from sley_core.engine.boundary import Description, unflatten
 from sley_core.errors import RunError
@@ -40,7 +39,7 @@ from sley_trainer.execute import describe_output
 from sley_trainer.stepper import Stage
 from train_cli.meta_model import meta_micro_batch, meta_output, meta_state
 
-_COLLECTIVES: Mapping[Exchange, Collective] = {
+_COLLECTIVES: Mapping[ExchangeKind, Collective] = {
     **dict.fromkeys(("sum", "max", "min"), "sum"),
     "all_gather": "gather",
     "all_to_all": "swap",
@@ -115,11 +114,11 @@ class FakeDevice(Device):
     _stream_numbers: Iterator[int] = field(default_factory=count, init=False, compare=False)
     _host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict, init=False, compare=False)
 
-    def in_use(self) -> AbstractContextManager[object]:
+    def as_default(self) -> AbstractContextManager[object]:
         return self.tensors
 
-    def read(self, values: Tensor, usual: list[float]) -> list[float]:
-        return usual
+    def read_values(self, values: Tensor, fallback: list[float]) -> list[float]:
+        return fallback
 
     def move(self, tensor: Tensor) -> Tensor:
         """Returns `tensor` as a fake tensor of the device. Its memory counts as new memory, except on a CPU."""
@@ -164,11 +163,11 @@ class FakeWork(Work):
         self._on_wait = on_wait
         self._allocate_scratch = allocate_scratch
         self._progress = progress
-        self._start_entry = progress.pending
+        self._start_entry = progress.current_entry
         self._has_waited = False
 
     def is_completed(self) -> bool:
-        if self._progress.pending is not self._start_entry:
+        if self._progress.current_entry is not self._start_entry:
             self._sum()
         return self._has_waited
 
@@ -181,7 +180,7 @@ class FakeWork(Work):
         self.wait()
 
     def _sum(self) -> None:
-        allocate_scratch, self._allocate_scratch = self._allocate_scratch, do_nothing
+        allocate_scratch, self._allocate_scratch = self._allocate_scratch, lambda: None
         allocate_scratch()
 
 
@@ -252,14 +251,14 @@ class StepSimulation(Simulation):
         return transports
 
     def simulate_exchange(
-        self, members: Members, kind: Exchange, result: Tensor, given: Tensor, channel: str, label: str
-    ) -> Callable[[], None]:
+        self, members: Members, kind: ExchangeKind, result: Tensor, tensor: Tensor, channel: str, label: str
+    ) -> Callable[[], None] | None:
         """Records a collective, but no messages, which are in the action lists. Returns a function to call at the wait."""
         if kind not in _COLLECTIVES:
-            return do_nothing
+            return None
         return self.recording.on_exchange(_COLLECTIVES[kind], members.axis, channel, result.nbytes)
 
-    def announced(
+    def make_output_describer(
         self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype
     ) -> Callable[[int, int], Description] | None:
         """Returns a function `(stage, chunk)` that describes the chunk's output; None for a plan with one stage."""
@@ -268,7 +267,7 @@ class StepSimulation(Simulation):
         placement, outputs = stage.action_lists.placement, meta_outputs(plan, stage, dataset, dtype)
         return lambda number, chunk: outputs[placement.position(number, chunk)]
 
-    def fill(self, layers: Sequence[Layer], dtype: torch.dtype) -> None:
+    def fill_layers(self, layers: Sequence[Layer], dtype: torch.dtype) -> None:
         """Replaces all meta tensors that `layers` refer to by new fake tensors; see `replace_tensors`."""
         modules = {id(module): module for layer in layers for module in layer.module.modules()}
         parameter_ids = {id(parameter) for layer in layers for parameter in layer.module.parameters()}

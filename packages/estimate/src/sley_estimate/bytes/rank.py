@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
 
 from sley_core.actions.action import Action, Kind, Step
 from sley_core.actions.simulate import Costs, Peaks, compute_peaks
-from sley_core.comm.progress import BEGINNING
+from sley_core.comm.exchanges import BEGINNING
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.memory import PARTS
@@ -160,7 +160,7 @@ def fake_run(plan: Plan, rank: int, world_size: int, draft: Draft | None = None)
     world = World.fake(rank, world_size, device, StepSimulation(tensors, recording, "cuda" if is_cuda else "cpu"))
     with disable_gc(), tensors.patch_torch(), device_type, world as joined, assemble(plan, joined, draft=draft) as run:
         progress = run.groups.progress.step_progress
-        ledger.locate = lambda: StepPosition(progress.step, progress.pending, progress.layer)
+        ledger.locate = lambda: StepPosition(progress.step, progress.current_entry, progress.layer)
         yield run, ledger, recording
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.device import Device
-from sley_core.comm.progress import first_line
+from sley_core.comm.exchanges import first_line
 from sley_core.comm.transport import gather_values
 from sley_core.comm.world import World
 from sley_core.data.batches import SequenceSlicer, narrow_batch, open_dataset
@@ -30,8 +30,8 @@ from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import WeightQueue
 from sley_core.errors import RunError
+from sley_core.model.build import HostModel
 from sley_core.model.layers import Layer, Model
-from sley_core.model.values import HostModel
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate.device import Lead

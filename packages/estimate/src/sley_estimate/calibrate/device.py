@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory, free, grow
+from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory, free, reallocate
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.plan.load import plan_from_dict
@@ -244,7 +244,7 @@ def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, ten
     stream.record().hold_device()
     num_bytes = free(tensor)
     moments.append(device.moment())
-    grow(tensor, num_bytes)
+    reallocate(tensor, num_bytes)
     stream.wait_for_device()
     stream.copy(tensor, memory.data)
     stream.record().hold_device()

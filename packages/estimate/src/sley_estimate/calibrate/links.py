@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from sley_core.comm.group import Group, Groups
 from sley_core.comm.transport import Work
-from sley_core.comm.world import World
+from sley_core.comm.world import Group, Groups, World
 from sley_core.plan.plan import Plan
 from sley_core.topology import GATHER, REDUCE, Topology
 from sley_estimate.calibrate.bench import measure_layers
@@ -58,9 +57,9 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     timeout_s: the limit of every wait between ranks.
     """
     size = world.size
-    shard_groups = world.groups(Topology.from_sizes(size, wp=size), timeout_s, cross_memory=True)
-    slice_groups = world.groups(Topology.from_sizes(size, sp=size), timeout_s, cross_memory=True)
-    stage_groups = world.groups(Topology.from_sizes(size, pp=size), timeout_s, cross_memory=True)
+    shard_groups = world.make_groups(Topology.from_sizes(size, wp=size), timeout_s, cross_memory=True)
+    slice_groups = world.make_groups(Topology.from_sizes(size, sp=size), timeout_s, cross_memory=True)
+    stage_groups = world.make_groups(Topology.from_sizes(size, pp=size), timeout_s, cross_memory=True)
     timer, device = LinkTimer(shard_groups, world), world.device.torch_device
     groups = shard_groups["stage"], shard_groups["wp"], slice_groups["sp"], stage_groups["pp"]
     small, large = (prepare_exchanges(*groups, device, num_bytes) for num_bytes in (SMALL_BYTES, LARGE_BYTES))

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from sley_core.comm.device import storage_id
-from sley_core.comm.progress import first_line
+from sley_core.comm.exchanges import first_line
 from sley_core.engine.boundary import Description
 from sley_core.engine.call import Keep
 from sley_core.engine.direct import WeightGradientSink, WeightQueue, is_plain_linear, linear_forward

@@ -36,7 +36,7 @@ from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.layers import Layer
-from sley_core.optim.shared import set_training_mode
+from sley_core.optim.optimizers import set_training_mode
 from sley_core.plan.check import MAX_FORWARDS, check_plan
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective

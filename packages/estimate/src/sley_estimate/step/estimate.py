@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sley_core.actions.action import Action, Delivery, Kind, LoweredList, Placement, Transfer, direction_of, select_actions
-from sley_core.optim.shared import can_skip_on_device
+from sley_core.optim.optimizers import can_skip_on_device
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host

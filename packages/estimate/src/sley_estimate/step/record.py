@@ -141,7 +141,7 @@ class Recording:
             self._host_storage_ids = {storage_id(entry.parameter) for entry in master_weights.local_params}
         self._first = len(self._exchanges)
         self._is_recording = True
-        run.groups.progress.step_progress.follow = self._record_entry
+        run.groups.progress.step_progress.on_entry = self._record_entry
         self._tensors.listener = self._record_operator
 
     def end(self, run: Run) -> RankRecord:
