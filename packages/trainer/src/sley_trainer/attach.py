@@ -148,7 +148,7 @@ def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) ->
     optimizer_device = master_device or device.torch_device
     # With a fixed order of sums, CPU kernels must round every element alike: the tail of a shard is not the tail of its tensor.
     is_uniform = parts.store.reduction.fixed_order and plan.optimizer.record is not None and optimizer_device.type == "cpu"
-    groups_of = partial(parameter_groups, config=config, more=UNIFORM_ROUNDING if is_uniform else None, roles=roles)
+    groups_of = partial(parameter_groups, config=config, extra_options=UNIFORM_ROUNDING if is_uniform else None, roles=roles)
     factor = learning_rate_factor(plan)
     traits = TORCH_TRAITS
     if has_values and not plan.optimizer.name.startswith("core."):

@@ -71,9 +71,9 @@ class Trial:
         self._parameters = [[nn.Parameter(part) for part in self._draw_parts(shape)] for shape in self._shapes]
         self.parameters = [part for parts in self._parameters for part in parts]
         groups = [{**options, "params": parts} for options, parts in zip(toys.options, self._parameters, strict=True)]
-        self.optimizer = shared.set_training_mode(build(groups))
+        self.optimizer = optimizers.set_training_mode(build(groups))
         self._generators = find_optimizer_generators(self.optimizer)
-        self.initial_values = shared.copy_attributes(self.optimizer)
+        self.initial_values = optimizers.copy_attributes(self.optimizer)
         self.keeps_gradients = self.draws_random = False
 
     def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> "Trial":
@@ -97,7 +97,7 @@ class Trial:
         seed_host(number)
         before = comparable_state(), cuda_generator and cuda_generator.manual_seed(number).get_offset()
         if one_by_one:
-            step = shared.copy_gradients_first(self.optimizer, self.optimizer.step)
+            step = optimizers.copy_gradients_first(self.optimizer, self.optimizer.step)
             params: Any = [SimpleNamespace(parameter=parameter) for parameter in self.parameters]
             step_buckets(self.optimizer, params, lambda params: ([param] for param in params[::-1]), step)
         else:

@@ -31,7 +31,6 @@ from sley_core.engine.weights import MasterWeights, OptimizerParam
 from sley_core.errors import RunError
 from sley_core.generators import GENERATOR_LOCK, derive_seed, find_optimizer_generators, seed_generators
 from sley_core.optim import optimizers
-from sley_core.optim.optimizers import scale_learning_rate
 from sley_trainer.row_metrics import SourceSums
 
 CLIP_EPSILON = 1e-6

@@ -27,9 +27,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sley_core.errors import PlanError, PluginError, format_cause, shorten_names
+from sley_core.errors import PlanError, PluginError, SleyError, format_cause, shorten_names
 from sley_core.generators import find_function_generators, use_program_seed
-from sley_core.model.layers import MODEL, Layer, Model, as_model, convert_errors, parameter_like, set_fields
+from sley_core.model.layers import MODEL, Layer, Model, as_model, parameter_like, set_fields
 from sley_core.model.tensors import check_references, checksum, matches_any, select_buffer_dtype, select_parameter_dtype
 
 if TYPE_CHECKING:
@@ -53,9 +53,13 @@ class Recipe:
 
     def call(self) -> Model:
         """Calls the factory and returns its model. Does not call builders. Raises PlanError, or PluginError "plugin-failed"."""
-        message = f"`{self.component.name}` failed to build its layers"
-        with convert_errors("plugin-failed", message, error_type=PluginError):
+        try:
             model = as_model(self.component.build(self.data))
+        except SleyError:
+            raise
+        except Exception as error:
+            message = f"`{self.component.name}` failed to build its layers: {format_cause(error)}"
+            raise PluginError("plugin-failed", message, path=MODEL) from error
         if self.adapters is not None:
             model.adapt = self.adapters.build([layer.name for layer in model.layers])
         return model
@@ -193,8 +197,7 @@ def _parameters_on_meta(to_meta: MetaParameters) -> Iterator[None]:
             return None
         return None if is_traceable_wrapper_subclass(parameter) else to_meta(parameter)
 
-    # torch's annotation forgets that a hook may return a parameter.
-    handle = register_module_parameter_registration_hook(cast(Any, register))
+    handle = register_module_parameter_registration_hook(cast(Any, register))  # its type lacks the result
     try:
         with warnings.catch_warnings(), NoDrawsOnMeta():  # type: ignore[no-untyped-call]
             # raised by load_state_dict, whose values the second run has
@@ -230,8 +233,7 @@ def _check_parameters(name: str, module: nn.Module, build: MetaParameters | None
 
 
 class HostModel:
-    """A model with values on the host. Layers without builders are initialised by the constructor, layers with builders on
-    request.
+    """A model with values on the host. The constructor initialises the layers without builders.
 
     model: the result of `build_on_meta`. Raises PlanError "model-init" if a parameter shares memory without being tied,
     "model-differs" if the factory's model differs from the one on meta, or the factory's own errors.

@@ -19,7 +19,6 @@ rank needs the memory of the whole model:
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -136,11 +135,16 @@ class Model:
         if layer.builder is None:
             return
         with use_program_seed(derive_seed(seed, layer.name)):
-            label = f"the builder of the layer {layer.name!r}"
-            with convert_errors("model-factory", f"{label} failed"):
+            try:
                 module = layer.builder()
+            except SleyError:
+                raise
+            except Exception as error:
+                raise _factory_error(f"the builder of the layer {layer.name!r} failed: {format_cause(error)}") from error
             if not isinstance(module, nn.Module):
-                raise _factory_error(f"{label} must return a torch.nn.Module, but returned {_describe_type(module)}")
+                raise _factory_error(
+                    f"the builder of the layer {layer.name!r} must return a torch.nn.Module, but returned {_describe_type(module)}"
+                )
             layer.module = module
             if initialises and self.init_weights is not None:
                 _allocate_parameters(module, {})
@@ -151,10 +155,16 @@ class Model:
 
         Raises PlanError "model-adapters" if it fails.
         """
-        if self.adapt is not None:
-            error_context = convert_errors("model-adapters", f"the layer {layer.name!r} cannot have adapters", ("adapters",))
-            with use_program_seed(derive_seed(seed, layer.name, "adapters")), error_context:
+        if self.adapt is None:
+            return
+        with use_program_seed(derive_seed(seed, layer.name, "adapters")):
+            try:
                 self.adapt(layer.module, layer.name)
+            except SleyError:
+                raise
+            except Exception as error:
+                message = f"the layer {layer.name!r} cannot have adapters: {format_cause(error)}"
+                raise PlanError("model-adapters", message, path=("adapters",)) from error
 
     def tie(self) -> None:
         """Ties the parameters in `ties`. Raises PlanError "model-factory" if a tie is invalid, or two layers are one module."""
@@ -182,21 +192,13 @@ class Model:
         for key, child in module.named_children():
             self._initialise(child, f"{name}.{key}", initialised_ids)
         initialised_ids.add(id(module))
-        with convert_errors("model-init", f"the module {name!r} ({type(module).__name__}) cannot be initialised"):
+        try:
             self.init_weights(module, name)
-
-
-@contextmanager
-def convert_errors(code: str, message: str, path: KeyPath = MODEL, error_type: type[SleyError] = PlanError) -> Iterator[None]:
-    """Converts errors of code that the plan names into an `error_type`, whose message is `message` and the cause. Errors of
-    Sley stay as they are.
-    """
-    try:
-        yield
-    except SleyError:
-        raise
-    except Exception as error:
-        raise error_type(code, f"{message}: {format_cause(error)}", path=path) from error
+        except SleyError:
+            raise
+        except Exception as error:
+            message = f"the module {name!r} ({type(module).__name__}) cannot be initialised: {format_cause(error)}"
+            raise PlanError("model-init", message, path=MODEL) from error
 
 
 def _allocate_parameters(module: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
