@@ -427,9 +427,8 @@ def _differs_error(difference: str) -> PlanError:
 def _move_buffers(
     name: str, layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
-    """Moves the layer's buffers to `device`, in the dtypes of `select_buffer_dtype`; shared buffers stay shared.
-
-    moved: the (old, new) buffers by the id of the old one. Raises PlanError "model-buffer" for a buffer on meta.
+    """Moves the layer's buffers to `device`. moved: the (old, new) buffers by the id of the old one; shared buffers stay shared.
+    Raises PlanError "model-buffer" for a buffer on meta.
     """
     for path, module in layer.named_modules(prefix=name):
         for attribute, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):

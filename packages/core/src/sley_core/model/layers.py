@@ -142,8 +142,9 @@ class Model:
             except Exception as error:
                 raise _factory_error(f"the builder of the layer {layer.name!r} failed: {format_cause(error)}") from error
             if not isinstance(module, nn.Module):
+                kind = _describe_type(module)
                 raise _factory_error(
-                    f"the builder of the layer {layer.name!r} must return a torch.nn.Module, but returned {_describe_type(module)}"
+                    f"the builder of the layer {layer.name!r} must return a torch.nn.Module, but returned {kind}"
                 )
             layer.module = module
             if initialises and self.init_weights is not None:
