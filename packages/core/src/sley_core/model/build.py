@@ -427,7 +427,7 @@ def _differs_error(difference: str) -> PlanError:
 def _move_buffers(
     name: str, layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
-    """Moves the layer's buffers to `device`. moved: the (old, new) buffers by the id of the old one; shared buffers stay shared.
+    """Moves the layer's buffers to `device`. moved: the (old, new) buffers by the old id; shared buffers stay shared.
     Raises PlanError "model-buffer" for a buffer on meta.
     """
     for path, module in layer.named_modules(prefix=name):
