@@ -84,7 +84,7 @@ class _NoUpdate:
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
         values = loss.new_zeros(len(TYPICAL_TOTALS))
         values[LOSS], values[WEIGHT] = loss, 1.0
-        return StepTotals(values, own_loss=loss, own_exchanges={}, device=self.device)
+        return StepTotals(values, local_loss=loss, local_exchanges={}, device=self.device)
 
 
 class Torch:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layouts import layout_of, num_ranks
 
-from sley_core.engine.owners import update_work
+from sley_core.engine.weights import update_cost
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_close_gradients, assert_same_bits
@@ -101,8 +101,8 @@ def test_owners_are_balanced_and_equal_on_all_ranks(ranks: Any, texts: Path) -> 
     names = [name for owned in owned_by_rank for name in owned]
     assert len(names) == len(set(names)), "a matrix has two owners"
     assert set(names) == set(record_reference(PLAN, 3, folder=texts).gradients[0]), "a matrix has no owner"
-    works = [sum(map(update_work, owned.values())) for owned in owned_by_rank]
-    largest = max(update_work(shape) for owned in owned_by_rank for shape in owned.values())
+    works = [sum(map(update_cost, owned.values())) for owned in owned_by_rank]
+    largest = max(update_cost(shape) for owned in owned_by_rank for shape in owned.values())
     assert max(works) - min(works) <= largest
 
 

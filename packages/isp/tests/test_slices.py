@@ -145,7 +145,7 @@ def full_gradients(plan, folder):
             output.register_hook(gradients.append)
             return output, fields
 
-        watched.counts = whole.counts
+        watched.is_counted = whole.is_counted
         run.stepper.executor.whole_sequences = watched
         run.step()
     return torch.cat(gradients)

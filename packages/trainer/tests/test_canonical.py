@@ -62,7 +62,7 @@ def test_eight_micro_batches_need_three_sums_besides_the_one_that_comes():
     for at in range(8):
         incoming = sum_memory.allocate(torch.empty(4))
         incoming.fill_(at)
-        most = max(most, len(sums))
+        most = max(most, len(sums.nodes))
         sums.put(0, Node(at, at + 1), incoming)
     assert most == 3
     assert len(sum_memory.created) == 3 + 1
@@ -123,7 +123,7 @@ def test_a_loss_weight_has_no_order():
 
     def total(*weights_of_ranks: list[float]) -> float:
         terms = map(reduction.weight_terms, weights_of_ranks)
-        return reduction.weight_of([sum(digit) for digit in zip(*terms, strict=True)])
+        return reduction.weight_from_terms([sum(digit) for digit in zip(*terms, strict=True)])
 
     weights = [0.1 * number + 1e-7 for number in range(24)]
     found = {total(*(weights[at::ranks] for at in range(ranks))) for ranks in (1, 2, 3, 8)}

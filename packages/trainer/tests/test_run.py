@@ -224,7 +224,7 @@ def of_some_ranks(tables, folder):
         if run.world.rank == 1:
             numbers.add("own/second", lambda: torch.tensor(9.0), of="root")
         numbers.add("own/both", lambda: run.world.rank + 1.0)
-        numbers.agree()
+        numbers.gather_names()
         values = numbers.local_shares(torch.device("cpu"))
         torch.distributed.all_reduce(values)
         return numbers.names, numbers.row(values.tolist())
@@ -239,7 +239,7 @@ def test_a_number_on_the_device_is_not_read(small, alone):
     with alone(small()) as run, FakeTensorMode():  # whose tensors have no values
         numbers = StepNumbers(run.groups)
         numbers.add("own/one", lambda: torch.ones(()))
-        numbers.agree()
+        numbers.gather_names()
         assert numbers.local_shares(torch.device("cpu")).shape == (1,)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sley_core.engine import replicas
+from sley_core.engine import agreement
 from sley_core.errors import SleyError
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plugin import CrossEntropyConfig
@@ -83,7 +83,7 @@ def test_a_frozen_weight_may_be_written_in_bf16(alone, tables):
 
 @pytest.mark.parametrize("kind", ["in place", "new", "data"])
 def test_a_buffer_that_is_first_written_after_the_first_step_is_refused(alone, small, monkeypatch, kind):
-    monkeypatch.setattr(replicas, "COMPARE_EVERY", 4)
+    monkeypatch.setattr(agreement, "COMPARE_EVERY", 4)
     plan = small(
         model={"factory": "own_models:model", "options": {"kind": "LateWrites", "way": kind}}, batch__micro_size=2, run__steps=6
     )
@@ -99,7 +99,7 @@ def test_a_buffer_that_is_first_written_after_the_first_step_is_refused(alone, s
 
 
 def drifts(plan, folder, name):
-    replicas.COMPARE_EVERY = 3
+    agreement.COMPARE_EVERY = 3
     try:
         with running(plan, folder) as run:
             run.step()
@@ -111,7 +111,7 @@ def drifts(plan, folder, name):
                 run.step()
             return caught.value.diagnostics[0].code
     finally:
-        replicas.COMPARE_EVERY = 256
+        agreement.COMPARE_EVERY = 256
 
 
 def test_replicas_that_come_apart_are_found(ranks, own, small):

@@ -85,7 +85,7 @@ def check_metrics(plan: Plan) -> Iterable[records.Problem]:
 
 @hookimpl
 def sley_records() -> list[records.Record]:
-    rates, activations, handlers = "sley_core.optim.learning_rate", "sley_core.engine.call", "sley_core.engine.handlers"
+    rates, activations, handlers = "sley_core.optim.learning_rate", "sley_core.engine.call", "sley_core.engine.gradients"
     cross_entropy = "sley_core.losses.cross_entropy:CrossEntropy"
     return [
         records.LossRecord(name="cross_entropy", config=CrossEntropyConfig, build=cross_entropy, split_logits=True),

@@ -269,7 +269,7 @@ def test_rows_are_added_at_their_indices_in_every_step(store_of):
 
         @staticmethod
         def backward(ctx, gradient):
-            harness.store.add_rows(param, ctx.at, rows * gradient)
+            harness.store.add_rows(param, rows * gradient, ctx.at)
             return None, None
 
     wanted = torch.zeros(5, 3)

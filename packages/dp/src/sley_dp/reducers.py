@@ -184,7 +184,7 @@ class ShardedReducer(GradientHandler):
             buffer = self._parts.store.buffer_of(param)
             assert buffer is not None, param
             assert buffer.shard is not None, "a bucket of `dp.sharded` has no shard"
-            buffer.is_whole = False
+            buffer.has_full_gradients = False
             self.sums.start(buffer, self._parts.groups[buffer.shard.axis])
 
     def finish_step(self, step: StepState) -> None:

@@ -77,7 +77,7 @@ class ShardedModule:
         self.weight, self.bias = params["weight"], params.get("bias")
         self.params = list(params.values())
         self.parts = parts
-        self.can_fuse = not parts.store.reduction.fixed_order  # a fused product and sum rounds differently
+        self.can_fuse = not parts.store.reduction.has_fixed_order  # a fused product and sum rounds differently
         self.sink = WeightGradientSink(self._reduce, parts.queue)
         self.name = self.weight.name.rpartition(".")[0]
         self.is_embedding = isinstance(module, nn.Embedding)

@@ -110,7 +110,7 @@ class ColumnEmbedding(ShardedModule):
             rows = output.flatten(0, 1)
             if isinstance(self.module, nn.Embedding) and self.module.padding_idx is not None:
                 rows.masked_fill_((inputs == self.module.padding_idx).unsqueeze(1), 0.0)
-            store.add_rows(self.weight, inputs, rows)  # without a temporary tensor as large as the shard
+            store.add_rows(self.weight, rows, inputs)  # without a temporary tensor as large as the shard
 
         self.communicator.enqueue_reduction(Reduction([work], add_rows, ExitStack(), sent=columns))
 

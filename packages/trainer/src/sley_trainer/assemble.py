@@ -19,16 +19,15 @@ import torch
 from sley_core.comm.world import Groups, World
 from sley_core.data.batches import POSITIONS, add_positions, count_samples_per_epoch, open_dataset
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
-from sley_core.engine.agreement import agree
+from sley_core.engine.agreement import check_agreement
 from sley_core.engine.boundary import Description
-from sley_core.engine.buffers import group_by_reduce_group, plan_without_buffers
+from sley_core.engine.buffers import WeightStore, group_by_reduce_group, plan_without_buffers
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Parts, StepNumbers, StepState, Waits
 from sley_core.engine.reduction import reduction_class
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.shards import SHARD_AXIS, Shards, check_hooks, plan_shards, refuse_unregistered, shard_on_meta
-from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
 from sley_core.losses.chunked_head import HeadChunks
 from sley_core.memory import DevicePool, OffloadManager
@@ -220,7 +219,7 @@ def build_groups(plan: Plan, world: World, topology: Topology, model: Model, sta
     if plan.learning_rate.record is None:
         properties["learning rates with the digest"] = factor_digest(learning_rate_factor(plan), plan.run.steps)
     properties |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    agree(properties, control, {"the plan": partial(format_values, plan)})  # over all ranks; blocks
+    check_agreement(properties, control, {"the plan": partial(format_values, plan)})  # over all ranks; blocks
     return groups
 
 

@@ -16,13 +16,13 @@ from sley_core.comm.device import Device
 from sley_core.data.batches import SequenceSlicer, add_positions, check_tokens
 from sley_core.data.dataset import AnyDataset, DataInfo
 from sley_core.data.feed import Feed
+from sley_core.engine.agreement import CopyComparison, WriteWatch
 from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import patch_layers
 from sley_core.engine.parts import Parts
 from sley_core.engine.registry import check_no_parameters, parameter_roles
-from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.step_batch import BatchSplitter, PositionAdditivity, WholeSequences, needs_whole_sequences
-from sley_core.engine.weights import MasterWeights, OptimizerParam
+from sley_core.engine.weights import MasterWeights, MatrixOwners, OptimizerParam
 from sley_core.errors import PlanError
 from sley_core.memory import MemoryInventory, OffloadManager, Part
 from sley_core.model.layers import Model
@@ -90,7 +90,7 @@ def build_stepper(
         undo.callback(communicator.detach)
     policy.attach(parts)
     undo.callback(policy.detach)
-    parts.numbers.agree()
+    parts.numbers.gather_names()
     step_progress = parts.groups.progress.step_progress = parts.store.state.step_progress
     fields = add_positions(info, topology.sp).fields
     additivity = whole_sequences = None
@@ -115,7 +115,7 @@ def build_stepper(
     executor = Executor(parts, stage.chunks, boundaries, caller, loss, fields, communicator, additivity, whole_sequences)
     compare = CopyComparison(parts, model.per_rank_buffers) if has_values else None
     stepper = Stepper(parts, executor, stage.action_lists, handlers, update, undo, compare, plan.model.config.attention)
-    undo.callback(patch_layers(parts, splits=stage.action_lists.splits_backward(plan.num_microbatches(topology))))
+    undo.callback(patch_layers(parts, splits_backwards=stage.action_lists.splits_backward(plan.num_microbatches(topology))))
     if parts.head is not None:
         from sley_core.losses.chunked_head import patch_head  # loaded only by the runs that need it
 
@@ -136,8 +136,6 @@ def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) ->
     roles = parameter_roles(plan.optimizer, model.layers)
     owners = None
     if scope_of(plan.optimizer.record, config) != "elementwise":
-        from sley_core.engine.owners import MatrixOwners  # few plans need it
-
         elementwise = {name for name, role in (roles or {}).items() if role.scope == "elementwise"}
         owners = MatrixOwners(parts.groups, parts.store, master_dtype, elementwise)
     masters = MasterWeights(parts.weights, parts.store, master_dtype, master_device, owners)
@@ -147,7 +145,7 @@ def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) ->
             parts.weights.adopt(param)
     optimizer_device = master_device or device.torch_device
     # With a fixed order of sums, CPU kernels must round every element alike: the tail of a shard is not the tail of its tensor.
-    is_uniform = parts.store.reduction.fixed_order and plan.optimizer.record is not None and optimizer_device.type == "cpu"
+    is_uniform = parts.store.reduction.has_fixed_order and plan.optimizer.record is not None and optimizer_device.type == "cpu"
     groups_of = partial(parameter_groups, config=config, extra_options=UNIFORM_ROUNDING if is_uniform else None, roles=roles)
     factor = learning_rate_factor(plan)
     traits = TORCH_TRAITS
@@ -224,7 +222,7 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
     weighs_whole = executor.whole_sequences is not None
     loss = executor.loss if executor.has_loss and not weighs_whole else None
     slices = SequenceSlicer(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
-    weighs = executor.has_loss and (executor.whole_sequences is None or executor.whole_sequences.counts)
+    weighs = executor.has_loss and (executor.whole_sequences is None or executor.whole_sequences.is_counted)
     splitter = BatchSplitter(
         dataset.info,
         plan.batch.micro_size,
@@ -232,7 +230,7 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
         executor.loss,
         weighs=weighs,
         weighs_whole=weighs_whole,
-        weighs_micros=parts.store.reduction.fixed_order,
+        weighs_micros=parts.store.reduction.has_fixed_order,
     )
     read_fields = frozenset(name for layer in model.layers for name in layer.fields)
     samples = Samples(dataset, splitter, Meter.for_run(plan, parts, model.layers, dataset.info), read_fields)

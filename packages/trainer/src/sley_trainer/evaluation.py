@@ -17,7 +17,7 @@ from sley_core.comm.world import Group
 from sley_core.data.batches import add_positions, open_dataset
 from sley_core.data.dataset import SOURCE, AnyDataset, Batch, DataContext, DataInfo, Dataset, is_stream
 from sley_core.data.feed import Feed
-from sley_core.engine.agreement import agree
+from sley_core.engine.agreement import check_agreement
 from sley_core.engine.boundary import tensors_in
 from sley_core.engine.parts import Parts
 from sley_core.engine.step_batch import BatchSplitter, StepBatch, WholeSequences
@@ -91,7 +91,7 @@ class Tally:
         versions = [(tensor, version_of(tensor)) for tensor in tensors_in((output, fields))]
         if metrics.custom_metric is not None:
             arguments = (output, fields) if metrics.whole_sequences is None else metrics.whole_sequences(output, fields, batch)
-            if metrics.whole_sequences is None or metrics.whole_sequences.counts:
+            if metrics.whole_sequences is None or metrics.whole_sequences.is_counted:
                 results = self._check_results(metrics.custom_metric(*arguments))
         if any(version_of(tensor) != version for tensor, version in versions):
             raise _metric_error("writes in place to the output or the batch, which the loss also uses")
@@ -208,7 +208,7 @@ def build_evaluation_feeds(
         if hasattr(dataset, "data_digest"):
             info_by_set[f"data of the set {name}, with the digest"] = str(dataset.data_digest)
         # With a fixed order of sums, the position of every microbatch must not depend on `dp`.
-        is_fixed, unit = parts.store.reduction.fixed_order, parts.topology.dp * plan.batch.micro_size
+        is_fixed, unit = parts.store.reduction.has_fixed_order, parts.topology.dp * plan.batch.micro_size
         batch_size = size
         if not is_fixed:  # the multiple of `unit` that splits the samples into the fewest batches with the least padding
             num_batches = -(-num_samples // size)
@@ -216,7 +216,7 @@ def build_evaluation_feeds(
         feed = build_feed(dataset, batch_size, shuffle=evaluation_set.data.config.shuffle)
         feeds[name] = EvaluationFeed(feed, num_samples, batch_size, feed.rows.start, dataset.info.fields)
     if info_by_set:
-        agree(info_by_set, parts.groups["control"])  # over all ranks; blocks
+        check_agreement(info_by_set, parts.groups["control"])  # over all ranks; blocks
     return feeds
 
 

@@ -21,11 +21,11 @@ from torch.profiler import record_function
 
 from sley_core.actions.action import Action, Flow, Kind, LoweredList, Placement, StageChunk, Transfer, select_actions
 from sley_core.data.dataset import SOURCE, Batch, Field
+from sley_core.engine.agreement import check_fields
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
 from sley_core.engine.call import LayerCaller, call_hooks
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import MicroStep, Parts, Phase, StepState
-from sley_core.engine.replicas import check_fields
 from sley_core.engine.step_batch import BatchWeight, PositionAdditivity, WholeSequences
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer
@@ -89,7 +89,7 @@ class Executor:
     def __post_init__(self) -> None:
         self.device, self.queue, self.head = self.parts.world.device, self.parts.queue, self.parts.head
         self.hooks: Sequence[SchedulerHook] = self.caller.hooks
-        self.keeps_micro_losses = self.parts.store.reduction.fixed_order
+        self.keeps_micro_losses = self.parts.store.reduction.has_fixed_order
         self.has_loss = any(self._is_last_chunk(chunk) for chunk in range(len(self.chunks)))
         read_fields = {name for layers in self.chunks for layer in layers for name in layer.fields}
         if self.has_loss:
@@ -200,7 +200,7 @@ class Executor:
         if run.tally is not None:
             self._count_metrics(run.tally, micro, output, batch, is_counted=is_counted)
         chunk_state.loss = self._compute_loss(micro, output, fields, batch)
-        if is_counted and (self.whole_sequences is None or self.whole_sequences.counts):
+        if is_counted and (self.whole_sequences is None or self.whole_sequences.is_counted):
             loss_sum = run.total[micro.micro] if self.keeps_micro_losses else run.total
             loss_sum += chunk_state.loss.detach()
 

@@ -203,7 +203,7 @@ class Loop:
         if result.loss_scale is not None:
             row["loss_scale"] = result.loss_scale
         if result.loss_scale is not None or skips is not None:
-            row["skipped"] = int(result.skipped or is_skipped)
+            row["skipped"] = int(result.is_skipped or is_skipped)
         count = len(self.parts.numbers.names)
         row |= self.parts.numbers.row(result.numbers[:count])
         if (sources := self.stepper.update.sources) is not None:

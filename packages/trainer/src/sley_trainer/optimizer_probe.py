@@ -134,7 +134,7 @@ def probe_optimizer(
     # A rank that updates only some of the elements draws different random numbers.
     has_shards = any(getattr(handler.record, "result", "full") == "shard" for handler in plan.gradient_handlers)
     is_split = plan.parallel.pp > 1 or plan.parallel.wp > 1 or has_shards
-    if traits.draws_random and parts.store.reduction.fixed_order and is_split:
+    if traits.draws_random and parts.store.reduction.has_fixed_order and is_split:
         message = "draws random numbers for the parameters that a rank updates, so layouts that split the model differ"
         faults.append(OptimizerFault(message, 'use `reduction = "fast"`, or remove `pp`, `wp` and shards'))
     for manager in plan.offload if traits.has_modes else ():

@@ -280,7 +280,7 @@ class SourceSums:
 
     def begin(self, batch: StepBatch) -> None:
         """Begins a step, and computes the loss weights of its samples. Raises RunError "data-source" for an unknown source."""
-        shape = (batch.num_microbatches,) if self._reduction.fixed_order else ()
+        shape = (batch.num_microbatches,) if self._reduction.has_fixed_order else ()
         self._weights = [[] for _ in self.names]
         self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
         if self.weighs:
@@ -319,7 +319,7 @@ class SourceSums:
                 self._loss_slot(source, micro).add_(loss_copy.loss(*loss_inputs))
 
     def _loss_slot(self, source: int, micro: int) -> Tensor:
-        return self._losses[source, micro] if self._reduction.fixed_order else self._losses[source]
+        return self._losses[source, micro] if self._reduction.has_fixed_order else self._losses[source]
 
     def _mask_labels(self, name: str, labels: Tensor, rows: Tensor) -> Tensor:
         shape = [1] * labels.ndim
@@ -355,11 +355,11 @@ class SourceSums:
         """
         count = len(self.names)
         size = len(self._reduction.weight_terms([]))
-        weights = [self._reduction.weight_of(summed[index * size : (index + 1) * size]) for index in range(count)]
+        weights = [self._reduction.weight_from_terms(summed[index * size : (index + 1) * size]) for index in range(count)]
         losses = torch.tensor(summed[count * size :], dtype=torch.float64).chunk(count)
         row = {}
         for name, weight, terms in zip(self.names, weights, losses, strict=True):
             if weight:
-                row[f"loss/{name}"] = self._reduction.loss_of(terms, 1) / weight
+                row[f"loss/{name}"] = self._reduction.loss_from_terms(terms, 1) / weight
             row[f"share/{name}"] = weight / (sum(weights) or 1.0)
         return row

@@ -33,10 +33,10 @@ from sley_core.actions.lower import lower
 from sley_core.comm.exchanges import BETWEEN_STEPS, EVALUATION, REDUCTION_END, UPDATE
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo
-from sley_core.engine import replicas
+from sley_core.engine import agreement
 from sley_core.engine.agreement import Agreement, collect_exchanges, exchange_difference, exchange_mismatch_error
 from sley_core.engine.parts import Parts, StepState
-from sley_core.engine.registry import Param, Stages, tie_axis, ties
+from sley_core.engine.registry import Param, Stages, tie_axis, tied_stages
 from sley_core.engine.step_batch import BatchWeight, StepBatch
 from sley_core.engine.totals import StepTotals, Votes
 from sley_core.errors import PlanError, RunError, run_closed_error
@@ -116,7 +116,7 @@ class Stage:
     @property
     def tied_stages(self) -> list[tuple[int, ...]]:
         """The stages that hold each tied parameter, without duplicate tuples."""
-        return ties(self.layers_by_position)
+        return tied_stages(self.layers_by_position)
 
 
 def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
@@ -261,11 +261,11 @@ class Stepper:
         for group in self.groups.values():
             group.exchange_log.clear()
         self.agreement.begin(f"step {step + 1}", batch, self.store.refusal)
-        compare = self.compare if self._num_agreed % replicas.COMPARE_EVERY == 0 else None
+        compare = self.compare if self._num_agreed % agreement.COMPARE_EVERY == 0 else None
         # No rank waits for another one in its first action.
         can_defer_check = all(self.groups[axis].size == 1 for axis in ("model", "sp"))
         if can_defer_check and compare is None:
-            self.state.after_first = self.agreement.check
+            self.state.after_first_action = self.agreement.check
         else:
             self.agreement.check()
         self._num_agreed += 1
@@ -306,7 +306,7 @@ class Stepper:
             self.groups["all"].all_reduce(totals, label="the mean loss").wait()
             totals = totals.cpu()
             ranks_differ = bool(totals[0])
-            loss, *values = (self.store.reduction.loss_of(part, len(losses)) for part in totals[1:].chunk(len(sums)))
+            loss, *values = (self.store.reduction.loss_from_terms(part, len(losses)) for part in totals[1:].chunk(len(sums)))
             state.step_progress.begin_entry(BETWEEN_STEPS)
         if ranks_differ:
             raise exchange_mismatch_error("an evaluation", collect_exchanges(self.groups.values()), self.groups["control"])

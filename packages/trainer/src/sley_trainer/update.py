@@ -91,7 +91,7 @@ class Update:
         gradients = list(self.store.norm_groups())
         totals = self._totals(gradients, loss, weight, votes)
         if self.scale is not None:
-            overflowed = totals.read().skipped  # the same on every rank; waits for the device
+            overflowed = totals.read().is_skipped  # the same on every rank; waits for the device
             self.scale.update(step, overflowed=overflowed)
             if overflowed:
                 return totals

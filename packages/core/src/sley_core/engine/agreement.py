@@ -10,29 +10,45 @@ Each rank hashes its view of each fact, once for each of its groups (the hash in
 The first rank of the group also adds its hash times the group's size. The sum is 0 if all ranks agree, and with a probability
 of 2^-32 if they do not. All ranks see the same sum. If it is not 0, they gather their views and raise the same error. If ranks
 wait for each other in the first action, the check runs before it.
+
+`CopyComparison` compares the copies of weights and buffers before the first step and every `COMPARE_EVERY` steps, on every rank
+that holds a copy, since replicas that diverge stay different: parameters over their reduce group and, if several stages hold
+one, over its tie group; buffers over the stage. First values differ if a model draws from a generator whose state differs
+between ranks; later values, if ranks write different values.
+
+A value that a forward writes differs between replicas, which see different samples, and is written once per microbatch and
+recomputation. `WriteWatch` refuses such writes. It compares version counters before and after a layer, in all microbatches of
+the first step and in the first microbatch of later steps. torch does not count some writes (`.data`, numpy, running
+statistics), so hashes of the values are compared too, in a layer's first call and every `COMPARE_EVERY` steps.
 """
 
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import zip_longest
+from operator import is_
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from sley_core.comm.exchanges import MISMATCH_HINT, ExchangeSummary, checksum
 from sley_core.comm.transport import Work
 from sley_core.comm.world import Group, Groups
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.parts import StepState
+from sley_core.engine.parts import MicroStep, Parts, StepState
 from sley_core.engine.reduction import Reduction
+from sley_core.engine.registry import Param
+from sley_core.engine.shards import StandIn
 from sley_core.engine.step_batch import NO_COUNTS, BatchCounts, StepBatch
 from sley_core.errors import RunError, shorten_names
-from sley_core.model.tensors import flat_bytes
+from sley_core.model.build import check_written_buffers
+from sley_core.model.layers import Layer
+from sley_core.model.tensors import fingerprint, flat_bytes, matches_any, version_of
 
-CALL, TRAINED, MICROS, BATCH = range(4)
+CALL, TRAINED, MICROBATCHES, BATCH = range(4)
 """The facts that ranks compare: the call, the trained parameters, the number of microbatches, and the samples."""
 
 _REFUSALS, _COUNTS, _WEIGHT = 4, 5, 5 + len(NO_COUNTS)
@@ -46,13 +62,11 @@ _END_BYTES = 1 << 12
 _HINTS = {
     CALL: "call the same methods of a run in the same order on all ranks, and check whether some ranks caught an error",
     TRAINED: "freeze and unfreeze the same parameters on all ranks, between two steps",
-    MICROS: "ranks of one pipeline, and ranks that share weights or sequences, must run the same number of "
-    "microbatches; with canonical sums, all ranks must",
-    BATCH: "pass the same samples, the rows `run.rows` of a batch, to all stages of a pipeline and all "
-    "ranks that share a sequence",
+    MICROBATCHES: "run equally many microbatches on all ranks of a pipeline, weight or sequence; with canonical sums, on all",
+    BATCH: "pass the same samples, the rows `run.rows` of a batch, to all stages of a pipeline and all ranks of a sequence",
 }
 
-View = tuple[Any, int]
+FactView = tuple[Any, int]
 """A rank's value of a fact, as a description for errors and as a checksum."""
 
 
@@ -68,10 +82,10 @@ class Agreement:
         self.weight = 0.0
         self.counts = NO_COUNTS
         self._control = groups["control"]
-        self._facts: list[dict[str, View]] = []
+        self._facts: list[dict[str, FactView]] = []
         self._refusal: RunError | None = None
         self._layout = -1
-        self._trained: dict[str, View] = {}
+        self._trained: dict[str, FactView] = {}
         self._sum = torch.zeros(0, dtype=torch.float64)
         self._pending: Work | None = None
 
@@ -84,7 +98,7 @@ class Agreement:
         refusal: the reason why this rank cannot begin; `check` raises the first rank's refusal on all ranks.
         """
         terms = self.reduction.weight_terms(batch.weights if batch else ())
-        self.weight = self.reduction.weight_of(terms)
+        self.weight = self.reduction.weight_from_terms(terms)
         self.counts = batch.counts if batch else NO_COUNTS
         self._refusal = refusal
         if not self._control.has_peers:
@@ -121,10 +135,10 @@ class Agreement:
             refusals = self._control.gather_objects(parts, label="the reason why a step is refused")
             code, message, hint = next(refusal for refusal in refusals if refusal)
             raise RunError(code, message, hint=hint)
-        self.weight = self.reduction.weight_of(self._sum[_WEIGHT:].tolist())
+        self.weight = self.reduction.weight_from_terms(self._sum[_WEIGHT:].tolist())
         self.counts = BatchCounts(*self._sum[_COUNTS:_WEIGHT].tolist())
 
-    def _trained_views(self) -> dict[str, View]:
+    def _trained_views(self) -> dict[str, FactView]:
         """Returns the trained parameters in layout order, by the axis whose ranks must agree. Computes them once per layout."""
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts
@@ -138,7 +152,7 @@ class Agreement:
             self._trained |= {axis: (tuple(sorted(tied)), checksum(sorted(tied))) for axis, tied in ties.items()}
         return self._trained
 
-    def _sample_views(self, batch: StepBatch) -> dict[str, View]:
+    def _sample_views(self, batch: StepBatch) -> dict[str, FactView]:
         """Returns shapes and checksums of the batch, by the axis whose ranks must have the same samples."""
         axes = [axis for axis in ("pp", "sp") if self.groups[axis].size > 1]
         if not axes:
@@ -165,14 +179,12 @@ class Agreement:
         raise AssertionError(f"the sum is {self._sum.tolist()}, but all views are equal: {views}")
 
 
-def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
-    usual_checksum, _ = Counter(number for _, number in views.values()).most_common(1)[0]
-    peer = next(rank for rank, (_, number) in views.items() if number == usual_checksum)
-    rank = next(rank for rank, (_, number) in views.items() if number != usual_checksum)
+def _mismatch_message(fact: int, views: Mapping[int, FactView]) -> str:
+    (rank, *_), peer = _odd_and_usual_ranks({rank: number for rank, (_, number) in views.items()})
     rank_value, peer_value = views[rank][0], views[peer][0]
     if fact == CALL:
         return f"rank {rank} starts {rank_value}, but rank {peer} starts {peer_value}"
-    if fact == MICROS:
+    if fact == MICROBATCHES:
         return f"rank {rank} runs {rank_value} microbatches in this step, but rank {peer} runs {peer_value}"
     if fact == BATCH:
         pairs = zip_longest(rank_value, peer_value, fillvalue="none")
@@ -188,7 +200,14 @@ def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
     return f"{differing[0]} is trained on rank {trains}, but frozen on rank {freezes}{suffix}"
 
 
-def agree(
+def _odd_and_usual_ranks(values: Mapping[int, Any]) -> tuple[list[int], int]:
+    """Returns the ranks whose value is not the most common one, and the first rank with the most common value."""
+    usual_value, _ = Counter(values.values()).most_common(1)[0]
+    odd_ranks = [rank for rank, value in values.items() if value != usual_value]
+    return odd_ranks, next(rank for rank, value in values.items() if value == usual_value)
+
+
+def check_agreement(
     facts: Mapping[str, str], control: Group, parts: Mapping[str, Callable[[], Mapping[str, str]]] = MappingProxyType({})
 ) -> None:
     """Compares `facts` (plan digest, versions, group table) over all ranks. A blocking collective on `control`.
@@ -199,11 +218,10 @@ def agree(
     values_of_ranks = control.gather_objects(dict(facts), label="the values that all ranks compare")
     for name in facts:
         values = {rank: str(view.get(name)) for rank, view in zip(control.ranks, values_of_ranks, strict=True)}
-        usual_value, _ = Counter(values.values()).most_common(1)[0]
-        odd_ranks = [rank for rank, value in values.items() if value != usual_value]
+        odd_ranks, usual_rank = _odd_and_usual_ranks(values)
         if not odd_ranks:
             continue
-        odd_rank, usual_rank = odd_ranks[0], next(rank for rank, value in values.items() if value == usual_value)
+        odd_rank, usual_value = odd_ranks[0], values[usual_rank]
         suffix = f" (and {len(odd_ranks) - 1} more)" if len(odd_ranks) > 1 else ""
         message = f"rank {odd_rank}{suffix} has {name} {values[odd_rank]}, rank {usual_rank} has {usual_value}"
         if name in parts:
@@ -240,7 +258,7 @@ def difference_term(group: Group, number: int) -> int:
 
 def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
     """Returns summaries of this rank's exchanges since the logs of `groups` were cleared, by the group's label."""
-    # This runs in every step, so labels, which list the group's ranks, are made only for groups with exchanges.
+    # This runs in every step, so long labels are built only for groups with exchanges.
     return {str(group): exchanged for group in groups if (exchanged := group.exchange_log.summarise(group.ranks)) is not None}
 
 
@@ -252,19 +270,16 @@ def exchange_difference(groups: Iterable[Group]) -> int:
 
 def exchange_mismatch_error(when: str, local_exchanges: Exchanges, control: Group) -> RunError:
     """Returns the error `ranks-differ`, the same on all ranks, with the first group whose exchanges differ and two of its
-    ranks. A blocking collective on `control`. when: the name of the step, for the message. local_exchanges: this rank's
-    exchanges.
+    ranks. A blocking collective on `control`. when: the name of the step. local_exchanges: this rank's exchanges.
     """
     views = control.gather_objects(local_exchanges, label="the collectives of all ranks")
     groups: dict[str, Sequence[int]] = {label: exchanged[0] for view in views for label, exchanged in view.items()}
     for label, ranks in groups.items():
         by_rank = {rank: tuple(views[rank].get(label, _NO_EXCHANGES))[1:] for rank in ranks}
-        (usual, _), *rare_exchanges = Counter(by_rank.values()).most_common()
-        if rare_exchanges:
-            usual_rank = next(rank for rank, exchanged in by_rank.items() if exchanged == usual)
-            odd_rank = next(rank for rank, exchanged in by_rank.items() if exchanged != usual)
-            odd_exchanges, usual_exchanges = _format_exchanges(by_rank[odd_rank]), _format_exchanges(usual)
-            message = f"{when}: in {label}, rank {odd_rank} ran {odd_exchanges}, but rank {usual_rank} ran {usual_exchanges}"
+        odd_ranks, usual_rank = _odd_and_usual_ranks(by_rank)
+        if odd_ranks:
+            odd, usual = (f"rank {rank} ran {_format_exchanges(by_rank[rank])}" for rank in (odd_ranks[0], usual_rank))
+            message = f"{when}: in {label}, {odd}, but {usual}"
             return RunError("ranks-differ", message, hint=MISMATCH_HINT)
     raise AssertionError(f"all ranks made the same exchanges: {views}")
 
@@ -272,3 +287,182 @@ def exchange_mismatch_error(when: str, local_exchanges: Exchanges, control: Grou
 def _format_exchanges(exchanged: Sequence[Any]) -> str:
     times, _, last = exchanged
     return f"{times} collectives, the last of them {last}" if times else "none"
+
+
+class CopyComparison:
+    """Compares the copies of weights and buffers on all ranks, except buffers that match a pattern of `per_rank_buffers`."""
+
+    def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
+        self.parts = parts
+        self.per_rank_buffers = per_rank_buffers
+        self._is_first = True
+
+    def __call__(self) -> None:
+        """Waits for the last step, and compares fingerprints of the values by blocking collectives. All ranks call this. Raises
+        the same RunError `ranks-differ`, with the differing values and two ranks, on all ranks of the run.
+        """
+        is_first, self._is_first = self._is_first, False
+        parts = self.parts
+        if not is_first:
+            parts.weights.settle()
+            for layer in parts.layers:
+                parts.waits.wait_for(layer.name)
+        label = "first values" if is_first else "values"
+        faults = []
+        # The ranks of a stage, or of a tie, hold the same parameters. All ranks take the axes in one order, so none deadlocks.
+        for axis, values in sorted(self._values_by_axis().items()):
+            fingerprints = torch.stack([fingerprint(value) for value in values.values()])
+            faults.append(_compare_fingerprints(label, [*values], fingerprints, parts.groups[axis]))
+        # All ranks must raise: ranks of other groups would otherwise wait for those that stop.
+        all_faults = parts.groups["control"].gather_objects(faults, label="initial values that differ")
+        if fault := next((fault for faults in all_faults for fault in faults if fault), ""):
+            hint = "write the same values on all ranks, and draw an optimizer's random numbers from torch's generator"
+            if is_first:
+                hint = "draw random numbers only from torch's generator, `random` or numpy, and load weights on every rank"
+            raise RunError("ranks-differ", fault, hint=hint)
+
+    def _values_by_axis(self) -> dict[str, dict[str, Tensor]]:
+        """Returns, by axis, the values by name that its ranks have copies of, in the same order on all ranks."""
+        groups, values = self.parts.groups, defaultdict[str, dict[str, Tensor]](dict)
+        for param in sorted(self.parts.registry, key=lambda param: param.name):
+            for axis in (param.reduce_group, param.tie_axis):
+                if axis is not None and groups[axis].size > 1 and param.numel:
+                    values[axis][param.name] = param.parameter.detach()
+        for layer in self.parts.layers if groups["stage"].size > 1 else ():
+            for name, buffer in layer.module.named_buffers(layer.name):
+                if buffer.numel() and not matches_any(name, self.per_rank_buffers):
+                    values["stage"][name] = buffer
+        return values
+
+
+def _compare_fingerprints(label: str, names: Sequence[str], fingerprints: Tensor, group: Group) -> str:
+    """Compares fingerprints over `group`, whose ranks pass the same names. Blocks. Returns a text of the differences or ""."""
+    extremes = torch.stack([fingerprints, ~fingerprints])  # the maximum of ~x is ~(the minimum of x)
+    group.all_reduce(extremes, "max", label=f"the fingerprints of {label}").wait()
+    is_odd = extremes[0] != ~extremes[1]
+    if not is_odd.any():
+        return ""
+    differing = [name for name, differs in zip(names, is_odd.tolist(), strict=True) if differs]
+    local_print = fingerprints[is_odd][:1].contiguous()
+    all_prints = local_print.new_empty(group.size)
+    group.all_gather(all_prints, local_print, label="the fingerprints that differ").wait()
+    other_rank = next(rank for rank, value in zip(group.ranks, all_prints.tolist(), strict=True) if value != int(all_prints[0]))
+    return f"{label} differ between rank {group.ranks[0]} and rank {other_rank}: {shorten_names(differing)}"
+
+
+COMPARE_EVERY = 256
+"""The number of steps between two comparisons of values before and after layers, and of values between replicas."""
+
+
+class _TensorSlot(NamedTuple):
+    name: str
+    module: nn.Module
+    values: Mapping[str, Tensor | None]
+    key: str
+    is_buffer: bool
+
+
+class _LayerSnapshot(NamedTuple):
+    """The watched tensors of a layer. states: their versions, each paired with a hash of the values if `compares_values`."""
+
+    tensors: list[Tensor | None]
+    states: list[tuple[int, int]] | list[int]
+    compares_values: bool
+
+
+class WriteWatch:
+    """Refuses layers' writes to buffers, except `per_rank_buffers`, and to weights if one process would get other values."""
+
+    def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
+        self._has_one_replica = parts.groups["stage"].size == 1
+        self._has_masters = parts.precision.compute in ("bf16", "fp16")
+        self._params_by_id = {id(param.parameter): param for param in parts.registry}
+        self._per_rank_buffers = per_rank_buffers
+        self._slots_of_layer: dict[str, list[_TensorSlot]] = {}
+        self._first_steps: dict[str, int] = {}
+        self._writers: dict[str, str] = {}
+
+    def begin_call(self, layer: Layer, micro: MicroStep) -> _LayerSnapshot | None:
+        """Returns a snapshot of `layer`, or None if this call is not watched."""
+        is_first_call = layer.name not in self._slots_of_layer
+        if is_first_call:
+            self._slots_of_layer[layer.name] = list(self._list_slots(layer))
+            self._first_steps[layer.name] = micro.step
+        elif micro.micro and micro.step > self._first_steps[layer.name]:
+            return None
+        compares_values = is_first_call or (not micro.micro and micro.step % COMPARE_EVERY == COMPARE_EVERY - 1)
+        return self._snapshot(layer, compares_values=compares_values)
+
+    def check(self, layer: Layer, before: _LayerSnapshot | None) -> None:
+        """Raises RunError "weight-written" or PlanError "model-buffer-written" for a refused write. before: of `begin_call`."""
+        if before is None:
+            return
+        after = self._snapshot(layer, compares_values=before.compares_values)
+        if after.states == before.states and all(map(is_, after.tensors, before.tensors)):
+            return
+        rows = zip(self._slots_of_layer[layer.name], *before[:2], *after[:2], strict=True)
+        written_slots = [slot for slot, old, old_state, new, state in rows if new is not old or state != old_state]
+        for slot in written_slots:
+            if not slot.is_buffer:
+                self._check_weight_write(layer, slot)
+        check_written_buffers([(slot.name, slot.module) for slot in written_slots if slot.is_buffer])
+
+    def _snapshot(self, layer: Layer, *, compares_values: bool) -> _LayerSnapshot:
+        tensors = [slot.values.get(slot.key) for slot in self._slots_of_layer[layer.name]]
+        versions = [0 if tensor is None else version_of(tensor) for tensor in tensors]
+        states = list(zip(versions, map(_fingerprint, tensors), strict=True)) if compares_values else versions
+        return _LayerSnapshot(tensors, states, compares_values)
+
+    def check_rerun(self, layer: Layer) -> None:
+        """Raises RunError "weight-written" if `layer`, which runs again in the backward, has written a weight."""
+        if layer.name in self._writers:
+            reason = "it would be written again when the backward recomputes the forward"
+            raise _weight_written_error(layer, self._writers[layer.name], reason)
+
+    def _check_weight_write(self, layer: Layer, slot: _TensorSlot) -> None:
+        """Raises RunError "weight-written" unless a single process would write the same values as often."""
+        parameter = slot.values[slot.key]
+        param: Param | None = self._params_by_id.get(id(parameter))
+        reason = None
+        if not self._has_one_replica:
+            reason = "each replica would write values from its own samples"
+        elif param is not None and param.tie_axis is not None:
+            reason = "other stages have a copy that would not change"
+        elif self._has_masters and parameter is not None and parameter.requires_grad:
+            reason = "the optimizer updates an fp32 copy that would not change"
+        if reason is not None:
+            raise _weight_written_error(layer, slot.name, reason, slot.module)
+        self._writers[layer.name] = slot.name
+
+    def _list_slots(self, layer: Layer) -> Iterable[_TensorSlot]:
+        """Yields the slots of the layer's unsharded parameters, and of its buffers that must not be written."""
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            for values, is_buffer in ((module._parameters, False), (module._buffers, True)):
+                for key, tensor in values.items():
+                    path = f"{name}.{key}"
+                    is_ignored = isinstance(tensor, StandIn) or (is_buffer and matches_any(path, self._per_rank_buffers))
+                    if tensor is not None and not is_ignored:
+                        yield _TensorSlot(path, module, values, key, is_buffer)
+
+
+def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:
+    """Raises RunError "field-written" if `layers` have written a batch field in place. before: the versions of `fields`."""
+    for (name, field), version in zip(fields.items(), before, strict=True):
+        if version_of(field) != version:
+            readers = ", ".join(layer.name for layer in layers if name in layer.fields) or "no layer of this stage"
+            message = f"a layer writes in place to the batch field {name!r} (passed to {readers}), but other stages have copies"
+            hint = "compute the values in the dataset, or write to a `clone()` that the layer returns"
+            raise RunError("field-written", message, hint=hint)
+
+
+@torch.no_grad()
+def _fingerprint(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_meta else int(fingerprint(tensor.detach()))
+
+
+def _weight_written_error(layer: Layer, name: str, reason: str, module: nn.Module | None = None) -> RunError:
+    hint = "write it between two steps, under `torch.no_grad()`"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        hint = "remove `max_norm`, and scale the rows after the lookup"
+    message = f"the forward of the layer {layer.name!r} modifies the weight {name!r}, but {reason}"
+    return RunError("weight-written", message, hint=hint)

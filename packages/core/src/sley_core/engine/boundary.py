@@ -5,9 +5,8 @@ is one tensor on the other side too, even if this varies with the data: each pla
 tensor are marked `same_as`.
 
 Containers are tuples, lists and dicts, named tuples, dataclasses and the types that torch's pytrees know (transformers'
-ModelOutput). A type is sent as its name, `module:Class`, which the receiver looks up among the modules that it has imported.
-All ranks run the same program, so the receiver finds the sender's type. Nothing is imported, and only the code that rebuilds
-the value runs.
+ModelOutput). A type is sent as its name, `module:Class`, which the receiver looks up among the modules that it has imported:
+all ranks run the same program. Nothing is imported, and only the code that rebuilds the value runs.
 """
 
 import copy
@@ -18,6 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+from itertools import permutations
 from math import prod
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, TypeAlias
@@ -42,9 +42,8 @@ def find_type(name: str) -> Any:
 
 
 def split_container(value: Any) -> tuple[Context, list[Any]] | None:
-    """Returns the context and the parts of the container `value`, for `rebuild_container`. Returns None unless `value` is a
-    named tuple, a named result of a torch function, of a type that torch's pytrees know, or a dataclass that has only its
-    fields as attributes.
+    """Returns the context and the parts of `value`, for `rebuild_container`. Returns None unless it is a named tuple, a named
+    result of a torch function, of a type that torch's pytrees know, or a dataclass without other attributes.
     """
     cls = type(value)
     if isinstance(value, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):
@@ -94,9 +93,7 @@ def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> 
 
 def copy_containers(value: Any, copies: dict[int, Any] | None = None) -> Any:
     """Returns a copy of `value` and of nested containers and objects, with the same tensors and modules. A value that cannot be
-    copied is kept.
-
-    copies: the copies by the ids of their originals.
+    copied is kept. copies: the copies by the ids of their originals.
     """
     copies = {} if copies is None else copies
     if id(value) in copies:
@@ -122,9 +119,8 @@ def copy_containers(value: Any, copies: dict[int, Any] | None = None) -> Any:
     return copied
 
 
-_FUNCTION_TYPES = FunctionType, BuiltinFunctionType, MethodType
 _PLAIN_TYPES = str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Enum
-_ATOMIC_TYPES = Tensor, nn.Module, type, ModuleType, *_FUNCTION_TYPES, *_PLAIN_TYPES
+_ATOMIC_TYPES = Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, *_PLAIN_TYPES
 """Types whose values are neither copied nor searched."""
 
 
@@ -143,10 +139,8 @@ Structure: TypeAlias = Any
 """None, a leaf's index, a list of structures, {"tuple" | "dict": ...}, or {"type": name, ...}: serialisable as JSON."""
 
 
-_HAS_GRADIENT = 1
-_OVERLAPS = 2
-_SAME_AS_FACTOR = 4
-"""The factor of `same_as` + 1 in a leaf's flags. The two lower bits are the flags above."""
+_HAS_GRADIENT, _OVERLAPS, _SAME_AS_FACTOR = 1, 2, 4
+"""A leaf's flags: two bits, and the factor of `same_as` + 1."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +170,9 @@ class Leaf:
         return _SAME_AS_FACTOR * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
     def with_flags(self, flags: int) -> "Leaf":
-        first = flags // _SAME_AS_FACTOR
-        return replace(
-            self,
-            has_gradient=bool(flags & _HAS_GRADIENT),
-            same_as=first - 1 if first else None,
-            overlaps=bool(flags & _OVERLAPS),
-        )
+        first, has_gradient = flags // _SAME_AS_FACTOR, bool(flags & _HAS_GRADIENT)
+        same_as = first - 1 if first else None
+        return replace(self, has_gradient=has_gradient, same_as=same_as, overlaps=bool(flags & _OVERLAPS))
 
     def __str__(self) -> str:
         gradient = " with gradient" if self.has_gradient else ""
@@ -209,11 +199,8 @@ class Description:
     def with_overlaps(self, tensors: Sequence[Tensor]) -> "Description":
         """Returns the description with `overlaps` set on leaves that share memory. tensors: the leaves' original tensors."""
         spans = {index: _address_range(tensors[index]) for index, leaf in enumerate(self.leaves) if leaf.same_as is None}
-        overlapping = {
-            index
-            for index, (start, end) in spans.items()
-            if any(start < last and first < end for key, (first, last) in spans.items() if key != index)
-        }
+        pairs = permutations(spans.items(), 2)
+        overlapping = {index for (index, (start, end)), (_, (first, last)) in pairs if start < last and first < end}
         if not overlapping:
             return self
         leaves = [replace(leaf, overlaps=index in overlapping) for index, leaf in enumerate(self.leaves)]
@@ -221,16 +208,14 @@ class Description:
 
     def fits(self, other: "Description") -> bool:
         """Returns whether both have the same structure, shapes and dtypes; flags are ignored."""
-        if self.structure != other.structure or len(self.leaves) != len(other.leaves):
-            return False
-        pairs = zip(self.leaves, other.leaves, strict=True)
-        return all(left.dtype == right.dtype and left.shape == right.shape for left, right in pairs)
+        kinds, other_kinds = ([(leaf.dtype, leaf.shape) for leaf in description.leaves] for description in (self, other))
+        return kinds == other_kinds and self.structure == other.structure
 
     def with_flags(self, flags: bytes) -> "Description":
         if flags == self.flags:
             return self
-        pairs = zip(self.leaves, struct.unpack(f"<{len(self.leaves)}I", flags), strict=True)
-        return replace(self, leaves=tuple(leaf.with_flags(number) for leaf, number in pairs))
+        numbers = struct.unpack(f"<{len(self.leaves)}I", flags)
+        return replace(self, leaves=tuple(map(Leaf.with_flags, self.leaves, numbers)))
 
     def __str__(self) -> str:
         return ", ".join(str(leaf) for leaf in self.leaves) or "no tensor"
@@ -289,12 +274,11 @@ def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
     name, container = f"{cls.__module__}:{cls.__qualname__}", split_container(part)
     if find_type(name) is not cls or container is None:  # a local class cannot be found
         owner = f"the output of the layer {layer!r}" if layer else "a layer's output"
-        raise RunError(
-            "boundary-type",
-            f"{owner} contains a value of type {cls.__qualname__}, which cannot be sent to another stage or returned",
-            hint="return tensors (`torch.tensor(3)` for a number), None, or tuples, lists, dicts with string "
-            "keys, named tuples and dataclasses of tensors; define your own classes at module level, not in "
-            "a function",
+        message = f"{owner} contains a value of type {cls.__qualname__}, which cannot be sent to another stage or returned"
+        hint = (
+            "return tensors (`torch.tensor(3)` for a number), None, or tuples, lists, dicts with string keys, named tuples and "
+            "dataclasses of tensors; define your own classes at module level, not in a function"
         )
+        raise RunError("boundary-type", message, hint=hint)
     context, parts = container
     return {"type": name, "context": context, "parts": [_structure(item, leaves, layer) for item in parts]}

@@ -1,4 +1,4 @@
-"""Flat buffers, the layout of gradients in them, and the part of each that this rank reduces and updates.
+"""Flat buffers of gradients and of working weights, and the part of each that this rank reduces and updates.
 
     | a a a a a . . . | b b . . . . . . | c c c c c c c . |      . padding, always zero
     0                 offset of b       offset of c
@@ -10,23 +10,33 @@ memory for it. If a buffer is sharded (ZeRO's partitions), each rank of a group 
     shards   | rank 0          | rank 1            |         rank 0: all of a, the first elements of b
 
 A shard may begin anywhere within a parameter, so only element-wise operations can work on it.
+
+Working weights are in buffers only if a part of the run requests it, since `torch.save` of such a parameter saves its whole
+buffer unless it is cloned. Tied modules keep one parameter object:
+
+    lay_out ──> adopt: values move in, masters are made ──> updated: ranks have updated their parts ──> settle ─┐
+                                                               ^                                               │
+                                                               └───────────────────────────────────────────────┘
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sley_core.comm.device import free, reallocate, storage_id
 from sley_core.comm.exchanges import checksum
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.memory import ALIGNMENT_BYTES, round_up
+from sley_core.model.tensors import matches_any, select_parameter_dtype
 
 
 class FlatLayout:
@@ -100,19 +110,21 @@ class ElementRange(NamedTuple):
     def numel(self) -> int:
         return self.last - self.first
 
-    def optimizer_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape for the optimizer: `whole`, the parameter's shape, if the range has all elements. Otherwise returns
-        a flat shape with leading dims of size 1, since an optimizer may treat matrices and vectors differently.
+    def optimizer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the parameter's `shape` if the range has all elements. Otherwise returns a flat shape with leading dims of 1,
+        since an optimizer may treat matrices and vectors differently.
         """
-        if self.numel == prod(whole):
-            return tuple(whole)
-        return (*(1 for _ in whole[1:]), self.numel)
+        return tuple(shape) if self.numel == prod(shape) else (*(1 for _ in shape[1:]), self.numel)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Returns a view of these elements of `tensor`, which is contiguous and has the parameter's shape."""
+        return tensor.reshape(-1)[self.first : self.last].view(self.optimizer_shape(tensor.shape))
 
 
 @dataclass(frozen=True)
 class BufferShard:
-    """Names this rank's part of a buffer: part `index` of `count` equal parts over the ranks of the group `axis`. If the reduce
-    group is larger than `count`, other ranks have copies of the part.
+    """Names this rank's part of a buffer: part `index` of `count` equal parts over the group `axis`. Other ranks of a larger
+    reduce group have copies of the part.
     """
 
     axis: str
@@ -126,7 +138,7 @@ class BufferShard:
         return size * self.index, size * (self.index + 1)
 
 
-FULL_BUFFER = BufferShard("", 1, 0)
+UNSHARDED = BufferShard("", 1, 0)
 """The only shard of a buffer that is not divided."""
 
 
@@ -134,28 +146,27 @@ class Layout(NamedTuple):
     """The layout of gradients that a reducer needs: the buffers, and the order in which parameters are reported ready.
 
     buffers: the parameters of each buffer, all of one `Param.family`. order: all parameters in the order of their reports,
-    which is equal on all ranks of every reduce group. loose: the parameters of `order` in no buffer, because no handler reduces
-    them. shards: the part of each buffer whose sum this rank gets, None for a full buffer; empty if all are full. is_fixed:
-    whether masters and optimizer states follow the layout, so that no parameter may be frozen or unfrozen.
+    which is equal on all ranks of every reduce group. unbuffered: those in no buffer, because no handler reduces them. shards:
+    the part of each buffer whose sum this rank gets, None for a full buffer; empty if all are full. is_fixed: whether masters
+    and optimizer states follow the layout, so that no parameter may be frozen or unfrozen.
     """
 
     buffers: list[list[Param]]
     order: list[Param]
-    loose: Sequence[Param] = ()
+    unbuffered: Sequence[Param] = ()
     shards: Sequence[BufferShard | None] = ()
     is_fixed: bool = False
 
     def check(self, trainable: Sequence[Param]) -> None:
-        """Asserts that `order`, and `buffers` with `loose`, name each of `trainable`, in the registry's order, exactly once."""
-        for params in (self.order, [param for buffer in (*self.buffers, self.loose) for param in buffer]):
+        """Asserts that `order`, and `buffers` with `unbuffered`, contain each of `trainable`, in the registry's order, once."""
+        for params in (self.order, [param for buffer in (*self.buffers, self.unbuffered) for param in buffer]):
             indices = sorted(param.index for param in params)
             assert indices == [param.index for param in trainable], "a layout names every trainable parameter once"
 
 
 class NormGroup(NamedTuple):
-    """Groups gradients that enter a norm with the same factor. tensors: this rank's gradients, of one dtype. reduce_group:
-    their reduce group. stages: the stages that hold a copy of each. num_shards: the number of ranks of the reduce group that
-    share one copy, each with other elements.
+    """Groups this rank's gradients, of one dtype, that enter a norm with the same factor. stages: the stages that have a copy
+    of each. num_shards: the number of ranks of the reduce group that share one copy, each with other elements.
     """
 
     tensors: list[Tensor]
@@ -183,7 +194,7 @@ def group_by_reduce_group(params: list[Param]) -> Layout:
 
 class GradientBuffer(FlatBuffer):
     """Holds the gradients of parameters of one family, side by side in `memory`. shard: the part whose sum this rank gets; None
-    for the full buffer. is_whole: False once a reducer has begun to sum a sharded buffer.
+    for the full buffer. has_full_gradients: False once a reducer has begun to sum a sharded buffer.
     """
 
     def __init__(self, params: Sequence[Param], memory: Tensor, shard: BufferShard | None = None) -> None:
@@ -192,10 +203,10 @@ class GradientBuffer(FlatBuffer):
         self.params = list(params)
         self.shard = shard
         self.num_shards = shard.count if shard else 1
-        self.is_whole = True
+        self.has_full_gradients = True
         self.reduce_group = params[0].reduce_group
         self.stages = params[0].stages
-        self._begin, self._end = (shard or FULL_BUFFER).bounds(self.data.numel())
+        self._begin, self._end = (shard or UNSHARDED).bounds(self.data.numel())
         assert all(param.family == params[0].family for param in params), f"{params} do not reduce together"
 
     @cached_property
@@ -211,11 +222,11 @@ class GradientBuffer(FlatBuffer):
     @cached_property
     def ranges(self) -> dict[Param, ElementRange]:
         """Returns the range of each parameter's elements in this rank's part, which may be empty."""
-        return self.ranges_of((self.shard or FULL_BUFFER).index)
+        return self.ranges_of((self.shard or UNSHARDED).index)
 
     def ranges_of(self, index: int) -> dict[Param, ElementRange]:
         """Returns the range of each parameter's elements in part `index` of the buffer."""
-        begin, end = replace(self.shard or FULL_BUFFER, index=index).bounds(self.data.numel())
+        begin, end = replace(self.shard or UNSHARDED, index=index).bounds(self.data.numel())
         ranges = {}
         for param, start in zip(self.params, self.offsets, strict=True):
             first = min(max(begin - start, 0), param.numel)
@@ -234,13 +245,6 @@ class GradientBuffer(FlatBuffer):
             first = max(start + elements.first - self._begin, 0) if elements.numel else 0
             views[param] = memory[first : first + elements.numel].view(elements.optimizer_shape(param.parameter.shape))
         return views
-
-    def check_not_sharded(self, param: Param) -> None:
-        """Raises RunError `gradient-sharded`, which names `param`, if a reducer has begun to sum this sharded buffer."""
-        if not self.is_whole:
-            message = f"the gradient of the parameter {param.name!r} is reduced to shards, and this rank has only one of them"
-            hint = "use `store.part(param)`, which contains the elements `store.elements(param)`"
-            raise RunError("gradient-sharded", message, hint=hint)
 
     def zero_padding(self) -> None:
         """Zeroes the padding in this rank's part, in which a reduction may leave arbitrary values."""
@@ -262,11 +266,147 @@ def allocate_buffers(layout: Layout, dtype: torch.dtype, device: torch.device) -
     """Allocates one zeroed tensor for all buffers of `layout`. Returns it and the buffers, without those of no parameters."""
     shards = layout.shards or [None] * len(layout.buffers)
     lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
-    alignment = {"alignment": ALIGNMENT_BYTES // dtype.itemsize}
-    sizes = [
-        FlatLayout([param.parameter.shape for param in params], **(_buffer_alignment(shard) or alignment)).numel
-        for params, shard in lists
-    ]
+    sizes = []
+    for params, shard in lists:
+        alignment = _buffer_alignment(shard) or {"alignment": ALIGNMENT_BYTES // dtype.itemsize}
+        sizes.append(FlatLayout([param.parameter.shape for param in params], **alignment).numel)
     memory = torch.zeros(sum(sizes), dtype=dtype, device=device)
     parts = torch.split(memory, sizes)
     return memory, [GradientBuffer(params, part, shard) for (params, shard), part in zip(lists, parts, strict=True)]
+
+
+class WeightBuffer(FlatBuffer):
+    """Holds the working weights of `params` side by side, in `num_parts` equal parts. Each parameter has the same offset as its
+    gradient in a gradient buffer of `num_parts` shards.
+
+    It has no memory until `build`, so that only one buffer at a time exists beside the initial values. On a CPU, an access
+    before that crashes the process.
+    """
+
+    def __init__(self, params: Sequence[Param], dtype: torch.dtype, num_parts: int) -> None:
+        shapes = [param.parameter.shape for param in params]
+        device = params[0].parameter.device
+        super().__init__(shapes, dtype, device, alignment=SHARD_ALIGNMENT, multiple=num_parts)
+        self.params = list(params)
+        self._num_freed = free(self.data)  # 0 once it has memory
+
+    def build(self) -> None:
+        if self._num_freed:
+            reallocate(self.data, self._num_freed)
+            self.data.zero_()
+            self._num_freed = 0
+
+
+class Completion(Protocol):
+    """Fetches the parts of weights that other ranks update: start ──> wait ──> finish."""
+
+    def start(self) -> None:
+        """Starts the exchange, once this rank has updated its own parts. All ranks call this."""
+
+    def wait(self) -> None:
+        """Blocks until all weights are those of the last step. Other ranks need not call anything after their `start`."""
+
+    def finish(self) -> None:
+        """Calls `wait`, and blocks until no other rank reads this rank's weights, so that they may be written."""
+
+
+class WeightStore:
+    """Holds the buffers of working weights, in `dtype`. Weights whose names match a pattern of `keep` stay in fp32.
+
+    is_eager: whether `start_completions` also waits; if not, weights arrive during the next step, each before its layer runs.
+    """
+
+    def __init__(self, dtype: torch.dtype, keep: Sequence[str] = ()) -> None:
+        self.dtype = dtype
+        self.keep = keep
+        self.buffers: list[WeightBuffer] = []
+        self.is_eager = False
+        self._places: dict[Param, tuple[WeightBuffer, Tensor]] = {}
+        self._buffered_params: list[tuple[nn.Parameter, Tensor]] = []
+        self._completions: list[Completion] = []
+        self._is_laid_out = False
+
+    def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
+        """Returns a buffer without memory for each (parameters, number of parts). Must be called before masters are made."""
+        assert not self._is_laid_out, "weights are laid out before masters are made"
+        buffers = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
+        for buffer in buffers:
+            assert not any(matches_any(param.name, self.keep) for param in buffer.params), "buffers have one dtype"
+            names_laid_out_twice = [param.name for param in buffer.params if param in self._places]
+            assert not names_laid_out_twice, f"{names_laid_out_twice} are in a buffer already"
+            self._places |= {param: (buffer, view) for param, view in zip(buffer.params, buffer.views, strict=True)}
+        self.buffers += buffers
+        return buffers
+
+    def __contains__(self, param: Param) -> bool:
+        """Returns whether the parameter's working weight is in one of the buffers."""
+        return param in self._places
+
+    def dtype_of(self, param: Param) -> torch.dtype:
+        return select_parameter_dtype(param.name, self.dtype, self.keep)
+
+    def adopt(self, param: Param) -> None:
+        """Rounds the parameter's value to its working dtype, and moves it to its place in a buffer, if it has one. Afterwards
+        it is contiguous: fused optimizers read weight, gradient and states in the order of memory, whatever their strides.
+        """
+        self._is_laid_out = True
+        parameter = param.parameter
+        if param not in self._places:
+            dtype = self.dtype_of(param)
+            if parameter.dtype != dtype or not parameter.is_contiguous():
+                parameter.data = parameter.detach().to(dtype).contiguous()
+            return
+        buffer, place = self._places[param]
+        buffer.build()
+        place.copy_(parameter.detach())
+        parameter.data = place
+        if place.numel():
+            self._buffered_params.append((parameter, place))
+
+    @torch.no_grad()
+    def restore_places(self) -> None:
+        """For each parameter whose `.data` a program has replaced, copies the values back to its place in a buffer."""
+        for parameter, place in self.moved_parameters():
+            value = parameter.detach()
+            parameter.data = place
+            parameter.copy_(value)  # increments its version counter, by which masters notice the write
+
+    def moved_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yields each parameter whose `.data` a program has replaced, though not by an offload, and its place in a buffer."""
+        # Does not compare addresses, which change when memory moves, nor use `is_set_to`, which refuses fake tensors.
+        for parameter, place in self._buffered_params:
+            same_storage = storage_id(parameter) == storage_id(place)
+            if not same_storage or parameter.storage_offset() != place.storage_offset():
+                yield parameter, place
+
+    def add_completion(self, completion: Completion) -> None:
+        """Registers `completion`. Must be called before masters are made."""
+        self._completions.append(completion)
+
+    @property
+    def can_arrive_late(self) -> bool:
+        """Returns whether weights may be in flight after a step returns. The result is the same on all ranks."""
+        return bool(self._completions) and not self.is_eager
+
+    def start_completions(self) -> None:
+        """Starts the exchanges that complete the weights, and waits if `is_eager`. All ranks call this after the update."""
+        for completion in self._completions:
+            completion.start()
+        if self.is_eager:
+            self.settle()
+
+    def settle(self) -> None:
+        """Blocks until this rank's weights are those of the last step, and may be written. All ranks call this."""
+        for completion in self._completions:
+            completion.finish()
+
+    @contextmanager
+    def settle_on_error(self) -> Iterator[None]:
+        """If the block raises, waits for complete weights and re-raises. Ignores a RunError of that wait."""
+        try:
+            yield
+        except BaseException:
+            for completion in self._completions:
+                with suppress(RunError):
+                    completion.wait()
+            raise

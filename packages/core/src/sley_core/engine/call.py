@@ -4,13 +4,13 @@
                               `Waits`                       (seed, step, micro, layer)
 
 Recomputation, by torch's non-reentrant checkpoint, runs all steps after the policy again, and is reported to scheduler hooks
-with phase `recompute`. The generators' states need not be saved, since generators are seeded before every call. Nothing may
-depend on code that runs after the layer, since a recomputation stops as soon as it has its tensors.
+with phase `recompute`. Generators are seeded before every call, so their states are not saved. Nothing may depend on code that
+runs after the layer, since a recomputation stops as soon as it has its tensors.
 
-A layer may put its results into a dict, list or object among its arguments. So its second run gets copies of these, which are
-made before the first run, with the same tensors. torch's checkpoint detects that a tensor argument was written in place, but it
-does not search tuples and dicts, and would recompute from the changed values without an error. So the version counters of all
-tensors in the arguments are compared here; in the first step their bits too, since some writes do not change a counter.
+A layer may put its results into a dict, list or object among its arguments, so its second run gets copies of these, made before
+the first run, with the same tensors. torch's checkpoint detects writes in place to tensor arguments, but not to tensors in
+tuples and dicts. So the version counters of all tensors in the arguments are compared here; in the first step their bits too,
+since some writes do not change a counter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from sley_core.actions.action import Action
 from sley_core.comm.device import Device
 from sley_core.comm.exchanges import ActionProgress
+from sley_core.engine.agreement import WriteWatch
 from sley_core.engine.boundary import copy_containers, tensors_in
 from sley_core.engine.parts import MicroStep, Phase, Waits
-from sley_core.engine.replicas import WriteWatch
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.generators import GENERATOR_LOCK, derive_seed, find_module_generators, seed_generators
 from sley_core.model.attention import load_varlen_kernel
@@ -50,9 +50,7 @@ class Keep(ActivationPolicy):
 
 
 class Recompute(ActivationPolicy):
-    """Recomputes the layers in `names`: they save only their inputs, and run again when the backward needs their activations.
-    Raises RunError `recompute-in-place` if inputs are written in place, since the recomputation would start from other values.
-    """
+    """Recomputes the layers in `names`: they save only inputs, and run again when the backward needs their activations."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
@@ -65,7 +63,9 @@ class Recompute(ActivationPolicy):
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Calls `layer`, through torch's checkpoint if `names` contains `name`. Raises RunError `recompute-in-place`."""
+        """Calls `layer`, through torch's checkpoint if `names` contains `name`. Raises RunError `recompute-in-place` if inputs
+        are written in place, since the recomputation would start from other values.
+        """
         if name not in self.names:
             return layer(*args, **fields)
         saved = copy_containers((args, dict(fields)))
@@ -93,9 +93,7 @@ class Recompute(ActivationPolicy):
         return output
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns the context managers of a layer's forward and of its recomputation, which do nothing in this class. Called
-        once per layer call.
-        """
+        """Returns the contexts of a layer's forward and of its recomputation, once per layer call; here they do nothing."""
         return nullcontext(), nullcontext()
 
 
@@ -117,7 +115,7 @@ def build_recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> Acti
     return Recompute(frozenset(blocks[: int(share.to_integral_value(ROUND_HALF_UP))]))
 
 
-GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio. Its multiples are far apart, even in their low 32 bits, the only bits of a seed that
 torch's CPU generator uses (Steele et al., Fast Splittable Pseudorandom Number Generators, 2014).
 """
@@ -129,9 +127,8 @@ class LayerCaller:
 
     seed: the run's seed. hooks: the scheduler hooks, to which recomputations are reported. slice_index: the index of this
     rank's slice of its sequences; slices of one sample draw different random numbers. step_progress: receives the name of each
-    called layer. data_timeout_s: the limit of the wait for a dataset that draws from the same generators. writes: watches the
-    writes of layers; None does not. sequence: the attention over split sequences, which may check the calls of layers; None
-    without it.
+    called layer. data_timeout_s: the limit of the wait for a dataset that draws from the same generators. write_watch: checks
+    the writes of layers, if any. sequence: the attention over split sequences, if any, which may check the calls of layers.
     """
 
     device: Device
@@ -142,7 +139,7 @@ class LayerCaller:
     waits: Waits = field(default_factory=Waits)
     step_progress: ActionProgress = field(default_factory=ActionProgress)
     data_timeout_s: float = 600.0
-    writes: WriteWatch | None = None
+    write_watch: WriteWatch | None = None
     sequence: SequenceCommunicator | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +165,7 @@ class LayerCaller:
 
     def seed_loss(self, micro: MicroStep) -> None:
         """Seeds all generators for a loss of full sequences, equally on all ranks that share the sequences."""
-        self.device.seed((derive_seed(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN) % (1 << 63))
+        self.device.seed((derive_seed(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN_RATIO_64) % (1 << 63))
 
     def _call_with_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         num_runs = 0
@@ -177,8 +174,8 @@ class LayerCaller:
             nonlocal num_runs
             num_runs += 1
             if num_runs > 1:
-                if self.writes is not None:
-                    self.writes.check_rerun(layer)
+                if self.write_watch is not None:
+                    self.write_watch.check_rerun(layer)
                 recomputation = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)
                 call_hooks(self.hooks, "before_forward", recomputation, args[0] if args else None)
             return self._run_layer(layer, args, fields, micro)
@@ -189,10 +186,15 @@ class LayerCaller:
         self.step_progress.layer = layer.name
         self.waits.wait_for(layer.name)
         is_first_call = layer.name not in self._generators
-        snapshot = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.begin_call(layer, micro)
+        watch = None if micro.phase is Phase.EVALUATE else self.write_watch
+        snapshot = None if watch is None else watch.begin_call(layer, micro)
         self._acquire_generators(layer.name)
         try:
-            self.seed_layer(layer, micro)
+            seed = self._seed(layer.name, micro)
+            self.device.seed(seed)
+            if is_first_call:
+                self._generators[layer.name] = find_module_generators(layer.module, layer.name)
+            seed_generators(self._generators[layer.name], seed)
             output = layer.module(*args, **fields)
         except Exception as error:
             note_origin(error, _describe_call(layer, args, fields, micro), layer.module)
@@ -201,27 +203,17 @@ class LayerCaller:
             raise
         finally:
             GENERATOR_LOCK.release()
-        if self.writes is not None:
-            self.writes.check(layer, snapshot)
+        if watch is not None:
+            watch.check(layer, snapshot)
         if is_first_call:  # which call would be the first to use a generator made in the forward depends on the layout
             seeded = {id(generator) for generator in self._generators[layer.name]}
             if any(id(generator) not in seeded for generator in find_module_generators(layer.module, layer.name)):
-                raise PlanError(
-                    "model-random",
-                    f"the forward of the layer {layer.name!r} creates a generator and keeps it, so its first random "
-                    "numbers would depend on the layout",
-                    path=("model",),
-                    hint="create the generator in the module's constructor; it is seeded again for each microbatch",
+                message = (
+                    f"the layer {layer.name!r} creates a generator in its forward, whose numbers would depend on the layout"
                 )
+                hint = "create the generator in the module's constructor; it is seeded again for each microbatch"
+                raise PlanError("model-random", message, path=("model",), hint=hint)
         return output
-
-    def seed_layer(self, layer: Layer, micro: MicroStep) -> None:
-        """Seeds all generators that a call of `layer` may use."""
-        seed = self._seed(layer.name, micro)
-        self.device.seed(seed)
-        if layer.name not in self._generators:
-            self._generators[layer.name] = find_module_generators(layer.module, layer.name)
-        seed_generators(self._generators[layer.name], seed)
 
     @contextmanager
     def hold_generators(self, label: str, micro: MicroStep, function: Any) -> Iterator[None]:
@@ -240,12 +232,9 @@ class LayerCaller:
     def _acquire_generators(self, label: str) -> None:
         """Acquires `GENERATOR_LOCK` for `label`, a layer or the loss. Raises RunError "data-timeout" after `data_timeout_s`."""
         if not GENERATOR_LOCK.acquire(timeout=self.data_timeout_s):
-            raise RunError(
-                "data-timeout",
-                f"`{label}` waited {self.data_timeout_s:g} s for the dataset, which draws from the forward's "
-                "generators while it reads a sample",
-                hint="use a separate generator in the dataset, or raise [limits] data_timeout_s",
-            )
+            message = f"`{label}` waited {self.data_timeout_s:g} s for the dataset, which draws from the forward's generators"
+            hint = "use a separate generator in the dataset, or raise [limits] data_timeout_s"
+            raise RunError("data-timeout", message, hint=hint)
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
         """Returns the seed of a call. Hashes once per layer and step, since a hash takes as long as a small layer."""
@@ -253,7 +242,7 @@ class LayerCaller:
             self._layer_seeds[layer] = derive_seed(self.seed, "layer", layer, *self._slice)
         if micro.step != self._step:
             self._step, self._step_seed = micro.step, derive_seed(self.seed, "forward", micro.step)
-        return (self._step_seed + micro.global_micro * GOLDEN) % (1 << 63) ^ self._layer_seeds[layer]
+        return (self._step_seed + micro.global_micro * GOLDEN_RATIO_64) % (1 << 63) ^ self._layer_seeds[layer]
 
 
 def call_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> None:
@@ -280,9 +269,8 @@ def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
 
 
 def compile_layers(layers: Sequence[Layer], config: CompileConfig, policy: ActivationPolicy, undo: ExitStack) -> None:
-    """Compiles the forwards of `layers`, as `policy` wraps them, with torch.compile until `undo` closes.
-
-    Layers of one class and shape share one graph. A module's own `compile` may compile only some of its submodules.
+    """Compiles the forwards of `layers`, as `policy` wraps them, with torch.compile until `undo` closes. Layers of one class
+    and shape share one graph. A module's own `compile` may compile only some of its submodules.
     """
     from torch._dynamo import config as compiler_config  # loads the compiler
 
@@ -322,10 +310,7 @@ def count_graphs() -> int:
 
 
 def recompile_reasons() -> dict[str, str]:
-    """Returns the failed guard of each of the latest recompilations in this process, by compile id, in order.
-
-    Leaves out recompilations whose guard is the grad mode, as those for an evaluation.
-    """
+    """Returns the failed guard of each recent recompilation by compile id, except of the grad mode, as for an evaluation."""
     from torch._dynamo.utils import get_compilation_metrics
 
     reasons = ((str(metrics.compile_id), metrics.recompile_reason) for metrics in get_compilation_metrics())

@@ -38,22 +38,22 @@ class TreeLeaf(NamedTuple):
     """A leaf of the tree: the index of the layer that used the parameter, among this rank's layers, and the microbatch."""
 
     layer_index: int
-    micro: int
+    microbatch: int
 
 
 class CanonicalReduction(Reduction):
     """Sums in the order of one tree over all microbatches of the step.
 
     Each `dp` rank has a contiguous run of the global batch, in the order of the ranks, and `wp` ranks are neighbours, so the
-    ranks of every reduce group have contiguous runs. sum_memory: the memory of the partial sums of all gradients.
+    ranks of every reduce group have contiguous runs.
     """
 
-    fixed_order = True
+    has_fixed_order = True
     micro_axes = ("model", "sp", "dp")  # the tree has the microbatches of all `dp` ranks as leaves, equally many of each
 
     def __init__(self, groups: Groups, state: StepState) -> None:
         super().__init__(groups, state)
-        self.sum_memory = SumMemory()
+        self.sum_memory = SumMemory()  # of all gradients
 
     @property
     def num_leaves(self) -> int:
@@ -95,8 +95,8 @@ class CanonicalReduction(Reduction):
     def num_sums(self, param: Param) -> int:
         return len(param.layers)
 
-    def new_accumulator(self, param: Param, view: Tensor, *, is_loose: bool) -> Accumulator:
-        return CanonicalAccumulator(self, param, view, is_loose=is_loose)
+    def new_accumulator(self, param: Param, view: Tensor, *, is_unbuffered: bool) -> Accumulator:
+        return CanonicalAccumulator(self, param, view, is_unbuffered=is_unbuffered)
 
     def partial_sums(self) -> Sequence[Tensor]:
         return self.sum_memory.created
@@ -130,7 +130,7 @@ class CanonicalReduction(Reduction):
                 remainder = (remainder - digit) * _DIGIT_BASE
         return sums
 
-    def weight_of(self, terms: Sequence[float]) -> float:
+    def weight_from_terms(self, terms: Sequence[float]) -> float:
         total = 0.0
         for digit in reversed(terms):
             total = total / _DIGIT_BASE + digit
@@ -139,7 +139,7 @@ class CanonicalReduction(Reduction):
     def loss_terms(self, losses: Sequence[Tensor]) -> Tensor:
         return torch.cat([self.pad_losses(batch) for batch in losses])
 
-    def loss_of(self, summed: Tensor, num_batches: int) -> float:
+    def loss_from_terms(self, summed: Tensor, num_batches: int) -> float:
         return sum(float(tree_sum(losses)) for losses in torch.chunk(summed, num_batches))
 
 
@@ -147,14 +147,13 @@ class CanonicalAccumulator(Accumulator):
     """Sums the contributions of each microbatch separately, and then adds the sums in the order of the tree.
 
     The view holds the sum of the rank's first microbatches; the other sums have separate memory until they are added. rows:
-    after `finalize`, the sums for the reducer, one for each use of the parameter and each node of this rank's run; the first is
-    the view. If the reduce group has one rank, the view is the complete sum. is_loose: whether no handler reduces the gradient,
-    so that each step allocates the view.
+    after `finalize`, one sum for each use of the parameter and each node of this rank's run, the first of them in the view; if
+    the reduce group has one rank, only the complete sum. is_unbuffered: whether each step allocates the view.
     """
 
-    def __init__(self, reduction: CanonicalReduction, param: Param, view: Tensor, *, is_loose: bool) -> None:
+    def __init__(self, reduction: CanonicalReduction, param: Param, view: Tensor, *, is_unbuffered: bool) -> None:
         self.reduction = reduction
-        self.is_loose = is_loose
+        self.is_unbuffered = is_unbuffered
         self._placeholder = view
         super().__init__(param, view)
 
@@ -170,9 +169,7 @@ class CanonicalAccumulator(Accumulator):
         self.rows: list[Tensor] = []
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Closes the open leaf and opens the contribution's, if these differ. Raises RunError `canonical-again` if the latter
-        was closed before.
-        """
+        """Closes the open leaf and opens another if they differ. Raises RunError `canonical-again` if that was closed."""
         layers = self.param.layers
         assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}, so the contribution must name its layer"
         leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.microbatch_index if micro is None else micro)
@@ -180,13 +177,12 @@ class CanonicalAccumulator(Accumulator):
             return
         self._close_leaf()
         if leaf in self._closed:
-            raise RunError(
-                "canonical-again",
-                f"the gradient of {self.param.name!r} receives several contributions from microbatch "
-                f"{leaf.micro}, interleaved with others, so their sum has no fixed order",
-                hint='set [parallel] reduction = "fast", or use torch.utils.checkpoint with `use_reentrant=False`, '
-                'and `unit = "layer"` in [weights]',
+            name = self.param.name
+            message = (
+                f"the gradient of {name!r} has interleaved contributions of microbatch {leaf.microbatch}, in no fixed order"
             )
+            hint = f'{FAST_HINT}, or checkpoint with `use_reentrant=False`, and `unit = "layer"` in [weights]'
+            raise RunError("canonical-again", message, hint=hint)
         self._leaf, self._is_fresh = leaf, True
 
     def end_contributions(self) -> None:
@@ -201,16 +197,14 @@ class CanonicalAccumulator(Accumulator):
 
     def accumulate_grad(self) -> None:
         if self.param.has_products:
-            raise RunError(
-                "canonical-autograd",
-                f"the parameter {self.param.name!r} of a linear or an embedding is also used in another way, has "
-                "a hook, is used under autocast, or is differentiated twice, so the order of its gradient sum "
-                "depends on the layout",
-                hint=FAST_HINT,
+            message = (
+                f"the parameter {self.param.name!r} of a linear or an embedding is also used in another way, has a hook, is "
+                "used under autocast, or is differentiated twice, so the order of its gradient sum depends on the layout"
             )
+            raise RunError("canonical-autograd", message, hint=FAST_HINT)
         self.begin_contribution()
         super().accumulate_grad()
-        self.parameter.grad, self.is_lent = None, False
+        self.parameter.grad, self.is_grad_view = None, False
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
         """Adds left^T right. Multiplies in the factors' dtype and then adds, since `addmm` would round differently."""
@@ -227,23 +221,20 @@ class CanonicalAccumulator(Accumulator):
     def finalize(self) -> None:
         """Collects `rows` from the partial sums. No contribution may follow."""
         self._close_leaf()
-        home = self._allocated_view()
-        sums = self._new_partial_sums() if self._sums is None else self._sums
-        is_whole = self.reduction.groups[self.param.reduce_group].size == 1
-        nodes = [Node(0, sums.num_leaves)] if is_whole else self.reduction.nodes(self.param.reduce_group)
-        rows = [sums.pop(use, node, home) for use in range(self.param.num_sums) for node in nodes]
-        assert not len(sums), f"{self.param.name} has sums of other ranks' microbatches: {sums.nodes}"
-        if rows[0] is not home:
-            home.copy_(rows[0])
-            rows[0] = home
-        if is_whole:
-            sum_uses(rows)
-            del rows[1:]
-        self.rows = rows
+        view = self._allocated_view()
+        sums = self._partial_sums()
+        has_all_leaves = self.reduction.groups[self.param.reduce_group].size == 1
+        nodes = [Node(0, sums.num_leaves)] if has_all_leaves else self.reduction.nodes(self.param.reduce_group)
+        rows = [sums.pop(use, node, view) for use in range(self.param.num_sums) for node in nodes]
+        assert not sums.nodes, f"{self.param.name} has sums of other ranks' microbatches: {sums.nodes}"
+        if rows[0] is not view:
+            view.copy_(rows[0])
+            rows[0] = view
+        self.rows = [sum_uses(rows)] if has_all_leaves else rows
         self._sums = None
 
     def _allocated_view(self) -> Tensor:
-        if self.is_loose and self.view is self._placeholder:
+        if self.is_unbuffered and self.view is self._placeholder:
             self.view = torch.empty_like(self.parameter, dtype=self.dtype, memory_format=torch.contiguous_format)
         return self.view
 
@@ -262,17 +253,23 @@ class CanonicalAccumulator(Accumulator):
         if leaf is None or self._is_fresh:
             return
         self._closed.add(leaf)
-        if self._sums is None:
-            self._sums = self._new_partial_sums()
-        self._sums.put(leaf.layer_index, Node(leaf.micro, leaf.micro + 1), self._sum)
+        self._partial_sums().put(leaf.layer_index, Node(leaf.microbatch, leaf.microbatch + 1), self._sum)
 
-    def _new_partial_sums(self) -> PartialSums:
-        return PartialSums(self.reduction.num_leaves, self.reduction.sum_memory, self._allocated_view())
+    def _partial_sums(self) -> PartialSums:
+        if self._sums is None:
+            self._sums = PartialSums(self.reduction.num_leaves, self.reduction.sum_memory, self._allocated_view())
+        return self._sums
 
 
 FAST_HINT = 'set [parallel] reduction = "fast"'
-Use = tuple[str, nn.Module, int]
-"""A use of a parameter: its name, the module that holds it, and the module's stage."""
+
+
+class Use(NamedTuple):
+    """A use of a parameter: its name there, the module that holds it, and the module's stage."""
+
+    name: str
+    module: nn.Module
+    stage: int
 
 
 def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
@@ -282,21 +279,22 @@ def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
             for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
                 for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                     by_layer = uses.setdefault(id(parameter), {})
-                    by_layer.setdefault(layer.name, []).append((f"{prefix}.{attribute}", module, stage))
+                    by_layer.setdefault(layer.name, []).append(Use(f"{prefix}.{attribute}", module, stage))
     for by_layer in uses.values():
         if len(by_layer) == 1:
             continue
         all_uses = [use for layer_uses in by_layer.values() for use in layer_uses]
-        name = all_uses[0][0]
-        unsupported = next((use for use in all_uses if not (is_plain_linear(use[1]) or is_plain_embedding(use[1]))), None)
-        if unsupported is not None:
-            class_name = type(unsupported[1]).__name__
-            message = f"{name!r} is also {unsupported[0]!r} in a {class_name}, so the order of their gradient sum varies"
+        name = all_uses[0].name
+        unsupported = [use for use in all_uses if not (is_plain_linear(use.module) or is_plain_embedding(use.module))]
+        if unsupported:
+            other_name, class_name = unsupported[0].name, type(unsupported[0].module).__name__
+            message = f"{name!r} is also {other_name!r} in a {class_name}, so the order of their gradient sum varies"
             hint = f"{FAST_HINT}, or tie only weights of plain nn.Linear and nn.Embedding"
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=hint)
-        elif len({use[2] for use in all_uses}) > 1 and len(by_layer) > 2:
-            count = len(by_layer)
-            message = f"{count} layers on several stages share {name!r}, and the stages sum its gradients in their own order"
+        elif len({use.stage for use in all_uses}) > 1 and len(by_layer) > 2:
+            message = (
+                f"{len(by_layer)} layers on several stages share {name!r}, but each stage sums its gradients in its own order"
+            )
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=f"{FAST_HINT}, or set `pp = 1`")
 
 
@@ -308,18 +306,15 @@ _DIGIT_BASE = 2.0**24
 
 def tree_sum(values: Tensor) -> Tensor:
     """Returns the sum of `values` [n], n at least 1, in the order of `Node(0, n)`: level by level, from the leaves."""
-    while values.numel() > 1:
-        pairs = values.numel() // 2
-        joined = values[: 2 * pairs : 2] + values[1 : 2 * pairs : 2]
-        values = torch.cat([joined, values[2 * pairs :]])
+    while (even := values.numel() // 2 * 2) > 0:
+        values = torch.cat([values[:even:2] + values[1:even:2], values[even:]])
     return values[0]
 
 
 _DIGIT_BITS = 24
 _NUM_NORM_DIGITS = 3
 _CHUNK_NUMEL = 1 << 18
-"""The number of elements that are converted to float64 at a time. The sum of their digits is below 2^53, and therefore exact.
-"""
+"""The number of elements that are converted to float64 at a time. The sum of their digits is below 2^53, thus exact."""
 _LOW_BITS = 26
 """The number of low bits of a digit's sum that are sent in a separate float64. Sums over up to 2^27 ranks are exact."""
 
@@ -381,12 +376,10 @@ class ExactTotals(Totals):
         self._loss = loss
         stage = groups["pp"].coord
         # Of the ranks that hold copies of the same elements, only one counts them.
-        self._counted = [
-            tensor
-            for group in gradients
-            if groups[group.reduce_group].coord < group.num_shards and stage == group.stages[0]
-            for tensor in group.tensors
-        ]
+        self._counted: list[Tensor] = []
+        for group in gradients:
+            if groups[group.reduce_group].coord < group.num_shards and stage == group.stages[0]:
+                self._counted += group.tensors
         self._largest = max_abs((tensor for group in gradients for tensor in group.tensors), loss.device)
         # A collective over all ranks, at the end of every step, before the totals are summed.
         groups["all"].all_reduce(self._largest, "max", label="the largest gradient").wait()

@@ -8,13 +8,11 @@
           ├── [4,6) ── 4, 5                     rank 1 has 4 to 6:       [4,7)
           └── 6                                 ranks of three cuts, 0-2, 3-4, 5-6:  [0,2) 2 | 3 4 | 5 6
 
-Any division of the leaves into runs gives nodes that add up to the same root. Each node is inside a run, disjoint from it, or
-split by one of its borders. The maximal nodes of a run are those inside it whose parents are not. They are disjoint and cover
-the run, since each leaf of the run is a node inside it. Adding siblings until one node is left performs exactly the additions
-of the tree, whatever the order of the nodes: the operands of each addition are fixed, and a + b equals b + a bit for bit.
-
-A run has at most 2 log2(n) + 1 maximal nodes: each of its borders splits one node per level, which has at most one child inside
-the run. If leaves come in order, at most one sum per level is stored at a time, like the digits of a binary counter.
+Any division of the leaves into runs gives nodes that add up to the same root. The maximal nodes of a run are those inside it
+whose parents are not. They are disjoint and cover the run. Adding siblings until one node is left performs exactly the
+additions of the tree, whatever the order of the nodes: the operands of each addition are fixed, and a + b equals b + a bit for
+bit. A run has at most 2 log2(n) + 1 maximal nodes: each of its borders splits one node per level, which has at most one child
+inside the run. If leaves come in order, at most one sum per level is stored at a time, like the digits of a binary counter.
 
 An accumulator sums each microbatch of a gradient separately:
 
@@ -32,6 +30,7 @@ buffer.
 from __future__ import annotations
 
 from collections import deque
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -99,20 +98,19 @@ class SumMemory:
     """Allocates and reuses the memory of partial sums within one step. created: the tensors allocated since `clear`."""
 
     def __init__(self) -> None:
-        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # sums that are no longer needed
+        self.unused: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self.created: list[Tensor] = []
 
     def allocate(self, like: Tensor) -> Tensor:
         """Returns memory for one more sum, of the shape and dtype of `like`, with arbitrary contents."""
-        free = self.free.get((like.shape, like.dtype))
-        if free:
-            return free.pop()
+        if unused := self.unused.get((like.shape, like.dtype)):
+            return unused.pop()
         memory = torch.empty_like(like, memory_format=torch.contiguous_format)
         self.created.append(memory)
         return memory
 
     def clear(self) -> None:
-        self.free.clear()
+        self.unused.clear()
         self.created.clear()
 
 
@@ -120,18 +118,14 @@ class PartialSums:
     """Adds up the contributions to one gradient, as far as the tree of `num_leaves` leaves permits, separately for each use of
     the parameter.
 
-    sum_memory: receives the memory of operands that are no longer needed. home: the tensor that keeps the sum if it is one of
-    the operands.
+    sum_memory: receives the memory of unused operands. target: the tensor that keeps the sum if it is one of the operands.
     """
 
-    def __init__(self, num_leaves: int, sum_memory: SumMemory | None = None, home: Tensor | None = None) -> None:
+    def __init__(self, num_leaves: int, sum_memory: SumMemory | None = None, target: Tensor | None = None) -> None:
         self.num_leaves = num_leaves
         self.sum_memory = sum_memory
-        self.home = home
+        self.target = target
         self._sums_by_node: dict[tuple[int, Node], Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._sums_by_node)
 
     @property
     def nodes(self) -> list[tuple[int, Node]]:
@@ -140,73 +134,57 @@ class PartialSums:
 
     def put(self, use: int, node: Node, value: Tensor) -> None:
         """Stores `value`, the sum of `node`, and takes over its memory. Adds it to that of a stored sibling, and so on."""
-        while True:
-            other = sibling(node, self.num_leaves)
-            stored = self._sums_by_node.pop((use, other), None) if other is not None else None
-            if other is None or stored is None:
-                break
-            value = self._add_pair(stored, value)
+        while (other := sibling(node, self.num_leaves)) is not None and (use, other) in self._sums_by_node:
+            value = self._add_pair(self._sums_by_node.pop((use, other)), value)
             node = parent(node, other)
         assert (use, node) not in self._sums_by_node, f"{node} came twice"
         self._sums_by_node[use, node] = value
 
     def pop(self, use: int, node: Node, like: Tensor) -> Tensor:
         """Removes and returns the sum of `node`. Microbatches without contributions count as zeros of the shape of `like`."""
-        stored = self._sums_by_node.pop((use, node), None)
-        if stored is not None:
-            return stored
-        has_inner = any(
-            stored_use == use and node.first <= stored.first and stored.last <= node.last
-            for stored_use, stored in self._sums_by_node
-        )
-        if not has_inner:
+        if (use, node) in self._sums_by_node:
+            return self._sums_by_node.pop((use, node))
+        stored_nodes = [stored for stored_use, stored in self._sums_by_node if stored_use == use]
+        if not any(node.first <= stored.first and stored.last <= node.last for stored in stored_nodes):
             return torch.zeros_like(like, memory_format=torch.contiguous_format)
         left, right = node.children
         return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
 
     def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
-        """Adds one tensor to the other in place, and returns the sum. The sum is in `home` if that is one of them."""
-        if other is self.home:
+        """Adds one tensor to the other in place, and returns the sum. The sum is in `target` if that is one of them."""
+        if other is self.target:
             total, other = other, total
         total.add_(other)
         if self.sum_memory is not None:
-            self.sum_memory.free.setdefault((other.shape, other.dtype), []).append(other)
+            self.sum_memory.unused.setdefault((other.shape, other.dtype), []).append(other)
         return total
 
 
 def sum_uses(sums: list[Tensor]) -> Tensor:
     """Adds the sums of a parameter's uses into the first one, in layer order, and returns it."""
-    for other_sum in sums[1:]:
-        sums[0].add_(other_sum)
-    return sums[0]
+    return reduce(Tensor.add_, sums)
 
 
 MAX_IN_FLIGHT = 2
-"""The maximum number of sums in flight, which limits the copies of gradients. While one sum is gathered, the next is exchanged.
-"""
+"""The maximum number of sums in flight: while one is gathered, the next is exchanged. Each needs a copy of gradients."""
 
 
 class TreeSums(Sums):
     """Sums buffers of `store` over their groups; of a sharded buffer, only this rank's part. Each `start` advances the earlier
-    sums, in the same order on all ranks of their groups. sent: counts the sent bytes. channel: the groups' channel to use.
+    sums, in the same order on all ranks of their groups.
     """
 
     def __init__(self, reduction: CanonicalReduction, store: GradientStore, sent: SentBytes, channel: str) -> None:
-        self._reduction = reduction
-        self._store = store
-        self._sent = sent
-        self._channel = channel
+        self.reduction, self.store, self.sent, self.channel = reduction, store, sent, channel
         self._in_flight: deque[_TreeSum] = deque()
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`, which must not be used until `finish`. First ends the oldest sum if MAX_IN_FLIGHT are in
-        flight.
-        """
+        """Starts to sum `buffer`, which must not be used until `finish`. May first end the oldest sum in flight."""
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self._in_flight.popleft().finish()
         for exchange in self._in_flight:
             exchange.sum_rows()
-        self._in_flight.append(_TreeSum(self._reduction, self._store, buffer, group, self._sent, self._channel))
+        self._in_flight.append(_TreeSum(self, buffer, group))
 
     def finish(self) -> None:
         for exchange in self._in_flight:
@@ -222,31 +200,22 @@ class TreeSums(Sums):
 class _TreeSum:
     """Sums one buffer. The constructor starts the exchange; `sum_rows` and `finish` follow."""
 
-    def __init__(
-        self,
-        reduction: CanonicalReduction,
-        store: GradientStore,
-        buffer: GradientBuffer,
-        group: Group,
-        sent: SentBytes,
-        channel: str,
-    ) -> None:
+    def __init__(self, sums: TreeSums, buffer: GradientBuffer, group: Group) -> None:
         self.buffer = buffer
-        self.group = group
-        self._sent = sent
-        self._channel = channel
-        self._num_leaves = reduction.num_leaves
-        self._nodes = [reduction.nodes(buffer.reduce_group, coord) for coord in range(group.size)]
+        self._sent = sums.sent
+        self._transport = group.transport(sums.channel)
+        self._group = group
+        self._num_leaves = sums.reduction.num_leaves
+        self._nodes = [sums.reduction.nodes(buffer.reduce_group, coord) for coord in range(group.size)]
         self._num_uses = buffer.params[0].num_sums
-        self._outgoing_rows = _pack_sums(store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
+        self._outgoing_rows = _pack_sums(sums.store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
         self._incoming_rows = self._outgoing_rows.new_empty(self._outgoing_rows.shape)
         self._gathered: Tensor | None = None
         self._is_summed = False
         # A collective of the buffer's reduce group, whose ranks start their buffers in the same order.
-        self.work: Work = group.transport(channel).all_to_all(
-            self._incoming_rows, self._outgoing_rows, label=f"the sums of {buffer.params[0].name}", contents=buffer.contents
-        )
-        sent.add(self._outgoing_rows, group, passes=1)
+        rows, label = (self._incoming_rows, self._outgoing_rows), f"the sums of {buffer.params[0].name}"
+        self.work: Work = self._transport.all_to_all(*rows, label=label, contents=buffer.contents)
+        self._sent.add(self._outgoing_rows, group, passes=1)
 
     def sum_rows(self) -> None:
         """Waits for the exchange, adds rows in the order of the tree, and starts to gather the sum of an unsharded buffer."""
@@ -267,12 +236,11 @@ class _TreeSum:
             self.buffer.zero_padding()
             return
         self.work.wait_sent()
-        self._gathered = self._outgoing_rows.view(-1)[: self.group.size * local_sum.numel()]
+        self._gathered = self._outgoing_rows.view(-1)[: self._group.size * local_sum.numel()]
         # A collective of the same group; all its ranks start it between the same two calls of `start`, or after the last one.
-        self.work = self.group.transport(self._channel).all_gather(
-            [self._gathered], [local_sum], label=f"the sum of {self.buffer.params[0].name}"
-        )
-        self._sent.add(self._gathered, self.group, passes=1)
+        label = f"the sum of {self.buffer.params[0].name}"
+        self.work = self._transport.all_gather([self._gathered], [local_sum], label=label)
+        self._sent.add(self._gathered, self._group, passes=1)
 
     def finish(self) -> None:
         """Waits for the gather, if any, and writes the sum into the buffer."""
@@ -295,15 +263,13 @@ def _pack_sums(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_
     num_columns = -(-numel // size)
     packed = buffer.data.new_zeros(size, num_uses * num_rows, num_columns)
     flat = buffer.data.new_zeros(size * num_columns)
-    partial = [store.partial_sums(param) for param in buffer.params]
-    num_per_use = len(partial[0]) // num_uses
-    for index in range(len(partial[0])):
-        if index == 0:
-            flat[:numel].copy_(buffer.data)
-        else:
-            for rows, start in zip(partial, buffer.offsets, strict=True):
-                flat[start : start + rows[index].numel()].copy_(rows[index].reshape(-1))
+    flat[:numel].copy_(buffer.data)  # the first sums
+    sums = [store.partial_sums(param) for param in buffer.params]
+    num_per_use = len(sums[0]) // num_uses
+    for index in range(len(sums[0])):
+        for rows, start in zip(sums if index else (), buffer.offsets, strict=False):
+            flat[start : start + rows[index].numel()].copy_(rows[index].reshape(-1))
         packed[:, index // num_per_use * num_rows + index % num_per_use].copy_(flat.view(size, num_columns))
-    for rows in partial:
+    for rows in sums:
         del rows[1:]
     return packed

@@ -32,18 +32,18 @@ from sley_core.model.tensors import is_plain, sum_of_bits, version_of
 ActionKey = tuple[int, int]
 """The chunk and the microbatch of an I action and its W action."""
 
-Work = Callable[[], None]
+DeferredProduct = Callable[[], None]
 """A function that computes a deferred product and adds it to the gradient."""
 
 
 class WeightQueue:
     """Holds the deferred products of each I action until its W action. I opens `collect(key)`, in which linears call `put`, and
-    W calls `run(key)`. on_last: called with a parameter after its last product of a `run`; None calls nothing.
+    W calls `run(key)`. on_last_product: called with a parameter after its last product of a `run`; None calls nothing.
     """
 
     def __init__(self) -> None:
-        self.on_last: Callable[[Param], None] | None = None
-        self._queued: dict[ActionKey, list[tuple[Work, Param | None]]] = {}
+        self.on_last_product: Callable[[Param], None] | None = None
+        self._queued: dict[ActionKey, list[tuple[DeferredProduct, Param | None]]] = {}
         self._open: ActionKey | None = None
 
     @property
@@ -61,10 +61,10 @@ class WeightQueue:
         finally:
             self._open = None
 
-    def put(self, work: Work, param: Param | None = None) -> None:
-        """Queues `work`, which multiplies a linear's output gradient and input. param: the weight, for `on_last`."""
+    def put(self, product: DeferredProduct, param: Param | None = None) -> None:
+        """Queues `product`, which multiplies a linear's output gradient and input. param: the weight, for `on_last_product`."""
         assert self._open is not None, "no I is running"
-        self._queued[self._open].append((work, param))
+        self._queued[self._open].append((product, param))
 
     @torch.no_grad()
     def run(self, key: ActionKey) -> None:
@@ -73,12 +73,12 @@ class WeightQueue:
         num_remaining = Counter(param for _, param in queued)
         queued.reverse()
         while queued:
-            work, param = queued.pop()
-            work()
-            del work  # frees its tensors before the next product
+            product, param = queued.pop()
+            product()
+            del product  # frees its tensors before the next product
             num_remaining[param] -= 1
-            if param is not None and not num_remaining[param] and self.on_last is not None:
-                self.on_last(param)
+            if param is not None and not num_remaining[param] and self.on_last_product is not None:
+                self.on_last_product(param)
 
     def clear(self) -> None:
         self._queued.clear()
@@ -95,7 +95,7 @@ class WeightGradientSink:
 
     Between I and W, a hook or the backward of another branch may write in place to an output gradient that it shares. So shared
     gradients are copied until the first W has shown whether this happens, and from then on only if it does. multiply: adds the
-    product of output gradient and input to the weight's gradient. param: the weight, for `on_last`.
+    product of output gradient and input to the weight's gradient. param: the weight, for `on_last_product`.
     """
 
     multiply: Callable[[Tensor, Tensor], None]
@@ -109,8 +109,8 @@ class WeightGradientSink:
             self.multiply(rows, inputs)
             return
         copied = rows.clone() if is_shared and self._copies is not False else None
-        work = partial(self._multiply, rows, inputs, copied, version_of(rows), version_of(inputs))
-        self.queue.put(work, self.param)
+        product = partial(self._multiply, rows, inputs, copied, version_of(rows), version_of(inputs))
+        self.queue.put(product, self.param)
 
     def shares_memory(self, gradient: Tensor) -> bool:
         """Returns whether `gradient` will be queued and others share its memory. Must be called before a view exists."""
@@ -127,13 +127,12 @@ class WeightGradientSink:
             self._copies = current is not None and recorded is not None and not torch.equal(current, recorded)
         if version_of(inputs) != version_of_inputs or (copied is None and version_of(rows) != version):
             label = f"the parameter {self.param.name!r}" if self.param is not None else "a sharded linear"
-            raise RunError(
-                "gradient-written",
-                f"the backward of {label} is split into two halves, and a hook or the backward of another layer "
-                "writes in place to its input or to its output's gradient between them",
-                hint="return a new tensor there (`gradient.clamp(...)` instead of `clamp_`), or use a schedule that "
-                "does not split backwards, such as `pp.one_f_one_b`",
+            message = (
+                f"the backward of {label} is split into two halves, and a hook or the backward of another layer writes in "
+                "place to its input or to its output's gradient between them"
             )
+            hint = "return a new tensor there (`clamp(...)`, not `clamp_`), or use a schedule without splits (`pp.one_f_one_b`)"
+            raise RunError("gradient-written", message, hint=hint)
         self.multiply(rows if copied is None else copied, inputs)
 
 
@@ -143,8 +142,7 @@ BiasSink = Callable[[Tensor], None]
 
 class DirectLinear(torch.autograd.Function):
     """Computes `F.linear`. Its backward passes the factors of the weight's gradient to `sink` if autograd would add the
-    gradient to `grad`. For `autograd.grad`, it returns the gradient. bias_sink: the same for the bias; None leaves it to
-    autograd.
+    gradient to `grad`, and returns it for `autograd.grad`. bias_sink: the same for the bias; None leaves it to autograd.
     """
 
     @staticmethod
@@ -207,8 +205,8 @@ class GradientUse(Enum):
 def linear_forward(
     linear: nn.Linear, weight: Tensor, sink: WeightGradientSink, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
 ) -> Tensor:
-    """Runs the forward of `linear` while a run is open. `input` is named as in `nn.Linear.forward`, for models that pass it by
-    name. weight, bias: the parameters in the store; if the module has other parameters now, autograd handles these.
+    """Runs the forward of `linear` while a run is open; models may pass `input` by name. weight, bias: the parameters in the
+    store; if the module has other parameters now, autograd handles these.
     """
     current_weight = linear.weight
     # Autograd handles frozen weights, whose input need not be kept, weights that a program put in place of the store's, and
@@ -224,37 +222,32 @@ def linear_forward(
 
 def _is_special_input(input: Tensor) -> bool:
     """Returns whether torch treats a linear of `input` specially: autocast, functorch, forward-mode AD, tensor subclasses."""
-    return (
-        not is_plain(input)
-        or torch.is_autocast_enabled(input.device.type)
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
+    is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return is_transformed or not is_plain(input) or torch.is_autocast_enabled(input.device.type)
 
 
-def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
+def patch_layers(parts: Parts, *, splits_backwards: bool) -> Callable[[], None]:
     """Patches plain linears and embeddings to add their weight gradients to the store directly. Returns a function that removes
     the patches.
 
     With `accumulation = "direct"`, linears whose weight and gradient have the same dtype are patched, since not every device
-    can accumulate a bf16 product into fp32 in one call. splits: whether backwards are split; then all linears are patched, and
-    the queue holds their products from I to W. If the order of sums is fixed, all linears (with their biases) and all
-    embeddings are patched. Skips modules with a sharded parameter, which a communicator handles, and modules whose weight is
-    not a parameter (`weight_norm`) or whose forward was replaced.
+    can accumulate a bf16 product into fp32 in one call. If backwards are split, all linears are patched. If the order of sums
+    is fixed, all linears (with their biases) and all embeddings are. Skips modules with a sharded parameter,
+    which a communicator handles, and modules whose weight is not a parameter (`weight_norm`) or whose forward was replaced.
     """
     store, registry, queue = parts.store, parts.registry, parts.queue
-    fixed_order = store.reduction.fixed_order
-    all_types = splits or fixed_order
+    fixed_order = store.reduction.has_fixed_order
+    all_types = splits_backwards or fixed_order
     linears = parts.precision.accumulation == "direct"
     patches = ExitStack()
     if linears or all_types:
-        queue.on_last = store.count_pass
+        queue.on_last_product = store.count_pass
     for layer in parts.layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
             if is_plain_linear(module) and (all_types or (linears and module.weight.dtype == store.dtype)):
                 add_gradient: Callable[..., None] = store.add_product
             elif fixed_order and is_plain_embedding(module):
-                add_gradient = partial(_add_rows, store)
+                add_gradient = store.add_rows
             else:
                 continue
             attributes = (key for key, parameter in module._parameters.items() if parameter is not None)
@@ -329,7 +322,3 @@ def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
 
 def _add_bias(store: GradientStore, param: Param, layer: str, rows: Tensor) -> None:
     store.add(param, rows.sum(0, dtype=store.dtype), layer, counts_pass=False)
-
-
-def _add_rows(store: GradientStore, param: Param, rows: Tensor, tokens: Tensor, **options: Any) -> None:
-    store.add_rows(param, tokens, rows, **options)

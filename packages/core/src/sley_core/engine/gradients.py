@@ -13,6 +13,8 @@ Other code does not say when it is done: the store expects as many contributions
 varies, waits for the end of the action. A contribution after `ready` is refused, whether it comes within a step or from a
 user's own backward between two steps. All ranks of a reduce group report in the same order, since collectives that are started
 in different orders would sum the wrong tensors without an error.
+
+Core's own handlers follow the store. `Each` is slow and simple; faster reducers are tested against it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,20 +25,26 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.comm.device import free, reallocate
+from sley_core.comm.exchanges import SentBytes
+from sley_core.comm.transport import Work
 from sley_core.engine.buffers import (
     SHARD_ALIGNMENT,
     ElementRange,
     GradientBuffer,
+    Layout,
     NormGroup,
     Planner,
     allocate_buffers,
     group_by_reduce_group,
 )
-from sley_core.engine.reduction import Accumulator, Reduction, State, UnbufferedAccumulator, mark_irregular
+from sley_core.engine.parts import Parts, StepState
+from sley_core.engine.reduction import Accumulator, Reduction, State, Sums, UnbufferedAccumulator, mark_varying_passes
 from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.shards import sharded_read_error
 from sley_core.errors import RunError, StateError, run_closed_error
 from sley_core.memory import ALIGNMENT_BYTES, round_up
+from sley_core.plugin import EachConfig, GradientNormsConfig
+from sley_core.protocols import GradientHandler
 
 
 class GradientStore:
@@ -57,10 +65,8 @@ class GradientStore:
         planner: Planner = group_by_reduce_group,
     ) -> None:
         self.registry = registry
-        self.dtype = dtype
-        self.device = device
-        self.reduction = reduction
-        self.state = reduction.state
+        self.dtype, self.device = dtype, device
+        self.reduction, self.state = reduction, reduction.state
         for param in registry:
             param.num_sums = self.reduction.num_sums(param)
         self.on_ready: list[Callable[[Param], None]] = []
@@ -87,7 +93,7 @@ class GradientStore:
         self.buffers: list[GradientBuffer] = []
         self._memory = torch.empty(0, dtype=self.dtype, device=self.device)
         self._accumulators: dict[Param, Accumulator] = {}
-        self._loose: list[Accumulator] = []
+        self._unbuffered: list[Accumulator] = []
         self._buffer_of: dict[Param, GradientBuffer] = {}
         self._parts: dict[Param, Tensor] = {}
         self._hooks, self._order, self._next = [], [], 0
@@ -113,14 +119,14 @@ class GradientStore:
             hint = "check `param in store` first, since parameters may be frozen and unfrozen between steps"
             raise RunError("gradient-frozen", message, hint=hint)
         self._check_not_freed()
-        if param in self._buffer_of:
-            self._buffer_of[param].check_not_sharded(param)
+        if param in self._buffer_of and not self._buffer_of[param].has_full_gradients:
+            message = f"the gradient of the parameter {param.name!r} is reduced to shards, and this rank has only one of them"
+            hint = "use `store.part(param)`, which contains the elements `store.elements(param)`"
+            raise RunError("gradient-sharded", message, hint=hint)
         return self._accumulators[param].view
 
     def part(self, param: Param) -> Tensor:
-        """Returns a view of this rank's part of the gradient: the full gradient, or its `elements`. Raises RunError as
-        `gradient` does, but not `gradient-sharded`.
-        """
+        """Returns a view of this rank's part of the gradient: all, or its `elements`. Raises RunError if frozen or freed."""
         self._check_not_freed()
         return self._parts[param] if param in self._parts else self.gradient(param)
 
@@ -150,7 +156,7 @@ class GradientStore:
         for buffer in self.buffers:
             yield NormGroup([buffer.local_part], buffer.reduce_group, buffer.stages, buffer.num_shards)
         families: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
-        for accumulator in self._loose:
+        for accumulator in self._unbuffered:
             if isinstance(accumulator, UnbufferedAccumulator):
                 accumulator.check_no_late_gradient()
             family = accumulator.param.reduce_group, accumulator.param.stages
@@ -161,12 +167,9 @@ class GradientStore:
     @property
     def num_bytes(self) -> int:
         """Returns the bytes of all gradients, including those outside buffers, and partial sums while they exist."""
-        buffers = sum(buffer.num_bytes for buffer in self.buffers)
-        return (
-            buffers
-            + sum(tensor.view.nbytes for tensor in self._loose)
-            + sum(tensor.nbytes for tensor in self.reduction.partial_sums())
-        )
+        buffers = [buffer.data for buffer in self.buffers]
+        tensors = *buffers, *(accumulator.view for accumulator in self._unbuffered), *self.reduction.partial_sums()
+        return sum(tensor.nbytes for tensor in tensors)
 
     def aligned_bytes(self, param: Param, *, is_sharded: bool = False) -> int:
         """Returns the bytes that the gradient of `param` takes in a buffer, including padding."""
@@ -201,7 +204,7 @@ class GradientStore:
         accumulator.accumulate_product(left, right)
         self._end_contribution(accumulator, counts_pass)
 
-    def add_rows(self, param: Param, indices: Tensor, rows: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
+    def add_rows(self, param: Param, rows: Tensor, indices: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
         """Adds `rows` [n, width], of any floating dtype, to the rows `indices` [n] of an embedding table's gradient."""
         accumulator = self._begin_contribution(param, layer)
         accumulator.accumulate_rows(indices, rows)
@@ -212,7 +215,7 @@ class GradientStore:
         for micro, gradient in gradients.items():
             accumulator = self._begin_contribution(param, layer, micro)
             accumulator.accumulate(gradient)
-            accumulator.contributions += 1
+            accumulator.num_contributions += 1
         self.count_pass(param)
 
     # Layouts and steps
@@ -224,30 +227,29 @@ class GradientStore:
         layout = planner(trainable[::-1])
         layout.check(trainable)
         self._is_fixed = layout.is_fixed
-        expected_passes = {param: accumulator.expected_passes for param, accumulator in self._accumulators.items()}
+        num_expected_passes = {param: accumulator.num_expected_passes for param, accumulator in self._accumulators.items()}
         self._clear_layout()
         self._memory, self.buffers = allocate_buffers(layout, self.dtype, self.device)
-        views = dict.fromkeys(layout.loose, torch.empty(0, dtype=self.dtype, device=self.device))
+        views = dict.fromkeys(layout.unbuffered, torch.empty(0, dtype=self.dtype, device=self.device))
         for buffer in self.buffers:
             self._buffer_of |= dict.fromkeys(buffer.params, buffer)
             self._parts |= buffer.parts if buffer.shard else {}
             views |= zip(buffer.params, buffer.views, strict=True)
         for param in layout.order:
-            accumulator = self.reduction.new_accumulator(param, views[param], is_loose=param not in self._buffer_of)
-            accumulator.expected_passes = expected_passes.get(param, 0)
+            accumulator = self.reduction.new_accumulator(param, views[param], is_unbuffered=param not in self._buffer_of)
+            accumulator.num_expected_passes = num_expected_passes.get(param, 0)
             self._accumulators[param] = accumulator
         self._order = list(self._accumulators.values())
-        self._loose = [self._accumulators[param] for param in layout.loose]
+        self._unbuffered = [self._accumulators[param] for param in layout.unbuffered]
         self._trained = [(param.name, param.parameter, param.trainable) for param in self.registry]
         self.num_layouts += 1
-        self._has_learned_passes = self._has_learned_passes and self._accumulators.keys() <= expected_passes.keys()
+        self._has_learned_passes = self._has_learned_passes and self._accumulators.keys() <= num_expected_passes.keys()
         if self._is_watching:
             self.watch()
 
     def watch(self) -> None:
         """Installs the autograd hooks, now and in every later layout. If nothing else calls this, the first `begin_step` does.
-        Gradients that no handler reduces, and that have the store's dtype, get no hook: autograd sums them without Python
-        calls.
+        Gradients that no handler reduces, and that have the store's dtype, get no hook: autograd sums them itself.
         """
         self._is_watching = True
         for accumulator in self._order:
@@ -281,20 +283,15 @@ class GradientStore:
             raise StateError.offloaded_error("gradients", "a step")
         self._are_freed = False
         self.refusal = None
-        if name := next(
-            (name for name, parameter, was_trainable in self._trained if parameter.requires_grad != was_trainable), ""
-        ):
-            if self._is_fixed:
-                self.refusal = RunError(
-                    "shards-fixed",
-                    f"the parameter {name!r} was frozen or unfrozen during the run, but a sharded optimizer fixes "
-                    "its shards when the run is assembled",
-                    hint="set `freeze = true` in a group of [optimizer], or use a reducer such as `dp.bucketed`",
-                )
-            else:
-                self.lay_out(self._planner)
+        changed_names = [name for name, parameter, was_trainable in self._trained if parameter.requires_grad != was_trainable]
+        if changed_names and self._is_fixed:
+            message = f"the parameter {changed_names[0]!r} was frozen or unfrozen, but a sharded optimizer has fixed its shards"
+            hint = "set `freeze = true` in a group of [optimizer], or use a reducer such as `dp.bucketed`"
+            self.refusal = RunError("shards-fixed", message, hint=hint)
+        elif changed_names:
+            self.lay_out(self._planner)
         for buffer in self.buffers:
-            buffer.is_whole = True
+            buffer.has_full_gradients = True
         if not self._is_watching:
             self.watch()
         self._next = 0
@@ -305,14 +302,14 @@ class GradientStore:
     def chunk_done(self, chunk: int) -> None:
         """Ends the chunk's last gradient action: zeroes gradients without contributions, and reports the chunk's gradients."""
         for accumulator in self._order:
-            if accumulator.chunks <= self.state.done:
+            if accumulator.chunks <= self.state.done_chunks:
                 self._accumulate_assigned(accumulator)
                 if accumulator.is_open and chunk in accumulator.chunks:
                     accumulator.state = State.COMPLETE
         if not any(accumulator.is_open for accumulator in self._order):
             for accumulator in self._order:
                 accumulator.record_passes()
-            mark_irregular(self._tasks)
+            mark_varying_passes(self._tasks)
             self._tasks.clear()
             self._has_learned_passes = True
         self._report()
@@ -328,12 +325,9 @@ class GradientStore:
 
     def _check_not_freed(self) -> None:
         if self._are_freed:
-            raise RunError(
-                "gradients-freed",
-                "the gradients were freed by an offload, and no step has computed new ones",
-                hint="read the gradients before `run.memory.offload()`, or pass the names of other parts to "
-                "`run.memory.offload(...)`",
-            )
+            message = "the gradients were freed by an offload, and no step has computed new ones"
+            hint = "read the gradients before `run.memory.offload()`, or pass the names of other parts to it"
+            raise RunError("gradients-freed", message, hint=hint)
 
     def _begin_contribution(self, param: Param, layer: str, micro_batch: int | None = None) -> Accumulator:
         """Returns the accumulator of `param`, prepared for a contribution. Raises RunError as `Accumulator.check_open` does."""
@@ -343,7 +337,7 @@ class GradientStore:
         return accumulator
 
     def _end_contribution(self, accumulator: Accumulator, counts_pass: bool) -> None:
-        accumulator.contributions += 1
+        accumulator.num_contributions += 1
         if counts_pass:
             self._count_pass(accumulator)
 
@@ -373,17 +367,15 @@ class GradientStore:
         if not accumulator.is_assigned:
             return
         param = accumulator.param
-        if self.reduction.fixed_order or accumulator.state is State.REPORTED:
-            raise RunError(
-                "gradient-assigned",
-                f"a backward assigns the gradient of the parameter {param.name!r} itself (`weight.grad = ...`), "
-                "after it was complete or although its sum needs a fixed order",
-                hint="return the gradient from the backward, and pass the weight as an argument of `apply`",
-            )
+        if self.reduction.has_fixed_order or accumulator.state is State.REPORTED:
+            reason = "after it was complete or although its sum needs a fixed order"
+            message = f"a backward assigns the gradient of the parameter {param.name!r} itself (`weight.grad = ...`), {reason}"
+            hint = "return the gradient from the backward, and pass the weight as an argument of `apply`"
+            raise RunError("gradient-assigned", message, hint=hint)
         if param.shard is not None:
             raise sharded_read_error(param, "the forward reads")
         accumulator.accumulate_grad()
-        accumulator.expected_passes = None  # it is complete at the end of the chunk only
+        accumulator.num_expected_passes = None  # it is complete at the end of the chunk only
 
     def _count_pass(self, accumulator: Accumulator) -> None:
         """Counts a pass if no later action can add to the gradient, and reports the gradient if it is complete and next."""
@@ -402,3 +394,83 @@ class GradientStore:
             self._next += 1
             for notify in self.on_ready:
                 notify(accumulator.param)
+
+
+class Each(GradientHandler):
+    """Sums each gradient over its reduce group, in the store's order, unless the group has one rank."""
+
+    def __init__(self, config: EachConfig) -> None:
+        self.config = config
+        self._pending: list[Work] = []
+        self._sent = SentBytes()
+        self._sums: Sums | None = None
+
+    def attach(self, parts: Parts) -> None:
+        """Gives each reduced parameter its own buffer if sums have a fixed order."""
+        self._store = parts.store
+        self._groups = parts.groups
+        self._sums = parts.store.reduction.sums(parts.store, self._sent)
+        if self._sums is not None:
+            parts.store.lay_out(self._plan_layout)
+
+    def begin_step(self, step: StepState) -> None:
+        """Waits for the reductions of a failed step, if any, since these could still write into the gradients."""
+        if self._sums is not None:
+            self._sums.discard()
+        self._wait()
+        self._sent.begin_step()
+
+    def gradient_ready(self, param: Param, step: StepState) -> None:
+        group = self._groups[param.reduce_group]
+        if group.size == 1:
+            return
+        # A collective over the parameter's reduce group: the store reports parameters in the same order on all its ranks.
+        if self._sums is not None:
+            buffer = self._store.buffer_of(param)
+            assert buffer is not None, param
+            self._sums.start(buffer, group)
+            return
+        gradient = self._store.gradient(param)
+        self._pending.append(group.all_reduce(gradient, label=param.name))
+        self._sent.add(gradient, group, passes=2)
+
+    def finish_step(self, step: StepState) -> None:
+        if self._sums is not None:
+            self._sums.finish()
+        self._wait()
+        self._sent.end_step()
+
+    def counts(self) -> dict[str, float]:
+        return self._sent.counts()
+
+    def _plan_layout(self, params: list[Param]) -> Layout:
+        unbuffered = [param for param in params if self._groups[param.reduce_group].size == 1]
+        return Layout([[param] for param in params if param not in unbuffered], params, unbuffered)
+
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+
+
+class GradientNorms(GradientHandler):
+    """Adds `gradient_norm/NAME` to each row for each parameter that is trained when the run starts: the 2-norm of the full,
+    unscaled gradient before clipping, in fp64. It is the same in every layout, and 0 while the parameter is frozen.
+    """
+
+    def __init__(self, config: GradientNormsConfig) -> None:
+        self.config = config
+
+    def attach(self, parts: Parts) -> None:
+        """Adds one number per trained parameter to the rows: the root of the sum of all ranks' `_squared_norm_share`."""
+        self._store = parts.store
+        for param in parts.registry.trainable:
+            share = partial(self._squared_norm_share, param, parts.numbers.replica_weight(param))
+            parts.numbers.add(f"gradient_norm/{param.name}", share, of="root")
+
+    def _squared_norm_share(self, param: Param, replica_weight: float) -> Tensor | float:
+        """Returns this rank's share of the squared norm; the ranks' shares add up to it."""
+        if param not in self._store:
+            return 0.0
+        # `replica_weight` assumes that each rank of the reduce group has all elements, but `num_shards` ranks may share a copy.
+        return self._store.part(param).double().square().sum() * replica_weight * self._store.num_shards(param)

@@ -18,10 +18,11 @@ from sley_core.errors import RunError
 if TYPE_CHECKING:
     from sley_core.comm.world import Groups, World
     from sley_core.engine.boundary import Description
+    from sley_core.engine.buffers import WeightStore
     from sley_core.engine.direct import WeightQueue
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.registry import Param, ParameterRegistry
-    from sley_core.engine.weights import OptimizerParam, WeightStore
+    from sley_core.engine.weights import OptimizerParam
     from sley_core.losses.chunked_head import HeadChunks
     from sley_core.memory import DevicePool
     from sley_core.model.layers import Layer
@@ -58,8 +59,8 @@ class StepState:
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
     step: the optimizer step, from 0. num_microbatches: the number of this rank's microbatches in the step. first_micro: the
-    global number of the first of them. action: the running action, or None. after_first: called once, after the first
-    action. done: the chunks whose last gradient action is over. step_progress: the position for failure reports.
+    global number of the first of them. action: the running action, or None. after_first_action: called once, after the first
+    action. done_chunks: those whose last gradient action is over. step_progress: the position for failure reports.
     """
 
     def __init__(self, within: ActionProgress | None = None) -> None:
@@ -71,9 +72,9 @@ class StepState:
         self.first_micro = 0
         self._was_taken: bool | Callable[[], bool] = True
         self.action: Action | None = None
-        self.after_first: Callable[[], None] | None = None
+        self.after_first_action: Callable[[], None] | None = None
         self._last: dict[int, Action] = {}
-        self.done: frozenset[int] = frozenset()
+        self.done_chunks: frozenset[int] = frozenset()
         self._settled: frozenset[int] | None = None
 
     def begin(self, step: int, actions: Sequence[Action], num_microbatches: int, first_micro: int) -> None:
@@ -84,9 +85,9 @@ class StepState:
         self.num_microbatches = num_microbatches
         self.first_micro = first_micro
         self.action = None
-        self.after_first = None
+        self.after_first_action = None
         self._last = {action.chunk: action for action in actions if action.kind.makes_gradients}
-        self.done = frozenset()
+        self.done_chunks = frozenset()
         self._settled = None
 
     @property
@@ -108,16 +109,16 @@ class StepState:
         """Marks `action` as running, and records whether it is its chunk's last gradient action."""
         self.action = action
         is_last = self._last.get(action.chunk) == action
-        self._settled = self.done | {action.chunk} if is_last else None
+        self._settled = self.done_chunks | {action.chunk} if is_last else None
 
     def leave(self, action: Action) -> None:
-        """Ends `action`: marks a chunk as done after its last action, and calls `after_first` after the step's first action."""
+        """Ends `action`: marks a chunk as done after its last action. Calls `after_first_action` after the first one."""
         if self._last.get(action.chunk) == action:
-            self.done |= {action.chunk}
+            self.done_chunks |= {action.chunk}
         self.action = None
         self._settled = None
-        if self.after_first is not None:
-            after, self.after_first = self.after_first, None
+        if self.after_first_action is not None:
+            after, self.after_first_action = self.after_first_action, None
             after()
 
     def are_gradients_final(self, chunks: frozenset[int]) -> bool:
@@ -183,7 +184,7 @@ Combination = Literal["sum", "root"]
 
 
 class StepNumbers:
-    """Holds the numbers that plugins add to the rows. names: the sorted names of all ranks, valid after `agree`."""
+    """Holds the numbers that plugins add to the rows. names: the sorted names of all ranks, valid after `gather_names`."""
 
     def __init__(self, groups: Groups) -> None:
         self.names: tuple[str, ...] = ()
@@ -196,14 +197,13 @@ class StepNumbers:
         """Adds a number to every row from the first step on; called while plugins are attached, on any of the ranks. Raises
         RunError `number-name` for a name that is taken or has no slash, and `number-late` once ranks have agreed.
 
-        name: of the form `plugin/number`. share: returns this rank's part of the number, a float or a scalar on the device; it
-        is called once per step, when gradients are reduced and unscaled but not yet clipped. Ranks that have not added the name
+        name: of the form `plugin/number`. share: returns this rank's part of the number, a float or a scalar on the device;
+        called once per step, when gradients are reduced and unscaled but not yet clipped. Ranks that have not added the name
         contribute 0. of: whether the row gets the sum over all ranks or its square root.
         """
         if self._is_agreed:
-            raise RunError(
-                "number-late", f"the number {name!r} is added after the plugins are attached", hint="add it in `attach`"
-            )
+            message = f"the number {name!r} is added after the plugins are attached"
+            raise RunError("number-late", message, hint="add it in `attach`")
         if "/" not in name or name in self._shares:
             reason = "is there already" if name in self._shares else "has no slash"
             raise RunError("number-name", f"the number {name!r} {reason}", hint="use a name of the form `plugin/number`")
@@ -214,15 +214,14 @@ class StepNumbers:
         """Returns the factor for a share summed over `param`, so that the sum over all ranks counts each element once."""
         return 1.0 / (self._groups[param.reduce_group].size * len(param.stages))
 
-    def agree(self) -> None:
+    def gather_names(self) -> None:
         """Sets `names` to the names of all ranks. A blocking collective over all ranks. Raises RunError `number-name` on all
         ranks if a number is a sum on one rank and a root on another.
         """
         self._is_agreed = True
         merged: dict[str, Combination] = {}
-        for combinations_of_rank in self._groups["control"].gather_objects(
-            self._combinations, label="the numbers that plugins add to rows"
-        ):
+        label = "the numbers that plugins add to rows"
+        for combinations_of_rank in self._groups["control"].gather_objects(self._combinations, label=label):
             for name, combination in combinations_of_rank.items():
                 if merged.setdefault(name, combination) != combination:
                     raise RunError("number-name", f"the number {name!r} is a sum on one rank, but a root on another")

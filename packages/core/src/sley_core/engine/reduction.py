@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param, Stages
 
 PRODUCT_BYTES = 1 << 25
-"""The maximum bytes (32 MiB) of a product that is added to a gradient of another dtype. Larger products are computed in slices
-of rows.
-"""
+"""The maximum bytes (32 MiB) of a product that is added to a gradient of another dtype; larger ones are computed in slices."""
 
 
 class State(Enum):
@@ -54,13 +52,13 @@ class Accumulator:
                         └──────── check_open ─────────┘                                            └── `gradient-late`
                           a backward within the backward came once more
 
-    contributions: the number of contributions in this step. passes: the number of passes in the action that completes the
-    gradient. Autograd makes one pass per backward, however often it uses the parameter; the queue of a W action makes one after
-    the parameter's last product; a communicator makes one with every contribution. expected_passes: the number of passes in
-    earlier steps; 0 before the first step; None if the number varies, so that only the end of the chunk completes the gradient.
-    is_lent: whether `parameter.grad` is the view in this step, so that autograd adds into the view. has_hook: whether a hook
-    accumulates each gradient of autograd; if not, autograd adds them up in `parameter.grad` until the end of the chunk, which
-    only an `UnbufferedAccumulator` supports. rows: with canonical sums, the sums for the reducer.
+    num_contributions: in this step. num_passes: the passes in the action that completes the gradient. Autograd makes one per
+    backward, however often it uses the parameter; the queue of a W action, one after the parameter's last product; a
+    communicator, one with every contribution. num_expected_passes: the passes in earlier steps; 0 before the first step; None
+    if their number varies, so that only the end of the chunk completes the gradient. is_grad_view: whether `parameter.grad` is
+    the view in this step, so that autograd adds into it. has_hook: whether a hook accumulates each gradient of autograd; if
+    not, autograd adds them up in `parameter.grad` until the end of the chunk, which only an `UnbufferedAccumulator` supports.
+    rows: with canonical sums, the sums for the reducer.
     """
 
     rows: list[Tensor]
@@ -71,7 +69,7 @@ class Accumulator:
         self.chunks = param.chunks
         self.view = view
         self.dtype = view.dtype
-        self.expected_passes: int | None = 0
+        self.num_expected_passes: int | None = 0
         self.has_hook = True
         self.reset()
 
@@ -81,39 +79,31 @@ class Accumulator:
 
     def reset(self) -> None:
         """Starts a step. The first contribution overwrites the view."""
-        self.contributions = 0
-        self.passes = 0
-        self.is_lent = False
+        self.num_contributions = 0
+        self.num_passes = 0
+        self.is_grad_view = False
         self.state = State.OPEN
         self.parameter.grad = None
 
     def check_open(self, state: StepState) -> None:
-        """Checks that a contribution may come now, and reopens a gradient that is COMPLETE but not yet reported. Raises
-        RunError `gradient-complete` for a user's backward between two steps, and `gradient-late` if the gradient was already
-        reported, since its reduction would sum only a part of it.
+        """Reopens a gradient that is COMPLETE but not yet reported. Raises RunError `gradient-complete` for a user's backward
+        between two steps, and `gradient-late` if the gradient was already reported, since its reduction would miss a part.
         """
         if self.state is State.OPEN:
             return
         name = self.param.name
         if state.action is not None:
-            assert not self.chunks <= state.done, f"{name}: a contribution after its gradient was reported ready"
-            self.expected_passes = None
+            assert not self.chunks <= state.done_chunks, f"{name}: a contribution after its gradient was reported ready"
+            self.num_expected_passes = None
             if self.state is State.COMPLETE:
                 self.state = State.OPEN
                 return
-            raise RunError(
-                "gradient-late",
-                f"a nested backward reaches the parameter {name!r} again while its gradient is being reduced; in "
-                "earlier steps it was reached only once",
-                hint="use torch.utils.checkpoint with `use_reentrant=False`, or use `core.recompute`",
-            )
-        raise RunError(
-            "gradient-complete",
-            f"a backward between two steps reaches the parameter {name!r}, whose gradient still belongs to the previous step",
-            hint="call `run.store.begin_step()` before your own backward, and then read "
-            "`run.store.gradient(param)`, which covers this rank's samples; to train on your own samples, "
-            "call `run.step(batch)`",
-        )
+            message = f"a nested backward, the first so far, reaches the parameter {name!r} while its gradient is being reduced"
+            hint = "use torch.utils.checkpoint with `use_reentrant=False`, or use `core.recompute`"
+            raise RunError("gradient-late", message, hint=hint)
+        message = f"a backward between two steps reaches the parameter {name!r}, whose gradient belongs to the previous step"
+        hint = "call `run.store.begin_step()` before your own backward; to train on your own samples, call `run.step(batch)`"
+        raise RunError("gradient-complete", message, hint=hint)
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
         """Prepares for a contribution from `layer` in the global microbatch `micro`. Does nothing here."""
@@ -123,24 +113,22 @@ class Accumulator:
 
     def accumulate(self, gradient: Tensor) -> None:
         """Adds `gradient`, of any floating dtype, to the view. The first gradient of a step is copied."""
-        if self.contributions:
+        if self.num_contributions:
             self.view.add_(gradient)
         else:
             self.view.copy_(gradient)
 
     def accumulate_grad(self) -> None:
-        """Accumulates `parameter.grad` after a backward. If it is the view, autograd has already added to it. Raises RunError
-        `sparse-gradient` for a sparse gradient.
-        """
+        """Accumulates `parameter.grad` after a backward, unless it is the view. Raises RunError `sparse-gradient`."""
         gradient = self.parameter.grad
         assert gradient is not None, self.param
         if gradient is not self.view:
-            if self.is_lent:
-                self.contributions = 0
+            if self.is_grad_view:
+                self.num_contributions = 0
             self._accumulate_owned(_require_dense(gradient, self.param))
-            self.is_lent = not self.param.has_products and self.parameter.dtype == self.view.dtype
-            self.parameter.grad = self.view if self.is_lent else None
-        self.contributions += 1
+            self.is_grad_view = not self.param.has_products and self.parameter.dtype == self.view.dtype
+            self.parameter.grad = self.view if self.is_grad_view else None
+        self.num_contributions += 1
 
     @property
     def is_assigned(self) -> bool:
@@ -155,33 +143,33 @@ class Accumulator:
             for start in uniform_items(range(0, len(self.view), num_rows)):
                 rows = slice(start, start + num_rows)
                 product = left[:, rows].t() @ right
-                self.view[rows].add_(product) if self.contributions else self.view[rows].copy_(product)
-        elif self.contributions:
+                self.view[rows].add_(product) if self.num_contributions else self.view[rows].copy_(product)
+        elif self.num_contributions:
             self.view.addmm_(left.t(), right)
         else:
             torch.mm(left.t(), right, out=self.view)
 
     def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
         """Adds each of `rows` at its index along dim 0. Zeroes the view before the step's first contribution."""
-        if not self.contributions:
+        if not self.num_contributions:
             self.view.zero_()
         add_at(self.view, indices, rows.to(self.dtype))
 
     def finalize(self) -> None:
         """Completes the sum; it is zero without contributions. Called once per step, before the parameter is reported."""
-        if not self.contributions:
+        if not self.num_contributions:
             self.view.zero_()
 
     def count_pass(self, *, is_first_step: bool) -> None:
         """Counts a pass in the action that completes the gradient. The last expected pass makes the gradient COMPLETE."""
-        self.passes += 1
-        if self.is_open and not is_first_step and self.expected_passes and self.passes >= self.expected_passes:
+        self.num_passes += 1
+        if self.is_open and not is_first_step and self.num_expected_passes and self.num_passes >= self.num_expected_passes:
             self.state = State.COMPLETE
 
     def record_passes(self) -> None:
         """Records this step's number of passes as the expected number, or that the number varies between steps."""
-        if self.expected_passes is not None and self.passes:
-            self.expected_passes = self.passes if self.expected_passes in (0, self.passes) else None
+        if self.num_expected_passes is not None and self.num_passes:
+            self.num_expected_passes = self.num_passes if self.num_expected_passes in (0, self.num_passes) else None
 
     def _accumulate_owned(self, gradient: Tensor) -> None:
         """Adds `gradient` and may keep the tensor, so the caller must not use it again."""
@@ -202,24 +190,24 @@ class UnbufferedAccumulator(Accumulator):
 
     def accumulate(self, gradient: Tensor) -> None:
         # Contiguous, like the parameter: a fused optimizer ignores strides, and would use elements in the wrong order.
-        self._accumulate_owned(gradient if self.contributions else gradient.clone(memory_format=torch.contiguous_format))
+        self._accumulate_owned(gradient if self.num_contributions else gradient.clone(memory_format=torch.contiguous_format))
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        if not self.contributions:
+        if not self.num_contributions:
             self.view = torch.empty_like(self.parameter, dtype=self.dtype, memory_format=torch.contiguous_format)
         super().accumulate_product(left, right)
 
     def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
-        if not self.contributions:
+        if not self.num_contributions:
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
         add_at(self.view, indices, rows.to(self.dtype))
 
     def finalize(self) -> None:
         if not self.has_hook and self.parameter.grad is not None:
             self._accumulate_owned(_require_dense(self.parameter.grad, self.param))
-            self.contributions += 1
+            self.num_contributions += 1
             self.parameter.grad = None
-        if not self.contributions:
+        if not self.num_contributions:
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
 
     def check_no_late_gradient(self) -> None:
@@ -228,20 +216,20 @@ class UnbufferedAccumulator(Accumulator):
         assert not is_late, f"{self.param.name}: a contribution after its gradient was reported ready"
 
     def _accumulate_owned(self, gradient: Tensor) -> None:
-        if self.contributions:
+        if self.num_contributions:
             self.view.add_(gradient)
         else:
             self.view = gradient.to(self.dtype).contiguous()  # autograd's tensor may have any strides
 
 
-def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
+def mark_varying_passes(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
     """Marks the number of passes as varying after a nested backward. tasks: each gradient's action and autograd graph task."""
     outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
     for action, task in tasks.values():
         outermost[action] = min(task, outermost.get(action, task))
     for accumulator, (action, task) in tasks.items():
         if task != outermost[action]:
-            accumulator.expected_passes = None
+            accumulator.num_expected_passes = None
 
 
 def _require_dense(gradient: Tensor, param: Param) -> Tensor:
@@ -280,9 +268,8 @@ class Sums(Protocol):
 
 
 class Totals:
-    """Computes the loss and the gradient norm of a step. The constructor may run a collective over all ranks. gradients: this
-    rank's gradients. loss: this rank's loss, a float64 scalar. norm_type: the p of the p-norm; math.inf for the largest
-    absolute value.
+    """Computes the loss and the gradient norm of a step. The constructor may run a collective over all ranks. gradients, loss:
+    this rank's; the loss is a float64 scalar. norm_type: the p of the p-norm, which may be math.inf.
     """
 
     def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> None:
@@ -315,12 +302,11 @@ class Totals:
 class Reduction:
     """Adds terms in their order of arrival.
 
-    fixed_order: whether the order is the same in every layout. If it is, losses and loss weights are kept per microbatch, and
-    code that adds gradients passes the layer and the microbatch. micro_axes: the axes along which all ranks run equally many
-    microbatches.
+    has_fixed_order: whether the order is the same in every layout. If so, losses and loss weights are kept per microbatch, and
+    code that adds gradients passes the layer. micro_axes: the axes along which all ranks run equally many microbatches.
     """
 
-    fixed_order = False
+    has_fixed_order = False
     micro_axes: Sequence[str] = ("model", "sp")
 
     def __init__(self, groups: Groups, state: StepState) -> None:
@@ -338,11 +324,11 @@ class Reduction:
         """Returns the number of separate sums of the gradient of `param`: one per use if their order is fixed, else 1."""
         return 1
 
-    def new_accumulator(self, param: Param, view: Tensor, *, is_loose: bool) -> Accumulator:
+    def new_accumulator(self, param: Param, view: Tensor, *, is_unbuffered: bool) -> Accumulator:
         """Returns a new accumulator for `param`. view: the parameter's part of a buffer; an empty tensor if it is in none.
-        is_loose: whether it is in no buffer.
+        is_unbuffered: whether it is in no buffer.
         """
-        return UnbufferedAccumulator(param, view) if is_loose else Accumulator(param, view)
+        return UnbufferedAccumulator(param, view) if is_unbuffered else Accumulator(param, view)
 
     def partial_sums(self) -> Sequence[Tensor]:
         """Returns the tensors that hold partial sums in this step, other than the gradients."""
@@ -366,18 +352,18 @@ class Reduction:
         return Totals(self.groups, gradients, loss, norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        """Returns the terms of the loss weights of this rank's microbatches. `weight_of` takes their sums over ranks."""
+        """Returns the terms of this rank's loss weights. `weight_from_terms` takes their sums over ranks."""
         return [sum(weights)]
 
-    def weight_of(self, terms: Sequence[float]) -> float:
+    def weight_from_terms(self, terms: Sequence[float]) -> float:
         """Returns the loss weight from the sum of all ranks' terms."""
         return terms[0]
 
     def loss_terms(self, losses: Sequence[Tensor]) -> Tensor:
-        """Returns the terms, float64 [n], of this rank's losses of several batches. `loss_of` takes their sums over ranks."""
+        """Returns the terms, float64 [n], of this rank's losses of batches. `loss_from_terms` takes their sums over ranks."""
         return reduce(torch.add, losses).reshape(1)
 
-    def loss_of(self, summed: Tensor, num_batches: int) -> float:
+    def loss_from_terms(self, summed: Tensor, num_batches: int) -> float:
         """Returns the sum of the losses of `num_batches` batches. summed: the sum of all ranks' `loss_terms`."""
         return float(summed)
 
@@ -401,22 +387,22 @@ embedding's gradient, the relative error without rows is 1.2e-6 (measured).
 
 def combined_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """Returns the p-norm over `tensors` of one device and dtype, a float64 scalar. norm_type: p, which may be inf."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
+    wide_dtype = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
     min_rows_numel: float = MIN_ROWS_NUMEL if norm_type == 2 else ROW_NUMEL  # other powers lose more
     if tensors and tensors[0].device.type != "cpu":
         min_rows_numel = math.inf
-    norms, short = [], []
+    norms, short_tensors = [], []
     for tensor in tensors:
         if (numel := tensor.numel()) < min_rows_numel:
-            short.append(tensor)
-        elif num_remaining := numel % ROW_NUMEL:  # 0 for most weights, which need one call instead of two
-            flat = tensor.reshape(-1)
-            norms.append(torch.linalg.vector_norm(flat[:-num_remaining].view(-1, ROW_NUMEL), norm_type, dim=1, dtype=wide))
-            norms.append(torch.linalg.vector_norm(flat[-num_remaining:], norm_type, dtype=wide).reshape(1))
-        else:
-            norms.append(torch.linalg.vector_norm(tensor.reshape(-1, ROW_NUMEL), norm_type, dim=1, dtype=wide))
-    if short:
+            short_tensors.append(tensor)
+            continue
+        flat, numel_in_rows = tensor.reshape(-1), numel // ROW_NUMEL * ROW_NUMEL
+        rows = flat[:numel_in_rows].view(-1, ROW_NUMEL)
+        norms.append(torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=wide_dtype))
+        if numel_in_rows < numel:
+            norms.append(torch.linalg.vector_norm(flat[numel_in_rows:], norm_type, dtype=wide_dtype).reshape(1))
+    if short_tensors:
         # Like torch.nn.utils.get_total_norm, but without sorting by device and dtype, which are equal here.
-        norms.append(torch.stack(torch._foreach_norm(short, norm_type, dtype=wide)))
+        norms.append(torch.stack(torch._foreach_norm(short_tensors, norm_type, dtype=wide_dtype)))
     joined: Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type, dtype=torch.float64)
     return joined

@@ -76,13 +76,10 @@ class Param:
             return shard
         if not isinstance(parameter, nn.Parameter):
             label = "is gone" if parameter is None else f"became a {type(parameter).__name__} instead of a parameter"
-            raise RunError(
-                "weight-replaced",
-                f"the parameter {self.name!r} {label}: {type(holder.module).__name__}.{holder.attribute} was "
-                "changed after the run was assembled",
-                hint="apply torch's weight_norm, parametrizations, pruning and other code that replaces weights in "
-                "the model factory; otherwise the optimizer does not train the new parameters",
-            )
+            path = f"{type(holder.module).__name__}.{holder.attribute}"
+            message = f"the parameter {self.name!r} {label}: {path} was changed after the run was assembled"
+            hint = "replace weights (weight_norm, parametrizations, pruning) in the model factory, or the optimizer misses them"
+            raise RunError("weight-replaced", message, hint=hint)
         return parameter
 
     @property
@@ -154,9 +151,7 @@ class ParameterRegistry:
         for layer in layers:
             for name, parameter in layer.module.named_parameters(layer.name):
                 if id(parameter) not in known:
-                    message = (
-                        f"the parameter {name!r} was added after the run was assembled, so the optimizer does not train it"
-                    )
+                    message = f"the parameter {name!r} was added after the run was assembled, so it is not trained"
                     hint = "add or wrap modules, for example with adapters, in the model factory"
                     raise RunError("weight-unknown", message, hint=hint)
 
@@ -193,7 +188,7 @@ def tie_axis(stages: Sequence[int]) -> str:
     return f"tie[{','.join(str(stage) for stage in stages)}]"
 
 
-def ties(stages: Stages) -> list[tuple[int, ...]]:
+def tied_stages(stages: Stages) -> list[tuple[int, ...]]:
     """Returns each set of stages that share a parameter, in ascending order."""
     return sorted({param.stages for param in _index_parameters(stages).values() if len(param.stages) > 1})
 
@@ -225,9 +220,8 @@ def parameter_roles(optimizer: Component, layers: Sequence[Layer]) -> Mapping[st
     record = optimizer.record
     if not isinstance(record, OptimizerRecord) or record.roles is None:
         return None
-    roles: Mapping[str, ParameterRole] = record.load(record.roles)(
-        optimizer.config, ParameterRegistry([[layer] for layer in layers]).params
-    )
+    params = ParameterRegistry([[layer] for layer in layers]).params
+    roles: Mapping[str, ParameterRole] = record.load(record.roles)(optimizer.config, params)
     return roles
 
 

@@ -3,8 +3,7 @@
     5 rows over 2 ranks     | 0 1 2 | 3 4 . |      . a row of zeros, whose gradient is always zero
 
 A shard is an equal range of rows (dim 0) or columns (dim 1), as the communicator decides; the last ones are padded with zeros,
-so buffers, buckets and messages have the same shape on every rank. Initial values are drawn for the full weight and then cut,
-so they do not depend on the layout.
+so that all ranks have the same shapes. Initial values are drawn for the full weight and then cut, in every layout.
 
     module.weight ──> StandIn   shape, size, numel, len: of the full weight;  dtype, device: of the shard
                          │      values: refused with the parameter's name, whenever code reads them
@@ -14,8 +13,7 @@ A stand-in costs no time until code uses it. Weights of other ranks' layers, and
 refuse reads likewise (`refuse_unregistered`).
 
 Autograd calls hooks on parameters (`parameter.register_hook`) once per microbatch, with the full gradient. If each rank has
-only a part of that gradient, a hook that clips or masks by values would compute other numbers, so it is refused
-(`check_hooks`).
+only a part of it, a hook that clips or masks would compute other numbers, so it is refused (`check_hooks`).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +39,7 @@ SHARD_AXIS = "wp"
 REDUCE_GROUP = "wdp"
 """The axis over which the gradient of a shard is still to be summed after a communicator has reduced it over `wp`."""
 
-Place = tuple[nn.Module, str]
+ParameterPlace = tuple[nn.Module, str]
 """A module, and the name of its attribute that holds a parameter."""
 
 
@@ -74,14 +72,12 @@ class Shard:
         """Returns the number of padding elements in this rank's shard."""
         return (self.size - self.unpadded_size) * prod((*self.shape[: self.dim], *self.shape[self.dim + 1 :]))
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """Returns this rank's shard of the full tensor `whole`: a copy of shape `local_shape`, padded with zeros."""
-        assert tuple(whole.shape) == self.shape, (
-            f"a full tensor of shape {list(whole.shape)} for a shard of shape {list(self.shape)}"
-        )
-        shard = whole.new_zeros(self.local_shape)
+    def cut(self, full_tensor: Tensor) -> Tensor:
+        """Returns this rank's shard of `full_tensor`: a copy of shape `local_shape`, padded with zeros."""
+        assert tuple(full_tensor.shape) == self.shape, f"a full tensor of shape {list(full_tensor.shape)} for {self}"
+        shard = full_tensor.new_zeros(self.local_shape)
         first = min(self.index * self.size, self.shape[self.dim])
-        shard.narrow(self.dim, 0, self.unpadded_size).copy_(whole.narrow(self.dim, first, self.unpadded_size))
+        shard.narrow(self.dim, 0, self.unpadded_size).copy_(full_tensor.narrow(self.dim, first, self.unpadded_size))
         return shard
 
     def join(self, parts: Tensor) -> Tensor:
@@ -94,24 +90,20 @@ Shards = dict[int, Shard]
 """Shards by the id of their full parameter on meta, which the model's layers keep alive."""
 
 
-def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
-    """Returns this rank's shards of all parameters of the full model that can be sharded; {} if `group` has one rank. Only
-    their `index` differs between ranks. shard_dim: a function that takes all places that hold a parameter, and returns the dim
-    along which to shard it, or None to leave it unsharded.
+def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[ParameterPlace]], int | None], group: Group) -> Shards:
+    """Returns this rank's shards of the full model's parameters; {} if `group` has one rank. Only their `index` differs between
+    ranks. shard_dim: returns the dim along which to shard the parameter in the given places, or None to leave it unsharded.
     """
-    places: dict[int, list[Place]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for layer in layers:
+    places: dict[nn.Parameter, list[ParameterPlace]] = {}
+    for layer in layers if group.size > 1 else ():
         for module in layer.module.modules():
             for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                places.setdefault(id(parameter), []).append((module, attribute))
-                parameters[id(parameter)] = parameter
-    if group.size == 1:
-        return {}
-    dims = {key: shard_dim(holders) for key, holders in places.items() if parameters[key].ndim > 0}
-    return {
-        key: Shard(tuple(parameters[key].shape), group.size, group.coord, dim) for key, dim in dims.items() if dim is not None
-    }
+                places.setdefault(parameter, []).append((module, attribute))
+    shards = {}
+    for parameter, holders in places.items():
+        if parameter.ndim and (dim := shard_dim(holders)) is not None:
+            shards[id(parameter)] = Shard(tuple(parameter.shape), group.size, group.coord, dim)
+    return shards
 
 
 def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
@@ -120,18 +112,15 @@ def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
     for layer in layers:
         for module in layer.module.modules():
             for attribute, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                shard = shards.get(id(parameter))
-                if shard is not None:
+                if (shard := shards.get(id(parameter))) is not None:
                     meta_shard = torch.empty(shard.local_shape, device="meta", dtype=parameter.dtype)
-                    setattr(
-                        module, attribute, small_parameters.setdefault(id(parameter), parameter_like(parameter, meta_shard))
-                    )
+                    small = small_parameters.setdefault(id(parameter), parameter_like(parameter, meta_shard))
+                    setattr(module, attribute, small)
 
 
 def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]:
     """Returns full copies of sharded tensors, and clones of unsharded ones. parts: this rank's shard of each tensor, or the
-    full tensor. Runs one blocking all-gather over `wp` per dtype of shards, so all its ranks must pass the same parameters in
-    the same order.
+    full tensor; the same parameters in the same order on all ranks. Runs one blocking all-gather over `wp` per dtype of shards.
     """
     full_tensors = {param: shard.detach().clone() for param, shard in parts.items() if param.shard is None}
     sharded = {param: shard.detach() for param, shard in parts.items() if param.shard is not None}
@@ -147,6 +136,7 @@ def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[P
     return {param: full_tensors[param] for param in parts}
 
 
+AnyTensor = TypeVar("AnyTensor")
 T: Any = Tensor
 
 SHAPE_FUNCTIONS = {
@@ -177,9 +167,8 @@ GRADIENT_FUNCTIONS = {T.grad.__get__, T.grad.__set__}
 
 
 class StandIn(nn.Parameter):
-    """Stands in for the sharded parameter `param` in its modules. It has the full shape, but no memory: this rank holds only
-    `shard`. Any operation that needs values raises RunError `sharded-weight-read` with the parameter's name, even after the
-    run.
+    """Stands in for the sharded parameter `param` in its modules, with the full shape, but no memory: this rank holds only
+    `shard`. Operations that need values raise RunError `sharded-weight-read` with the parameter's name, even after the run.
     """
 
     param: Param
@@ -194,9 +183,6 @@ class StandIn(nn.Parameter):
         placeholder.param = param
         placeholder.shard = shard
         return placeholder
-
-    def __init__(self, param: Param) -> None:
-        del param
 
     @classmethod
     def replace(cls, params: Iterable[Param]) -> None:
@@ -218,20 +204,18 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls functions of the shape for the full weight, and functions of dtype and device for the shard. Raises RunError
-        `sharded-weight-read` for others.
-        """
+        """Calls functions of the shape for the full weight, and of dtype and device for the shard. Refuses others."""
         kwargs = kwargs or {}
         if function in SHARD_FUNCTIONS:
             return function(*(arg.shard if isinstance(arg, StandIn) else arg for arg in args), **kwargs)
         if function in SHAPE_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        first = next(_stand_ins((args, kwargs)))
+        first = next(_tensors_of_class(StandIn, (args, kwargs)))
         if function in GRADIENT_FUNCTIONS and first.shard.grad is None and args[1:] in ((), (None,)):
             return None
         index = LIKE_FUNCTIONS.get(function, len(args))
-        if index < len(args) and args[index] is first and len(list(_stand_ins((args, kwargs)))) == 1:
+        if index < len(args) and args[index] is first and len(list(_tensors_of_class(StandIn, (args, kwargs)))) == 1:
             like = first.shard.new_empty(()).expand(first.param.shape)  # backed by one element
             return function(*args[:index], like, *args[index + 1 :], **kwargs)
         name = getattr(function, "__name__", str(function))  # for the getter of an attribute, the attribute's name
@@ -240,52 +224,47 @@ class StandIn(nn.Parameter):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Raises RunError `sharded-weight-read` for operations that `__torch_function__` does not handle."""
-        raise next(_stand_ins((args, kwargs or {})))._read_error(str(function))
+        raise next(_tensors_of_class(StandIn, (args, kwargs or {})))._read_error(str(function))
 
     def _read_error(self, label: str) -> RunError:
         return sharded_read_error(self.param, f"`{label}` reads")
 
 
-def _stand_ins(value: Any) -> Iterator[StandIn]:
-    if isinstance(value, StandIn):
+def _tensors_of_class(cls: type[AnyTensor], value: Any) -> Iterator[AnyTensor]:
+    if isinstance(value, cls):
         yield value
     elif isinstance(value, list | tuple | dict):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _stand_ins(item)
+            yield from _tensors_of_class(cls, item)
 
 
 def sharded_read_error(param: Param, label: str) -> RunError:
     """Returns the error `sharded-weight-read`. label: what reads the parameter, such as "`norm` reads"."""
     assert param.shard is not None, f"{param.name} is not sharded"
     part = f"{param.shard.unpadded_size} of {param.shape[param.shard.dim]} {'columns' if param.shard.dim else 'rows'}"
-    return RunError(
-        "sharded-weight-read",
-        f"{label} the parameter {param.name!r} outside its module or after its run, but this rank has only {part}",
-        hint="call the linear or embedding layer that owns the parameter while the run is open, or read it in the forward of a "
-        "subclass. Between steps, `sley_core.engine.shards.gather_full_tensors` returns full copies of weights, and "
-        "`run.registry[name].parameter` is this rank's shard",
+    message = f"{label} the parameter {param.name!r} outside its module or after its run, but this rank has only {part}"
+    hint = (
+        "call the layer that owns the parameter while the run is open, or read it in the forward of a subclass. Between steps, "
+        "`sley_core.engine.shards.gather_full_tensors` returns full copies, and `run.registry[name].parameter` the shard"
     )
+    return RunError("sharded-weight-read", message, hint=hint)
 
 
-_ANSWERED = SHAPE_FUNCTIONS | SHARD_FUNCTIONS | GRADIENT_FUNCTIONS | {Tensor.__repr__}
+_READABLE_FUNCTIONS = SHAPE_FUNCTIONS | SHARD_FUNCTIONS | GRADIENT_FUNCTIONS | {Tensor.__repr__}
 
 
 class _UnreadableTensor:
-    """A tensor for which torch functions that read values raise RunError "weight-unregistered". refusal: the error's message
-    and hint.
-    """
+    """A tensor whose values cannot be read: RunError "weight-unregistered". refusal: the error's message and hint."""
 
     refusal: tuple[str, str]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function not in _ANSWERED:
-            for argument in (*args, *kwargs.values()):
-                for item in argument if isinstance(argument, list | tuple) else [argument]:
-                    if isinstance(item, _UnreadableTensor):
-                        message, hint = item.refusal
-                        raise RunError("weight-unregistered", message, hint=hint)
+        if function not in _READABLE_FUNCTIONS:
+            for tensor in _tensors_of_class(_UnreadableTensor, (args, kwargs)):
+                message, hint = tensor.refusal
+                raise RunError("weight-unregistered", message, hint=hint)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -303,31 +282,24 @@ def refuse_unregistered(model: Model, local_layers: Iterable[Layer]) -> None:
     "weight-unregistered" when code reads them: whether a forward reads an unregistered tensor is known only when it runs.
     """
     hint = "register it in the layer that uses it, as a tie: `self.weight = other.weight` or `self.part = part`"
+    reason = "which is neither a parameter nor a submodule of its own layer"
 
-    def refuse(tensor: Tensor, tensor_class: type[_UnreadableTensor], message: str, hint: str = hint) -> None:
+    def refuse(tensor: Tensor, tensor_class: type[_UnreadableTensor], label: str, hint: str) -> None:
         tensor.__class__ = tensor_class  # type: ignore[assignment]
-        tensor.refusal = message, hint  # type: ignore[attr-defined]
+        tensor.refusal = f"a forward reads {label}", hint  # type: ignore[attr-defined]
 
     for layer in model.layers:
         for name, parameter in layer.module.named_parameters(layer.name):
             if parameter.is_meta:
-                message = (
-                    f"a forward reads the parameter {name!r} of a layer on another rank, which is neither a parameter nor a "
-                )
-                refuse(parameter, UnregisteredParameter, message + "submodule of its own layer")
+                label = f"the parameter {name!r} of a layer on another rank, {reason}"
+                refuse(parameter, UnregisteredParameter, label, hint)
     for layer in local_layers:
         for attribute, tensor in layer.unreadable.items():
             if isinstance(tensor, nn.Parameter):
-                message = (
-                    f"a forward reads a parameter through `{attribute}`, which is neither a parameter nor a submodule of "
-                    "its own layer"
-                )
-                refuse(tensor, UnregisteredParameter, message)
+                refuse(tensor, UnregisteredParameter, f"a parameter through `{attribute}`, {reason}", hint)
             else:
-                message = f"a forward reads `{attribute}`, which the factory computed from parameters, with its autograd graph"
-                refuse(
-                    tensor, ComputedTensor, message, "compute it in the forward, or `.detach()` it if it should stay constant"
-                )
+                label = f"`{attribute}`, which the factory computed from parameters, with its autograd graph"
+                refuse(tensor, ComputedTensor, label, "compute it in the forward, or `.detach()` it if it should stay constant")
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
@@ -350,10 +322,7 @@ def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
             users, hint = "several ranks, each with a slice of the sequence", "set `sp = 1`, or hook the output of its module"
         else:
             continue
-        message = (
-            f"the parameter {name!r} has a gradient hook, but is used by {users}, so no rank has the full "
-            "gradient to pass to the hook"
-        )
+        message = f"the parameter {name!r} has a gradient hook, but is used by {users}, so no rank has its full gradient"
         diagnostics.append(Diagnostic("model-hook", message, path=MODEL, hint=hint))
     if diagnostics:
         raise PlanError.from_diagnostics(diagnostics)

@@ -48,9 +48,7 @@ MAX_CHECKED_SHAPES = 16
 
 
 class BatchWeight:
-    """The divisor of every gradient. total: a function that returns the loss weight of the global batch; it is called at most
-    once. scale: the fp16 loss scale.
-    """
+    """The divisor of every gradient. total: returns the loss weight of the global batch; called once at most. scale: fp16's."""
 
     def __init__(self, total: Callable[[], float], scale: float = 1.0) -> None:
         self.scale = scale
@@ -72,9 +70,8 @@ GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 
 class BatchCounts(NamedTuple):
-    """The counts of a batch. trained_tokens: the number of tokens whose label is not ignored. positions: the number of
-    positions that the model computes. pairs: the number of pairs of positions in the same sequence or document, i.e. the sum of
-    the squared lengths.
+    """The counts of a batch. trained_tokens: the tokens whose label is not ignored. positions: those that the model computes.
+    pairs: the pairs of positions in the same sequence or document, i.e. the sum of the squared lengths.
     """
 
     samples: float = 0.0
@@ -96,9 +93,8 @@ class StepBatch:
 
     micros: each microbatch as {field: tensor}, fields in the declared order, with this rank's slice of each sequence. whole:
     the same samples with full sequences, in the passed pieces. weights: this rank's shares of the loss weight of the global
-    batch, by piece, or by microbatch with canonical sums; empty without the model's last chunk. counts: the counts of this
-    rank's samples. num_counted: the number of microbatches that count, or None for all; the others run only to keep ranks in
-    step.
+    batch, by piece, or by microbatch with canonical sums; empty without the model's last chunk. counts: of this rank's
+    samples. num_counted: the number of microbatches that count, or None for all; the others only keep ranks in step.
     """
 
     micros: Sequence[Batch]
@@ -143,9 +139,7 @@ class BatchSplitter:
         whole = [batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)
         counts = [self._count(piece) for piece in whole]
         if whole is batch and set(counts) != {1}:  # it came in microbatches
-            message = (
-                f"each microbatch of a list must have [batch] micro_size = {self.micro_size} samples, but the list has {counts}"
-            )
+            message = f"each microbatch must have [batch] micro_size = {self.micro_size} samples, but the list has {counts}"
             raise RunError("batch-size", message, hint="pass one or more microbatches of that size")
         for piece in whole:
             check_tokens(piece, self.info)
@@ -165,10 +159,8 @@ class BatchSplitter:
         for micro in range(count):
             piece = narrow_batch(batch, self.info.fields, micro, count)
             if micro == num_counted - 1:
-                num_remaining = num_samples - micro * size
-                piece = {
-                    name: value.narrow(self.info.fields[name].batch_dim, 0, num_remaining) for name, value in piece.items()
-                }
+                dims, num_remaining = {name: self.info.fields[name].batch_dim for name in piece}, num_samples - micro * size
+                piece = {name: value.narrow(dims[name], 0, num_remaining) for name, value in piece.items()}
             pieces.append(piece)
         split = self._split(pieces, [1] * count)
         weights = [weight if micro < num_counted else 0.0 for micro, weight in enumerate(split.weights)]
@@ -218,9 +210,8 @@ class BatchSplitter:
 
 
 def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], counts: Sequence[int]) -> list[Batch]:
-    return [
-        narrow_batch(piece, fields, index, count) for piece, count in zip(pieces, counts, strict=True) for index in range(count)
-    ]
+    pairs = zip(pieces, counts, strict=True)
+    return [narrow_batch(piece, fields, index, count) for piece, count in pairs for index in range(count)]
 
 
 def _require_micro_batches(batch: object) -> Sequence[Mapping[str, Tensor]]:
@@ -295,9 +286,8 @@ class _GatherFunction(torch.autograd.Function):
 
 def dim_and_size(micro: Mapping[str, Tensor], fields: Mapping[str, Field], dim_attribute: str) -> DimSize:
     """Returns the first such dim of a field in `micro`, and its size. dim_attribute: "batch_dim" or "sequence_dim"."""
-    dims = ((name, getattr(field, dim_attribute)) for name, field in fields.items() if name in micro)
-    name, dim = next((name, dim) for name, dim in dims if dim is not None)
-    return dim, micro[name].shape[dim]
+    dims = ((getattr(field, dim_attribute), micro[name]) for name, field in fields.items() if name in micro)
+    return next((dim, value.shape[dim]) for dim, value in dims if dim is not None)
 
 
 def gather_output(output: Any, positions: DimSize, sp: Group) -> Any:
@@ -308,10 +298,7 @@ def gather_output(output: Any, positions: DimSize, sp: Group) -> Any:
     for tensor in tensors:
         if not _has_dim(tensor, positions):
             dim, length = positions
-            message = (
-                f"an output of shape {list(tensor.shape)} should have {length} positions along dim {dim}, one for each "
-                "position of the slice"
-            )
+            message = f"an output of shape {list(tensor.shape)} needs {length} positions along dim {dim}, like the slice"
             hint = 'remove `join` or [loss] sequence = "whole"; only outputs with a value for every position can be joined'
             raise RunError("outputs-apart", message, hint=hint)
     return unflatten([gather_along_dim(tensor, positions[0], sp, "the outputs of slices") for tensor in tensors], structure)
@@ -330,12 +317,12 @@ def needs_whole_sequences(plan: Plan) -> bool:
 
 
 class WholeSequences:
-    """Gathers the inputs of a loss over `sp`. fields: those of slices. counts: whether this rank's loss is counted."""
+    """Gathers the inputs of a loss over `sp`. fields: those of slices. is_counted: whether this rank's loss is counted."""
 
     def __init__(self, fields: Mapping[str, Field], sp: Group) -> None:
         self.fields = fields
         self.sp = sp
-        self.counts = sp.coord == 0
+        self.is_counted = sp.coord == 0
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor], micro: Batch) -> tuple[Any, dict[str, Tensor]]:
         """Returns the output and the fields of full sequences. Blocks. All ranks of `sp` call this in the same order.
@@ -367,9 +354,8 @@ class PositionAdditivity:
 
     @torch.no_grad()
     def check(self, output: object, batch: Mapping[str, Tensor]) -> None:
-        """Raises RunError "loss-not-additive" for a loss that combines positions. Losses that draw random numbers, or that
-        cannot be computed for some of the positions, are not checked. output: the model's output for `batch`, this rank's
-        slice.
+        """Raises RunError "loss-not-additive" for a loss that combines positions. Losses that draw random numbers, or cannot be
+        computed for some of the positions, are not checked. output: the model's output for `batch`, this rank's slice.
         """
         if self._is_checked or type(output) is not Tensor:
             return
@@ -413,12 +399,9 @@ class PositionAdditivity:
             return False  # no label counts in this window
         if abs(left + right - window_total) <= limit * scale or window_total != window_total_again:
             return True
-        raise RunError(
-            "loss-not-additive",
-            f"the loss of {size} positions is {window_total:g}, but the losses of its halves add up to {left:g} + "
-            f"{right:g} = {left + right:g}, so the loss combines positions, but each rank of `sp` has only a "
-            "slice",
-            path=("parallel", "sp"),
-            hint="return a sum over positions, with labels that the data shifts; if the loss compares or "
-            'averages positions, set sequence = "whole" in [loss]',
+        message = (
+            f"the loss of {size} positions is {window_total:g}, but the losses of its halves add up to {left:g} + {right:g} = "
+            f"{left + right:g}, so the loss combines positions, but each rank of `sp` has only a slice"
         )
+        hint = 'return a sum over positions, with labels that the data shifts, or set sequence = "whole" in [loss]'
+        raise RunError("loss-not-additive", message, path=("parallel", "sp"), hint=hint)

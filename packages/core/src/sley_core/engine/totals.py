@@ -9,11 +9,11 @@ The loss scale lifts gradients above fp16's smallest numbers, and is lowered whe
     an overflow at min_scale                          ──> RunError: the scale is not the cause
 
 The rule is that of torch.amp.GradScaler, which has no minimum and could skip steps forever. All ranks see the same totals, so
-they have the same scale without exchanging it.
+they have the same scale.
 
-With `on_nan = "skip"` a step whose loss or gradient norm is not finite changes neither weights nor masters nor optimizer
-states, and the learning-rate schedule does not count it. On CUDA the optimizer's kernels skip the update. The host learns of it
-after it has queued the next step's forward and backward, before it sets the next learning rate:
+With `on_nan = "skip"` a step whose loss or gradient norm is not finite changes no weight and no optimizer state, and the
+learning-rate schedule does not count it. On CUDA the optimizer's kernels skip the update. The host learns of it after it has
+queued the next step's forward and backward, before it sets the next learning rate:
 
     step n: update, totals ──> copy to the host ──┐
     step n + 1: forward, backward ────────────────┴─> settle: was n skipped? ──> its learning rate, update
@@ -54,14 +54,14 @@ class StepTotals:
 
     values: float64 [6 or more], the same on all ranks, on the device until `fetch`: loss, gradient norm and weight of the
     global batch; the numbers of ranks that request a stop and a checkpoint; 0 if all ranks made the same unmarked exchanges;
-    the plugins' numbers; the terms of `SourceSums`. own_loss: this rank's share of the loss, a scalar, for errors.
-    own_exchanges: this rank's exchanges, for errors. loss_scale: the loss scale in fp16, else None. end: the moment at which
+    the plugins' numbers; the terms of `SourceSums`. local_loss: this rank's share of the loss, a scalar, for errors.
+    local_exchanges: this rank's exchanges, for errors. loss_scale: the loss scale in fp16, else None. end: the moment at which
     the step ends on the device, valid after `fetch`.
     """
 
     values: Tensor
-    own_loss: Tensor
-    own_exchanges: Exchanges
+    local_loss: Tensor
+    local_exchanges: Exchanges
     device: Device
     loss_scale: float | None = None
     end: Moment = field(default=0.0, init=False)
@@ -74,12 +74,11 @@ class StepTotals:
     def read(self) -> "StepResult":
         """Waits for the copy that `fetch` started, but for no later work on the device, and returns the result of the step."""
         self.device.wait_until(self.end)
-        loss, grad_norm, weight, stops, saves, differs, *numbers = self.device.read_values(
-            self.values, [*TYPICAL_TOTALS, *[0.0] * (self.values.numel() - len(TYPICAL_TOTALS))]
-        )
-        skipped = self.loss_scale is not None and not math.isfinite(grad_norm)
+        typical_values = [*TYPICAL_TOTALS, *[0.0] * (self.values.numel() - len(TYPICAL_TOTALS))]
+        loss, grad_norm, weight, stops, saves, differs, *numbers = self.device.read_values(self.values, typical_values)
+        is_skipped = self.loss_scale is not None and not math.isfinite(grad_norm)
         mean = loss / weight if weight else 0.0
-        return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, self.loss_scale, skipped)
+        return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, self.loss_scale, is_skipped)
 
     @property
     def is_allowed_on_device(self) -> Tensor:
@@ -92,7 +91,7 @@ class StepTotals:
 class StepResult:
     """A step's totals on the host. loss: the mean over the global batch; 0 if its weight is 0. weight: the global batch's loss
     weight. wants_stop, wants_save: whether a rank requests it. ranks_differ: whether ranks made different exchanges. numbers:
-    the sums of the plugins' numbers and of `SourceSums`. loss_scale: the loss scale in fp16, else None. skipped: whether no
+    the sums of the plugins' numbers and of `SourceSums`. loss_scale: the loss scale in fp16, else None. is_skipped: whether no
     weight changed because a rank's gradients overflowed in fp16.
     """
 
@@ -104,7 +103,7 @@ class StepResult:
     ranks_differ: bool
     numbers: list[float]
     loss_scale: float | None = None
-    skipped: bool = False
+    is_skipped: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -118,15 +117,15 @@ class StepResult:
     @property
     def is_refused(self) -> bool:
         """Returns whether an error prevented the step. A skip by the fp16 loss scale is not an error."""
-        return self.ranks_differ or not (self.skipped or self.is_allowed)
+        return self.ranks_differ or not (self.is_skipped or self.is_allowed)
 
     @property
     def is_skippable(self) -> bool:
         """Returns whether only a non-finite loss or gradient norm prevented the step, which `on_nan = "skip"` allows."""
-        return not self.is_finite and not (self.ranks_differ or self.skipped) and self.weight > 0
+        return not self.is_finite and not (self.ranks_differ or self.is_skipped) and self.weight > 0
 
 
-FP32_MAX = 3.4028234663852886e38
+FP32_MAX = torch.finfo(torch.float32).max
 """The largest fp32 number. It bounds the loss scale, since a backward starts from scale / weight in the dtype of the loss."""
 
 
@@ -144,21 +143,19 @@ class LossScale:
         config = self.config
         if overflowed:
             if self.value <= config.min_scale:
-                raise RunError(
-                    "loss-scale-exhausted",
-                    f"the gradients of step {step + 1} overflow although the loss scale is at its smallest, {self.value:g}; "
-                    f"{self.num_skipped} steps were skipped before",
-                    hint='lower the learning rate, check the data of this step, or compute in "bf16"',
+                message = (
+                    f"the gradients of step {step + 1} overflow with the loss scale at its smallest, {self.value:g}; "
+                    f"{self.num_skipped} steps were skipped before"
                 )
+                hint = 'lower the learning rate, check the data of this step, or compute in "bf16"'
+                raise RunError("loss-scale-exhausted", message, hint=hint)
             self.value = max(self.value * config.backoff_factor, config.min_scale)
             self.num_skipped += 1
             self._num_good = 0
             return
-        self._num_good += 1
-        if self._num_good == config.growth_interval:
-            self._num_good = 0
-            if self.value * config.growth_factor <= FP32_MAX:
-                self.value *= config.growth_factor
+        self._num_good = (self._num_good + 1) % config.growth_interval
+        if not self._num_good and self.value * config.growth_factor <= FP32_MAX:
+            self.value *= config.growth_factor
 
     def state(self) -> dict[str, float | int]:
         return {"value": self.value, "num_good": self._num_good, "num_skipped": self.num_skipped}
@@ -217,7 +214,7 @@ class RankReport(NamedTuple):
 
 def build_refusal(
     parts: Parts,
-    number: int,
+    step_number: int,
     result: StepResult,
     totals: StepTotals,
     samples: Sequence[int],
@@ -225,37 +222,32 @@ def build_refusal(
     is_latest: bool,
     num_skipped: int = 0,
 ) -> RunError:
-    """Returns the RunError of the refused step `number`, the same on all ranks. A blocking collective on `control`.
+    """Returns the RunError of the refused step `step_number`, the same on all ranks. A blocking collective on `control`.
 
-    Its code is "not-finite" if the loss or the norm is not finite, "nothing-counts" if the loss weight of the global batch is
-    0, so that its mean is undefined, and "ranks-differ" if ranks exchanged different weights or gradients. samples: the numbers
-    of this rank's samples in that step; empty if the program passed the batch. is_latest: whether the store still has the
-    step's gradients. num_skipped: the number of consecutive skipped steps just before it.
+    Its code is "not-finite" if the loss or the norm is not finite, "nothing-counts" if the global batch has the loss weight 0,
+    and "ranks-differ" if ranks made different exchanges. samples: the numbers of this rank's samples in that step; empty if the
+    program passed the batch. is_latest: whether the store still has the step's gradients. num_skipped: the number of
+    consecutive skipped steps just before it.
     """
     if is_latest:
         parts.store.state.was_taken = False
     if result.ranks_differ:
-        return exchange_mismatch_error(f"step {number}", totals.own_exchanges, parts.groups["control"])
+        return exchange_mismatch_error(f"step {step_number}", totals.local_exchanges, parts.groups["control"])
     bad = None
     if is_latest:
         order = enumerate(parts.store.params)
-        finite = ((place, param.name, torch.isfinite(parts.store.part(param)).all()) for place, param in order)
-        bad = next(((place, name) for place, name, is_finite in finite if not is_finite), None)
-    report = RankReport(float(totals.own_loss), bad, tuple(samples[: MAX_SHOWN + 1]))
+        bad = next(((index, param.name) for index, param in order if not parts.store.part(param).isfinite().all()), None)
+    report = RankReport(float(totals.local_loss), bad, tuple(samples[: MAX_SHOWN + 1]))
     # All ranks have the same totals, so all get here, in the same step. Reports travel as JSON.
     gathered = parts.groups["control"].gather_objects(report, label="losses that are not finite")
     reports = [RankReport(*fields) for fields in gathered]
     if result.is_finite:
-        return RunError(
-            "nothing-counts",
-            f"step {number}: the loss weight of the batch is {result.weight:g}, so its mean loss is undefined"
-            + _describe_samples(range(len(reports)), reports),
-            hint="check the data of this step: all of its labels are ignored",
-        )
-    before = f"; the {num_skipped} steps before were skipped" if num_skipped else ""
-    message = (
-        f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{before}{_describe_nonfinite(parts, reports)}"
-    )
+        message = f"step {step_number}: the loss weight of the batch is {result.weight:g}, so its mean loss is undefined"
+        message += _describe_samples(range(len(reports)), reports)
+        return RunError("nothing-counts", message, hint="check the data of this step: all of its labels are ignored")
+    message = f"step {step_number}: loss {result.loss}, gradient norm {result.grad_norm}"
+    message += f"; the {num_skipped} steps before were skipped" if num_skipped else ""
+    message += _describe_nonfinite(parts, reports)
     hint = "lower the learning rate, set [optimizer] clip_norm, or check the data of this step; no weight was changed"
     return RunError("not-finite", message, hint=hint)
 
@@ -263,10 +255,10 @@ def build_refusal(
 def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
     bad = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
     text = ""
-    if bad:
+    if bad and len(reports) > 1:
         ranks_text = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
         values_text = " or ".join(dict.fromkeys("NaN" if math.isnan(reports[rank].loss) else "infinite" for rank in bad))
-        text += f"; the loss of {ranks_text} is {values_text}" if len(reports) > 1 else ""
+        text = f"; the loss of {ranks_text} is {values_text}"
     size = parts.topology.ranks_per_stage
     for stage in reversed(range(parts.topology.pp)):
         # each rank of a stage may have its own part of every gradient

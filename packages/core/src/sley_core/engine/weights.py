@@ -1,11 +1,4 @@
-"""The memory of working weights, and the tensors that the optimizer updates: weights, fp32 master weights, or shards of them.
-
-    lay_out ──> adopt: values move in, masters are made ──> updated: ranks have updated their parts ──> settle ─┐
-                                                               ^                                               │
-                                                               └───────────────────────────────────────────────┘
-
-Weights are in buffers only if a part of the run requests it, since `torch.save` of such a parameter saves its whole buffer
-unless it is cloned. Only this module sets a parameter's `.data`; tied modules keep one parameter object.
+"""The tensors that the optimizer updates: weights, fp32 master weights, shards of them, or full matrices of an owner.
 
 A bf16 weight of 1.0 cannot represent an update of 0.001, but its fp32 master can. The working weight changes after enough
 updates. If this rank gets only a part of a gradient, it updates only that part, and has a master of only that part.
@@ -14,160 +7,33 @@ Between two steps a program may write to working weights (`load_state_dict` on a
 These values are copied to the masters before the next step, and the masters of unwritten weights keep their full precision.
 Writes through `p.data` itself (`p.data.copy_`) do not increment the version counter and cannot be detected: use `p.copy_` or
 `Run.load_weights`. The optimizer may write its parameters in any way, including `p.data = `.
+
+If the optimizer's update needs a full matrix, one rank owns each split matrix, and updates all of it:
+
+    parts     rank 0: a0 b0    rank 1: a1 b1    matrices a and b, as a reducer or a weight communicator splits them
+    gather    rank 0: a0 a1    rank 1: b0 b1    owners update full matrices, and keep their optimizer states
+    scatter   rank 0: a0 b0    rank 1: a1 b1    the new values
+
+A matrix may be split twice: into shards over `wp`, and each shard into ranges of elements over the ranks of a reducer. Its
+parts are then exchanged over one axis after the other. If each rank has full gradients, as with `dp.bucketed` and without `wp`,
+each rank updates its own copy, and nothing is exchanged. Norms and clipping use the parts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, product
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from sley_core.comm.device import free, reallocate, storage_id
-from sley_core.engine.buffers import SHARD_ALIGNMENT, ElementRange, FlatBuffer
+from sley_core.comm.world import Group, Groups
+from sley_core.engine.buffers import ElementRange, FlatBuffer, WeightStore
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.owners import MatrixOwners
 from sley_core.engine.registry import Param
+from sley_core.engine.shards import SHARD_AXIS
 from sley_core.errors import RunError
-from sley_core.model.tensors import matches_any, select_parameter_dtype
-
-
-class WeightBuffer(FlatBuffer):
-    """Holds the working weights of `params` side by side, in `num_parts` equal parts. Each parameter has the same offset as its
-    gradient in a gradient buffer of `num_parts` shards.
-
-    The buffer has no memory until `build`, so that only one buffer at a time exists beside the initial values. On a CPU, a read
-    or write before that crashes the process (`comm.device.free`).
-    """
-
-    def __init__(self, params: Sequence[Param], dtype: torch.dtype, num_parts: int) -> None:
-        shapes = [param.parameter.shape for param in params]
-        device = params[0].parameter.device
-        super().__init__(shapes, dtype, device, alignment=SHARD_ALIGNMENT, multiple=num_parts)
-        self.params = list(params)
-        self._num_freed = free(self.data)  # 0 once it has memory
-
-    def build(self) -> None:
-        if self._num_freed:
-            reallocate(self.data, self._num_freed)
-            self.data.zero_()
-            self._num_freed = 0
-
-
-class Completion(Protocol):
-    """Fetches the parts of weights that other ranks update: start ──> wait ──> finish."""
-
-    def start(self) -> None:
-        """Starts the exchange, once this rank has updated its own parts. All ranks call this."""
-
-    def wait(self) -> None:
-        """Blocks until all weights are those of the last step. Other ranks need not call anything after their `start`."""
-
-    def finish(self) -> None:
-        """Calls `wait`, and blocks until no other rank reads this rank's weights, so that they may be written."""
-
-
-class WeightStore:
-    """Holds the buffers of working weights, in `dtype`. Weights whose names match a pattern of `keep` stay in fp32.
-
-    is_eager: whether `start_completions` also waits; if not, weights arrive during the next step, each before its layer runs.
-    """
-
-    def __init__(self, dtype: torch.dtype, keep: Sequence[str] = ()) -> None:
-        self.dtype = dtype
-        self.keep = keep
-        self.buffers: list[WeightBuffer] = []
-        self.is_eager = False
-        self._places: dict[Param, tuple[WeightBuffer, Tensor]] = {}
-        self._buffered_params: list[tuple[nn.Parameter, Tensor]] = []
-        self._completions: list[Completion] = []
-        self._is_laid_out = False
-
-    def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
-        """Returns a buffer without memory for each (parameters, number of parts). Must be called before masters are made."""
-        assert not self._is_laid_out, "weights are laid out before masters are made"
-        buffers = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
-        for buffer in buffers:
-            assert not any(matches_any(param.name, self.keep) for param in buffer.params), "buffers have one dtype"
-            names_laid_out_twice = [param.name for param in buffer.params if param in self._places]
-            assert not names_laid_out_twice, f"{names_laid_out_twice} are in a buffer already"
-            self._places |= {param: (buffer, view) for param, view in zip(buffer.params, buffer.views, strict=True)}
-        self.buffers += buffers
-        return buffers
-
-    def __contains__(self, param: Param) -> bool:
-        """Returns whether the parameter's working weight is in one of the buffers."""
-        return param in self._places
-
-    def dtype_of(self, param: Param) -> torch.dtype:
-        return select_parameter_dtype(param.name, self.dtype, self.keep)
-
-    def adopt(self, param: Param) -> None:
-        """Rounds the parameter's value to its working dtype, and moves it to its place in a buffer, if it has one. Afterwards
-        it is contiguous: fused optimizers read weight, gradient and states in the order of memory, whatever their strides.
-        """
-        self._is_laid_out = True
-        parameter = param.parameter
-        if param not in self._places:
-            dtype = self.dtype_of(param)
-            if parameter.dtype != dtype or not parameter.is_contiguous():
-                parameter.data = parameter.detach().to(dtype).contiguous()
-            return
-        buffer, place = self._places[param]
-        buffer.build()
-        place.copy_(parameter.detach())
-        parameter.data = place
-        if place.numel():
-            self._buffered_params.append((parameter, place))
-
-    @torch.no_grad()
-    def restore_places(self) -> None:
-        """For each parameter whose `.data` a program has replaced, copies the values back to its place in a buffer."""
-        for parameter, place in self.moved_parameters():
-            value = parameter.detach()
-            parameter.data = place
-            parameter.copy_(value)  # increments its version counter, by which masters notice the write
-
-    def moved_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields each parameter whose `.data` a program has replaced, though not by an offload, and its place in a buffer."""
-        # Does not compare addresses, which change when memory moves, nor use `is_set_to`, which refuses fake tensors.
-        for parameter, place in self._buffered_params:
-            same_storage = storage_id(parameter) == storage_id(place)
-            if not same_storage or parameter.storage_offset() != place.storage_offset():
-                yield parameter, place
-
-    def add_completion(self, completion: Completion) -> None:
-        """Registers `completion`. Must be called before masters are made."""
-        self._completions.append(completion)
-
-    @property
-    def can_arrive_late(self) -> bool:
-        """Returns whether weights may be in flight after a step returns. The result is the same on all ranks."""
-        return bool(self._completions) and not self.is_eager
-
-    def start_completions(self) -> None:
-        """Starts the exchanges that complete the weights, and waits if `is_eager`. All ranks call this after the update."""
-        for completion in self._completions:
-            completion.start()
-        if self.is_eager:
-            self.settle()
-
-    def settle(self) -> None:
-        """Blocks until this rank's weights are those of the last step, and may be written. All ranks call this."""
-        for completion in self._completions:
-            completion.finish()
-
-    @contextmanager
-    def settle_on_error(self) -> Iterator[None]:
-        """If the block raises, waits for complete weights and re-raises. Ignores a RunError of that wait."""
-        try:
-            yield
-        except BaseException:
-            for completion in self._completions:
-                with suppress(RunError):
-                    completion.wait()
-            raise
 
 
 @dataclass(eq=False)
@@ -218,18 +84,17 @@ class MasterWeights:
     weights: the store of the working weights. store: the gradient store, which knows this rank's elements. dtype: the dtype of
     the updated tensors. If the weights have this dtype, the parameters or views of them are updated. Otherwise parameters are
     rounded to the working dtype, and their former values become master weights, in one flat buffer for each call of `add` and
-    one for this rank's part of each sharded buffer. device: the device of the masters; None for the device of the parameters.
-    With a `device` there are always masters, and the code that updates them copies gradients there and weights back. owners:
-    exchange the matrices that the optimizer needs in full; None if it can update parts. local_params: this rank's parts of the
-    weights. optimizer_params: the tensors in the optimizer's groups: those of `local_params`, but for split matrices the full
-    tensors that this rank owns.
+    one for this rank's part of each sharded buffer. device: the device of the masters; None for that of the parameters. With a
+    `device` there are always masters, and the code that updates them copies gradients there and weights back. owners: exchange
+    the matrices that the optimizer needs in full, if any. local_params: this rank's parts of the weights. optimizer_params: the
+    tensors in the optimizer's groups: those of `local_params`, but for split matrices the full tensors that this rank owns.
     """
 
     weights: WeightStore
     store: GradientStore
     dtype: torch.dtype
     device: torch.device | None = None
-    owners: MatrixOwners | None = None
+    owners: "MatrixOwners | None" = None
     local_params: list[OptimizerParam] = field(default_factory=list, init=False)
     optimizer_params: list[OptimizerParam] = field(default_factory=list, init=False)
 
@@ -325,9 +190,7 @@ class MasterWeights:
     def _copy_back(self) -> None:
         """If the optimizer has replaced the `.data` of its tensors, copies the values back into masters and weights."""
         for entry in self._copies:
-            memory = entry.master
-            if memory is None:
-                memory = _view_elements(entry.original.detach(), entry.elements)
+            memory = _view_elements(entry.original.detach(), entry.elements) if entry.master is None else entry.master
             if entry.parameter.data_ptr() != memory.data_ptr():
                 memory.copy_(entry.parameter.detach())
                 entry.parameter.data = memory
@@ -358,10 +221,7 @@ class MasterWeights:
         for param, original, dtype in self._originals:
             parameter = param.parameter
             if parameter is not original or parameter.dtype != dtype:
-                message = (
-                    f"the parameter {param.name!r} is not the tensor that the optimizer updates: it was replaced, or "
-                    "its type has changed"
-                )
+                message = f"the parameter {param.name!r} is not the tensor that the optimizer updates: it was replaced or cast"
                 hint = "write into the parameter under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`"
                 raise RunError("weight-replaced", message, hint=hint)
         self.weights.restore_places()
@@ -394,8 +254,172 @@ class MasterWeights:
 
 
 def _view_elements(value: Tensor, elements: ElementRange | None) -> Tensor:
-    return (
-        value
-        if elements is None
-        else value.reshape(-1)[elements.first : elements.last].view(elements.optimizer_shape(value.shape))
-    )
+    return value if elements is None else elements.view(value)
+
+
+def update_cost(shape: Sequence[int]) -> int:
+    """Returns the relative cost of a matrix optimizer's update: the number of elements x the smaller of the last two dims."""
+    return prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1)
+
+
+class PartExchange:
+    """Exchanges the parts of parameters over one group, whose ranks call `gather` and `scatter` in the same order.
+
+    owners: by parameter, the coordinate of its owner in the group. sizes: by parameter, the number of elements of each rank's
+    part. Both are equal on all ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.owners: dict[Param, int] = {}
+        self.sizes: dict[Param, Sequence[int]] = {}
+
+    def gather(self, parts: Mapping[Param, Tensor], label: str) -> dict[Param, Tensor]:
+        """Returns the full tensors of the parameters that this rank owns. parts: this rank's part of each parameter."""
+        coord = self.group.coord
+        by_owner = [[param for param in parts if self.owners[param] == owner] for owner in range(self.group.size)]
+        sent = [[parts[param] for param in params] for params in by_owner]
+        owned = by_owner[coord]
+        sizes = [[self.sizes[param][rank] for param in owned] for rank in range(self.group.size)]
+        received = self._exchange(sent, sizes, label)
+        return {param: self._join(param, [pieces[index] for pieces in received]) for index, param in enumerate(owned)}
+
+    def scatter(self, full_tensors: Mapping[Param, Tensor], like: Tensor, label: str) -> dict[Param, Tensor]:
+        """Returns this rank's part of each parameter: a flat tensor. full_tensors: the full tensors of the parameters that this
+        rank owns. like: a tensor of their dtype and device.
+        """
+        coord = self.group.coord
+        by_owner = [[param for param in self.owners if self.owners[param] == owner] for owner in range(self.group.size)]
+        pieces = [self._split(param, full_tensors[param]) for param in by_owner[coord]]
+        sent = [[piece[rank] for piece in pieces] for rank in range(self.group.size)]
+        received = self._exchange(sent, [[self.sizes[param][coord] for param in params] for params in by_owner], label, like)
+        return dict(zip(chain(*by_owner), chain(*received), strict=True))
+
+    def _join(self, param: Param, pieces: Sequence[Tensor]) -> Tensor:
+        if self.group.axis != SHARD_AXIS:
+            return torch.cat(list(pieces)).view(param.parameter.shape)
+        assert param.shard is not None, param
+        return param.shard.join(torch.stack(list(pieces)).view(-1, *param.shard.local_shape))
+
+    def _split(self, param: Param, full_tensor: Tensor) -> Sequence[Tensor]:
+        if self.group.axis != SHARD_AXIS:
+            return torch.split(full_tensor.reshape(-1), list(self.sizes[param]))
+        assert param.shard is not None, param
+        return [replace(param.shard, index=index).cut(full_tensor) for index in range(self.group.size)]
+
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor]], received_sizes: Sequence[Sequence[int]], label: str, like: Tensor | None = None
+    ) -> list[Sequence[Tensor]]:
+        """Sends `sent[i]` to rank i and returns the flat tensors from each rank. like: dtype and device if nothing is sent."""
+        flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
+        outgoing = torch.cat(flat) if flat or like is None else like.new_empty(0)
+        send_splits = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+        receive_splits = [sum(sizes) for sizes in received_sizes]
+        # A collective of the ranks that share the matrices, at the end of a step, when this channel's other exchanges are done.
+        channel = next(iter(self.group.channels))
+        device = outgoing.device
+        if self.group.needs_host_copy(outgoing, channel):
+            outgoing = outgoing.cpu()
+        incoming = outgoing.new_empty(sum(receive_splits))
+        self.group.all_to_all(incoming, outgoing, label=label, channel=channel, splits=(receive_splits, send_splits)).wait()
+        incoming = incoming.to(device)
+        blocks = torch.split(incoming, receive_splits)
+        return [torch.split(block, list(sizes)) for block, sizes in zip(blocks, received_sizes, strict=True)]
+
+
+class MatrixOwners:
+    """Assigns split parameters to owners, balanced by the cost of their updates, and exchanges gradients and values with them.
+
+    dtype: that of the values. elementwise: the names of parameters that need no owner. params: all parameters with an owner, on
+    any rank. owned_params: the full tensors that this rank updates, with memory from `gather_values` to `scatter_values`.
+    """
+
+    def __init__(self, groups: Groups, store: GradientStore, dtype: torch.dtype, elementwise: Collection[str] = ()) -> None:
+        self._elementwise = elementwise
+        self.params: set[Param] = set()
+        self.owned_params: dict[Param, nn.Parameter] = {}
+        self._groups = groups
+        self._store = store
+        self._template = torch.empty(0, dtype=dtype, device=store.device)
+        self._exchanges: dict[str, PartExchange] = {}
+        self._loads: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}
+        self._views: dict[Param, Tensor] = {}
+        self._memory: list[tuple[Tensor, int]] = []
+
+    def add(self, params: Sequence[Param]) -> None:
+        """Assigns those of `params` that are split to owners: in descending order of cost, each to the owner with the least
+        cost so far. All ranks pass the same parameters in the same order, and so agree on the owners.
+        """
+        owned = set()
+        for param in sorted(params, key=lambda param: -update_cost(param.shape)):
+            part_sizes = self._part_sizes(param)
+            if not part_sizes:
+                continue
+            self.params.add(param)
+            owners = product(*(range(len(sizes)) for sizes in part_sizes.values()))
+            loads = self._loads.setdefault(tuple(part_sizes), dict.fromkeys(owners, 0))
+            owner = min(loads, key=loads.__getitem__)
+            loads[owner] += update_cost(param.shape)
+            for (axis, sizes), coordinate in zip(part_sizes.items(), owner, strict=True):
+                exchange = self._exchanges.setdefault(axis, PartExchange(self._groups[axis]))
+                exchange.owners[param], exchange.sizes[param] = coordinate, sizes
+                if coordinate != exchange.group.coord:
+                    break
+            else:
+                owned.add(param)
+        if owned:
+            ordered = [param for param in params if param in owned]
+            flat = FlatBuffer([param.shape for param in ordered], self._template.dtype, self._template.device)
+            self.owned_params |= {param: nn.Parameter(view) for param, view in zip(ordered, flat.views, strict=True)}
+            self._views |= zip(ordered, flat.views, strict=True)
+            self._memory.append((flat.data, free(flat.data)))
+
+    def gather_values(self, parts: Mapping[Param, Tensor]) -> None:
+        """Copies the values of all split parameters to their owners. parts: this rank's parts; empty ones may be left out."""
+        for memory, num_bytes in self._memory:
+            reallocate(memory, num_bytes)
+        parts = {param: parts.get(param, self._template) for param in self.params}
+        for param, value in self._gather(parts, "the values of matrices for their owners").items():
+            self.owned_params[param].detach().copy_(value)
+
+    def gather_gradients(self) -> None:
+        """Sets `grad` of each owned parameter to its full gradient, or to None if the parameter is frozen."""
+        parts = {param: self._store.part(param) for param in self.params if param in self._store}
+        gradients = self._gather(parts, "the gradients of matrices for their owners")
+        for param, parameter in self.owned_params.items():
+            parameter.grad = gradients[param].to(parameter.dtype) if param in gradients else None
+
+    def scatter_values(self) -> dict[Param, Tensor]:
+        """Returns this rank's flat part of the new values of all split parameters, and frees the owners' memory."""
+        parts = {param: parameter.detach() for param, parameter in self.owned_params.items()}
+        for exchange in self._ordered_exchanges()[::-1]:
+            parts |= exchange.scatter(parts, self._template, "the new values of matrices")
+        for param, parameter in self.owned_params.items():
+            parameter.grad = None
+            parameter.data = self._views[param]  # the optimizer may have replaced it
+        for memory, _ in self._memory:
+            free(memory)
+        return parts
+
+    def _gather(self, parts: dict[Param, Tensor], label: str) -> dict[Param, Tensor]:
+        for exchange in self._ordered_exchanges():
+            local = {param: parts.pop(param) for param in exchange.owners if param in parts}
+            if local:
+                parts |= exchange.gather(local, label)
+        return parts
+
+    def _ordered_exchanges(self) -> list[PartExchange]:
+        """Returns the exchanges over the axes of reducers, then that over `wp`. The order is the same on all ranks."""
+        return [self._exchanges[axis] for axis in sorted(self._exchanges, key=lambda axis: (axis == SHARD_AXIS, axis))]
+
+    def _part_sizes(self, param: Param) -> dict[str, Sequence[int]]:
+        """Returns, by axis, the number of elements of each rank's part; {} if the parameter needs no owner or is not split."""
+        sizes: dict[str, Sequence[int]] = {}
+        buffer = self._store.buffer_of(param)
+        if 0 in param.shape or param.name in self._elementwise:
+            return sizes
+        if buffer is not None and buffer.shard is not None and buffer.shard.count > 1:
+            sizes[buffer.shard.axis] = [buffer.ranges_of(index)[param].numel for index in range(buffer.shard.count)]
+        if param.shard is not None:
+            sizes[SHARD_AXIS] = [param.numel] * param.shard.count
+        return sizes

@@ -103,7 +103,7 @@ def _run_steps(
     with fake_run(plan, rank, world_size, draft) as (run, ledger, recording):
         num_plan_microbatches = plan.num_microbatches(run.topology)
         lists, num_last = run.stepper.lists, num_plan_microbatches
-        if not run.store.reduction.fixed_order:  # in a fixed order, memory for sums grows with the number of microbatches
+        if not run.store.reduction.has_fixed_order:  # in a fixed order, memory for sums grows with the number of microbatches
             num_last = min_equivalent_microbatches(lists, num_plan_microbatches)
         schedulable = (count for count in range(1, num_plan_microbatches) if _peaks(lists, count) is not None)
         num_min = next(schedulable, num_plan_microbatches)
