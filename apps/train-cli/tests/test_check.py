@@ -124,7 +124,7 @@ def test_all_plans_are_checked(cli: Cli, plan: Path, folder: Path) -> None:
     assert second.startswith("second.toml:25:7: error[plugin-unknown]")
     assert (count, result.code) == ("found 2 errors", 4)
     result = cli("check", plan, plan)
-    assert (result.code, result.err) == (0, "2 plans are fine; no model was built (use --model)\n")
+    assert (result.code, result.err) == (0, "2 plans are valid; no model was built (use --model)\n")
 
 
 @pytest.mark.parametrize(

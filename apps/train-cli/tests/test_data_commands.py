@@ -13,7 +13,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.files import PLAN_FILE
 from sley_core.plan.load import load_plan
 from sley_data.chat_template import load_text_ids
-from train_cli.saved import copy_run_files, load_run_plan
+from train_cli.saved_run import copy_run_files, load_run_plan
 
 CHAT = "name='chats', use='data.chat', files=['chats.jsonl'], tokenizer='tokenizer'"
 MIXTURE = (

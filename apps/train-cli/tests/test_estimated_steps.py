@@ -21,7 +21,7 @@ from sley_estimate.step.record import HOST, BeginEvent
 from sley_estimate.testing import short_calibration, small_machine
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import running
-from train_cli.commands.show import draw_text
+from train_cli.commands.plan import draw_timeline
 
 FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
 SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
@@ -57,7 +57,7 @@ def test_waits_are_described_with_exchange_and_peer(texts: Path) -> None:
     assert "ms waiting for sums of gradients" in first
     assert "ms waiting for activations from stage 0" in last
     assert f"all {len(estimate.layers)} layers were computed from their operators (even)" in sources
-    drawn = "\n".join(draw_text(estimate.step.timeline, 100).splitlines()[:2])
+    drawn = "\n".join(draw_timeline(estimate.step.timeline, 100).splitlines()[:2])
     for stage, line in enumerate((first, last)):
         share = estimate.step.timeline.idle_share(stage)
         assert f"idle {share:.1%}" in line

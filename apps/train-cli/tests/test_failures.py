@@ -93,7 +93,7 @@ def test_a_signal_in_a_factory_is_no_error_of_the_factory(start: Start, own_mode
 
 def test_hanging_ranks_are_named_and_waiting_ranks_are_not(start: Start, own_model: Own, folder: Path) -> None:
     action = "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP); rank == 2 and time.sleep(3600)"
-    source = doing(action, SAME_SIGNAL_S=0.2, REPEAT_S=0.5, SECOND_SIGTERM_TIMEOUT_S=0.5)
+    source = doing(action, DUPLICATE_SIGNAL_S=0.2, SIGTERM_INTERVAL_S=0.5, SECOND_SIGTERM_TIMEOUT_S=0.5)
     three = ("parallel.dp=3", "batch.global_size=3", "limits.collective_timeout_s=4")
     result = start("run", own_model(source), changes=three).finish(90).expect(1)
     line = error_line(result.err)

@@ -11,7 +11,7 @@ import pytest
 
 from sley_core.errors import Diagnostic, Place, PlanError, RunError
 from train_cli.console import Settings, format_diagnostics, print_fault
-from train_cli.faults import _SLEY_MODULES, FailedRank, Fault, find_cause, read_report, write_report, write_stuck_report
+from train_cli.faults import _SLEY_MODULES, FailedRank, Fault, find_cause, report_hang, write_error_file
 
 
 def failure(rank: int, code: int, at: float) -> FailedRank:
@@ -89,19 +89,20 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_first_report_is_kept_and_read(report: Path) -> None:
     fault = Fault((Diagnostic("code", "message", ("a", 0), Place("plan.toml", 3, 4, 5), "source", "hint"),), 3, "trace")
-    write_report(fault)
-    write_report(Fault((), 1, "a later report"))
+    write_error_file(fault)
+    write_error_file(Fault((), 1, "a later report"))
     content = json.loads(report.read_text("utf-8"))
-    assert read_report(content) == (fault, ANY)
+    assert FailedRank.read(1, 3, report) == FailedRank(1, 3, fault, ANY)
     assert "error[code]: message" in content["message"]["extraInfo"]["py_callstack"], "torchrun shows it"
-    assert read_report({"message": "<NONE>"}) is None, "of another program"
+    report.write_text('{"message": "<NONE>"}', "utf-8")
+    assert FailedRank.read(1, 3, report).fault is None, "of another program"
 
 
 def test_torchrun_gets_a_later_time_for_failures_of_peers(report: Path) -> None:
     """torchrun shows the rank that failed first, in whole seconds, and notices a death after its peers have reported."""
     infos = []
     for error in (CLOSED, ZeroDivisionError("no")):
-        write_report(Fault.from_error(error))
+        write_error_file(Fault.from_error(error))
         infos.append(json.loads(report.read_text("utf-8"))["message"]["extraInfo"])
         report.unlink()
     assert int(infos[0]["timestamp"]) >= int(infos[1]["timestamp"]) + 5
@@ -113,16 +114,16 @@ def test_a_full_disk_leaves_no_partial_report(report: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", fill_disk)
-    write_report(Fault.from_error(ValueError("no")))
+    write_error_file(Fault.from_error(ValueError("no")))
     assert list(report.parent.iterdir()) == []
 
 
 def test_a_late_rank_reports_its_place(report: Path) -> None:
-    write_stuck_report()
-    report_and_time = read_report(json.loads(report.read_text("utf-8")))
-    assert report_and_time is not None
-    assert report_and_time[0].diagnostics[0].code == "rank-late"
-    assert "test_a_late_rank_reports_its_place" in report_and_time[0].trace
+    report_hang()
+    fault = FailedRank.read(1, 3, report).fault
+    assert fault is not None
+    assert fault.diagnostics[0].code == "rank-late"
+    assert "test_a_late_rank_reports_its_place" in fault.trace
 
 
 def test_all_packages_of_the_repository_are_known() -> None:

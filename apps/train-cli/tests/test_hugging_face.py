@@ -19,8 +19,8 @@ from sley_core.weight_files.write import write_tensors
 from sley_hf import export as hf_export
 from sley_testing.plans import Tables, changed, small_plan
 from sley_trainer.run import Run
-from train_cli.commands.export import write_other_files
-from train_cli.saved import load_run_plan
+from train_cli.commands.export import write_config_files
+from train_cli.saved_run import load_run_plan
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
@@ -156,7 +156,7 @@ def test_the_error_of_swapped_names_names_the_layer(trained: Trained, folder: Pa
     gate, up = (f"blocks.1.layer.mlp.{name}_proj.weight" for name in ("gate", "up"))
     names[gate], names[up] = names[up], names[gate]
     swapped = hf_export.HuggingFaceModel(model.config, names)
-    write_tensors(folder / "hf", source, swapped.names.items(), 10**9, partial(write_other_files, resolved, swapped))
+    write_tensors(folder / "hf", source, swapped.names.items(), 10**9, partial(write_config_files, resolved, swapped))
     with pytest.raises(RunError, match=r"the last layer with the same output is 'blocks.0'"):
         hf_export.check_export(resolved, swapped, source, folder / "hf")
 

@@ -17,7 +17,7 @@ from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from train_cli import environment
-from train_cli.local_launch import rank_variables
+from train_cli.local_launch import make_rank_environment
 from train_cli.run_folder import FolderInUseError, FolderLock, check_run_folder, is_folder_of_restarted_run, locked_run_folder
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "launch"
@@ -86,10 +86,9 @@ def test_nodes_and_per_node_set_the_world(cli: Cli, plan: Path, command: str) ->
 
 def test_ranks_share_the_cores_and_stay_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "num_cores", lambda: 8)
-    assert [rank_variables(size, {})["OMP_NUM_THREADS"] for size in (2, 16)] == ["4", "1"]
-    added = rank_variables(2, {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"})
-    assert "OMP_NUM_THREADS" not in added, "the user's value is kept"
-    assert added["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert [make_rank_environment(size, {})["OMP_NUM_THREADS"] for size in (2, 16)] == ["4", "1"]
+    environ = make_rank_environment(2, {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"})
+    assert (environ["OMP_NUM_THREADS"], environ["GLOO_SOCKET_IFNAME"]) == ("3", "lo")
 
 
 CGROUPS = {
@@ -106,11 +105,11 @@ def test_the_cpu_limit_of_a_cgroup_is_in_cores(tmp_path: Path, case: str) -> Non
     for name, text in {"proc/self/cgroup": lines, **{f"sys/fs/cgroup/{key}": text for key, text in files.items()}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, "utf-8")
-    assert environment.cgroup_cores(tmp_path) == cores
+    assert environment.read_cgroup_cores(tmp_path) == cores
 
 
 def test_a_fraction_of_a_core_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "cgroup_cores", lambda _: 0.5)
+    monkeypatch.setattr(environment, "read_cgroup_cores", lambda _: 0.5)
     assert environment.num_cores() == 1
 
 
@@ -197,7 +196,7 @@ def test_a_folder_is_used_by_one_run_at_a_time(plan: Path, folder: Path) -> None
         assert (run_folder / "plan.toml").exists()
         (run_folder / "metrics.jsonl").write_text("{}\n", "utf-8")
     lock = FolderLock(run_folder)  # a killed run leaves the file, which locks nothing
-    os.close(lock._file)
+    os.close(lock._descriptor)
     assert (run_folder / ".lock").exists()
     take_step(resolved, overwrite=True)
     (run_folder / ".lock").symlink_to(folder / "elsewhere")
@@ -239,7 +238,7 @@ def test_data_of_a_check_are_closed_once(own_model: Callable[[str], Path], cli: 
         """,
         data='[data]\nfactory = "own:Data"\n',
     )
-    assert cli("check", "--model", path).err.endswith("1 plan is fine\n")
+    assert cli("check", "--model", path).err.endswith("1 plan is valid\n")
     assert sys.modules["own"].calls == ["opened", "closed"]
     assert cli("check", "--model", path, "--set", "limits.collective_timeout_s=1e300").code == 3
 

@@ -13,7 +13,7 @@ from chat_folder import write_chats
 from started_program import Cli
 
 from sley_core.errors import RunError
-from train_cli.main import COMMANDS, find_foreign_commands
+from train_cli.main import COMMAND_SUMMARIES, find_foreign_commands
 
 Install = Callable[..., None]
 CLONE = Path(__file__).parents[3]
@@ -31,13 +31,13 @@ def test_help_lists_every_command_and_exit_code(cli: Cli, install: Install) -> N
     lines = [line.strip() for line in cli("--help").out.splitlines() if line.strip()]
     codes = lines[lines.index("Exit codes:") + 1 :]
     assert [line.split()[0] for line in codes] == ["0", "1", "2", "3", "4", "129", "130", "138", "140", "143", "152"]
-    sections = ["Prepare:", "Look ahead:", "Train:", "Look back:", "Of other packages:"]
+    sections = ["Prepare:", "Estimate:", "Train:", "Inspect and use runs:", "From other packages:"]
     assert [line for line in lines if line in sections] == sections
     names = [line.split()[0] for line in lines[lines.index("Prepare:") : lines.index("Exit codes:")] if line not in sections]
-    assert sorted(names) == sorted([*COMMANDS, "sweep"])
+    assert sorted(names) == sorted([*COMMAND_SUMMARIES, "sweep"])
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", COMMAND_SUMMARIES)
 def test_every_command_has_help(cli: Cli, name: str) -> None:
     result = cli(name, "--help").expect(0)
     assert "Options:" in result.out
@@ -136,7 +136,7 @@ def test_a_command_of_another_package_is_imported_when_called(cli: Cli, install:
     result = cli("sweep", "--number", "5")
     assert (result.code, result.out) == (0, "swept 5\n")
     assert "Sweeps." in cli("sweep", "--help").out
-    assert cli("check", plan).err.startswith("1 plan is fine; "), "own commands come first"
+    assert cli("check", plan).err.startswith("1 plan is valid; "), "own commands come first"
 
 
 @pytest.mark.parametrize("code", ["command-import", "command-ambiguous"])

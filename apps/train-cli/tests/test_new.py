@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from started_program import Program
 
 from sley_core.errors import UsageError
-from train_cli.commands.plugins import SLEY_PLUGINS, PluginKind, package_files
+from train_cli.commands.plugins import SLEY_PLUGINS, PluginKind, make_package_files
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
@@ -19,7 +20,7 @@ PUBLIC = ("sley_core.api.", "sley_core.errors", "sley_core.hookspecs", "sley_cor
 @pytest.mark.skipif(not EXAMPLE.exists(), reason="the example is not part of the sdist")
 def test_the_handler_is_the_example_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train_cli.commands.plugins.check_name", lambda _: None)  # the example may be installed
-    files = package_files("handler", "narrow")
+    files = make_package_files("handler", "narrow")
     del files["README.md"]  # the example's is a page of this repository
     assert len(files) == 7
     for path, text in files.items():
@@ -49,13 +50,25 @@ def test_a_new_package_passes_its_tests(cli: Any, tmp_path: Path, kind: str) -> 
 
 @pytest.mark.parametrize("kind", list(PluginKind))
 def test_a_package_imports_only_public_modules_of_core(kind: PluginKind) -> None:
-    files = package_files(kind, "my_own")
+    files = make_package_files(kind, "my_own")
     assert "@" not in "".join(text for path, text in files.items() if "plugin.py" not in path and "test_" not in path)
     for path, text in files.items():
         if path.endswith(".py") and path.startswith("src/"):
             names = [node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
             ours = [name for name in names if name.startswith("sley_core")]
             assert all(name.startswith(PUBLIC) for name in ours), (path, ours)
+
+
+@pytest.mark.parametrize("kind", list(PluginKind))
+def test_the_imports_of_a_package_exist(kind: PluginKind) -> None:
+    for path, text in make_package_files(kind, "my_own").items():
+        imports = (
+            [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)] if path.endswith(".py") else []
+        )
+        for node in imports:
+            if node.module and node.module.startswith("sley_") and not node.module.startswith("sley_my_own"):
+                module = import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), (path, ast.unparse(node))
 
 
 @pytest.mark.parametrize("name", ["9lives", "TopK", "class", "../out", min(SLEY_PLUGINS)])
@@ -70,7 +83,7 @@ def test_an_invalid_name_is_refused(cli: Any, folder: Path, name: str) -> None:
 def test_an_installed_name_is_refused(folder: Path, install: Any) -> None:
     install("sley-odd", "odd", "")
     with pytest.raises(UsageError, match="`odd` is already used by plugin `odd`"):
-        package_files("hook", "odd")
+        make_package_files("hook", "odd")
 
 
 def test_a_folder_with_files_is_refused(cli: Any, folder: Path) -> None:

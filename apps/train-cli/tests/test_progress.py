@@ -13,16 +13,15 @@ import torch
 from sley_core.plan.tables import KeepBestTable
 from sley_trainer.evaluation import BestEvaluation
 from train_cli import rank
-from train_cli.progress import (
-    Reporter,
-    RunTotals,
+from train_cli.console import (
+    ProgressReporter,
     describe_repetition,
-    format_closing,
     format_duration,
-    format_opening,
-    format_rate,
-    summarize_run,
+    format_header,
+    format_speed,
+    format_summary,
 )
+from train_cli.rank import RunTotals, summarize_run
 
 
 def fake_run(num_samples: int | None = 4352, **changes: Any) -> Any:
@@ -78,7 +77,7 @@ def total(steps: list[dict[str, float | int]]) -> RunTotals:
 
 def test_lines_are_printed_every_log_every_steps_and_at_the_end() -> None:
     stream = io.StringIO()
-    with Reporter(25, 10, stream=stream) as reporter:
+    with ProgressReporter(25, 10, stream=stream) as reporter:
         for step in range(1, 26):
             reporter(row(step, held_out_loss=2.5, **{"held_out/accuracy": 0.5, "held_out/wiki/loss": 3.0}))
     lines = stream.getvalue().splitlines()
@@ -101,7 +100,7 @@ def test_graphs_are_counted_and_a_late_recompilation_is_noted_with_its_reason(mo
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
 def test_new_notes_are_printed_once(stream: io.StringIO) -> None:
     notes = ["an earlier note"]
-    with Reporter(3, 9, notes, stream) as reporter:
+    with ProgressReporter(3, 9, notes, stream) as reporter:
         reporter(row(1))
         notes.append("no [room] left")
         reporter(row(3))
@@ -114,24 +113,24 @@ def test_new_notes_are_printed_once(stream: io.StringIO) -> None:
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
 def test_a_closed_stream_does_not_end_the_run(stream: io.StringIO) -> None:
-    with Reporter(3, 1, stream=stream) as reporter:
+    with ProgressReporter(3, 1, stream=stream) as reporter:
         reporter(row(1))
         stream.close()
         reporter(row(3))
 
 
 def test_rates_and_durations_have_units() -> None:
-    rates = [format_rate({"tokens_per_s": value}) for value in (812.3, 8123, 1.31e6)]
+    rates = [format_speed({"tokens_per_s": value}) for value in (812.3, 8123, 1.31e6)]
     assert rates == ["812 tok/s", "8.1k tok/s", "1.3M tok/s"]
-    assert format_rate({"tokens_per_s": None, "samples_per_s": 0.314, "tflops": None, "mfu": None}) == "0.31 samples/s"
-    assert format_rate({"tokens_per_s": 9.0, "tflops": 0.0513}) == "9 tok/s  51 GFLOP/s"
-    assert format_rate({"tokens_per_s": 812.3, "tflops": 412.4, "mfu": 0.4168}) == "812 tok/s  412 TFLOP/s  41.7% MFU"
+    assert format_speed({"tokens_per_s": None, "samples_per_s": 0.314, "tflops": None, "mfu": None}) == "0.31 samples/s"
+    assert format_speed({"tokens_per_s": 9.0, "tflops": 0.0513}) == "9 tok/s  51 GFLOP/s"
+    assert format_speed({"tokens_per_s": 812.3, "tflops": 412.4, "mfu": 0.4168}) == "812 tok/s  412 TFLOP/s  41.7% MFU"
     assert [format_duration(value) for value in (7.6, 62, 11100)] == ["8s", "1m 02s", "3h 05m"]
 
 
 def test_the_opening_has_the_sizes_of_the_run() -> None:
     num_bytes = {"weights": 4 << 20, "masters": 0, "gradients": 3 << 30}
-    assert format_opening(fake_run(), num_bytes).splitlines() == [
+    assert format_header(fake_run(), num_bytes).splitlines() == [
         "2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)",
         "rank 0 has 4.0 MiB weights, 3.0 GiB gradients, and after the first step also the optimizer states",
         "memory below is the peak of rank 0's whole process, libraries included",
@@ -140,7 +139,7 @@ def test_the_opening_has_the_sizes_of_the_run() -> None:
     ]
     world = SimpleNamespace(size=1, device="NVIDIA H100")
     unknown = fake_run(None, num_parameters=9, num_trained=8, world=world)
-    assert format_opening(unknown, num_bytes).startswith("1 rank, 8 of 9 parameters trained, 160 steps of 16 samples\n")
+    assert format_header(unknown, num_bytes).startswith("1 rank, 8 of 9 parameters trained, 160 steps of 16 samples\n")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +195,7 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
         "counts": {"mine.handler": {"kept": 3}},
         "notes": [],
     }
-    assert format_closing(content, "runs/small").splitlines() == [
+    assert format_summary(content, "runs/small").splitlines() == [
         "finished: 40 steps in 10s, early: it is bad",
         "  loss           1.0000  (mean of the last 20: 2.1875)",
         "  held-out loss  1.5000",
@@ -213,13 +212,13 @@ def test_summaries_without_tokens_losses_or_steps() -> None:
     steps[3] |= {"loss": math.nan, "skipped": 1}
     skipped = summarize_run(fake_run(), "finished", total(steps))
     assert (skipped["skipped_steps"], skipped["final_loss"], skipped["mean_loss_last_20"]) == (1, steps[2]["loss"], 5.75)
-    assert format_closing(skipped, "x").startswith("finished: 4 steps, 1 of them skipped in 1s\n")
+    assert format_summary(skipped, "x").startswith("finished: 4 steps, 1 of them skipped in 1s\n")
     frames = [{"step": step, "loss": 1.0, "samples": 4, "seconds": 0.25} for step in (1, 2)]
     content = summarize_run(fake_run(), "finished", total(frames))
     assert (content["tokens"], content["tokens_per_s"], content["samples_per_s"]) == (0, None, 64.0)
     none = summarize_run(fake_run(), "failed", RunTotals())
     unknown = ("final_loss", "mean_loss_last_20", "held_out_loss", "tokens_per_s", "samples_per_s", "tflops", "mfu")
     assert [none[key] for key in unknown] == [None] * 7
-    compiled = format_closing(content | {"counts": {"compile": {"graphs": 3}}}, "x")
+    compiled = format_summary(content | {"counts": {"compile": {"graphs": 3}}}, "x")
     assert "  first step     0s with compilation (3 graphs in the whole run)\n" in compiled
-    assert format_closing(none, "runs/small") == "failed: 0 steps in 0s\n  run folder     runs/small"
+    assert format_summary(none, "runs/small") == "failed: 0 steps in 0s\n  run folder     runs/small"

@@ -18,8 +18,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch ex
 
 from sley_core.comm.world import reset_stores
 from sley_core.errors import Diagnostic, RunError, UsageError
-from train_cli import preflight
 from train_cli import rendezvous as module
+from train_cli.commands.run import check_launcher_variables
 from train_cli.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.timeout(120)
@@ -232,9 +232,9 @@ def test_a_rank_that_is_killed_while_it_builds_is_named(port: int) -> None:
 )
 def test_launchers_without_ranks_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        preflight.check_launcher_variables(environ)
+        check_launcher_variables(environ)
     for complete in ({}, {"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "2", "RANK": "0"}):
-        preflight.check_launcher_variables(complete)
+        check_launcher_variables(complete)
 
 
 # -- two processes -----------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from sley_estimate.search.layouts import Layouts, list_choices
 from sley_estimate.step.estimate import estimate_plan
 from sley_estimate.testing import small_machine
 from sley_testing.plans import small_plan, write_texts
+from train_cli.console import format_bytes
 from train_cli.environment import num_cores
-from train_cli.progress import format_bytes
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from sley_core.actions.simulate import Costs, Timeline, simulate
 from sley_core.plan.load import load_plan, plan_from_text
 from sley_core.topology import Topology
 from sley_pp.schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
-from train_cli.commands.show import draw_text, group_lines, rank_lines
+from train_cli.commands.plan import draw_timeline, format_groups, format_ranks
 
 
 def test_the_output_is_a_plan_with_origins(cli: Cli, plan: Path) -> None:
@@ -47,7 +47,7 @@ def test_handlers_have_their_tolerance(cli: Cli, plan: Path, reduction: str, tol
 
 def test_a_large_world_has_few_lines(cli: Cli, plan: Path) -> None:
     topology = Topology.from_sizes(2048, pp=4, sp=4, wp=16)
-    lines = [*rank_lines(topology, None), *group_lines(list(topology.groups()))]
+    lines = [*format_ranks(topology, None), *format_groups(list(topology.groups()))]
     assert len(lines) < 60
     assert any("wp.gather" in line and "128 groups of 16: " in line and "2032-2047" in line for line in lines)
     assert "  of 1024 ranks" in cli("show", plan, "--set", 'parallel.dp="auto"', "--world", "1024").out
@@ -73,7 +73,7 @@ def timeline(schedule: Schedule, stages: int, micros: int) -> Timeline:
 
 
 def test_text_shows_which_stage_does_what_when() -> None:
-    assert draw_text(timeline(Schedule(gpipe), 2, 2)).splitlines() == [
+    assert draw_timeline(timeline(Schedule(gpipe), 2, 2)).splitlines() == [
         "stage 0  F0-F1-.........B0====B1====   33% idle",
         "stage 1  ...F0-F1-B0====B1====......   33% idle",
         "F forward, B backward",
@@ -83,7 +83,7 @@ def test_text_shows_which_stage_does_what_when() -> None:
 @pytest.mark.parametrize("width", [1, 40, 80, 120])
 @pytest.mark.parametrize("micros", [3, 7, 40])
 def test_a_row_is_never_wider_than_asked_for(width: int, micros: int) -> None:
-    rows = draw_text(timeline(Schedule(interleaved, 2), 3, micros), width).splitlines()[:3]
+    rows = draw_timeline(timeline(Schedule(interleaved, 2), 3, micros), width).splitlines()[:3]
     least = len("stage 0  F0-F1-F / ====...   99% idle")
     assert max(map(len, rows)) <= max(width, least)
     assert len({len(row) for row in rows}) == 1
@@ -104,6 +104,6 @@ def test_the_drawings_in_docstrings_are_right(schedule: Schedule, micros: int) -
     assert isinstance(generate, FunctionType)
     lines = (generate.__doc__ or "").splitlines()
     shown = [line.strip().removesuffix(" ...") for line in lines if line.startswith("        stage ")]
-    drawn = draw_text(timeline(schedule, 4, micros), width=1000).splitlines()
+    drawn = draw_timeline(timeline(schedule, 4, micros), num_columns=1000).splitlines()
     assert len(shown) == 4
     assert all(row.startswith(line) for row, line in zip(drawn, shown, strict=False))

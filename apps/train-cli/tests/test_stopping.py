@@ -36,14 +36,14 @@ with SignalHandler(lines.append) as stop:
 """
 
 HANGS = """
-with SignalHandler(lines.append, report_stuck=lambda: print("late")) as stop:
+with SignalHandler(lines.append, report_timeout=lambda: print("late")) as stop:
     stop.call_on_signal(stop_run)
     print("ready")
     time.sleep(3600)
 """
 
 WARNED = """
-with SignalHandler(lines.append, warnings=("SIGUSR1", "SIGXCPU")) as stop:
+with SignalHandler(lines.append, warning_signals=("SIGUSR1", "SIGXCPU")) as stop:
     stop.call_on_signal(stop_run)
     print("ready")
     while not stops:
@@ -72,7 +72,7 @@ with SignalHandler() as stop:  # says nothing, as a rank, whose launcher does
 """
 
 HURRIES = """
-stopping.SECOND_SIGTERM_TIMEOUT_S, stopping.SAME_SIGNAL_S = 0.2, 0.05
+stopping.SECOND_SIGTERM_TIMEOUT_S, stopping.DUPLICATE_SIGNAL_S = 0.2, 0.05
 with SignalHandler(sigterm_timeout_s=1.0) as stop:
     stop.call_on_signal(stop_run)
     stopping._kill_children = lambda: print(time.monotonic() - stops[0] < 0.9)
@@ -81,7 +81,7 @@ with SignalHandler(sigterm_timeout_s=1.0) as stop:
 """
 
 FORKS = """
-with SignalHandler(lines.append, warnings=("SIGUSR1",)):
+with SignalHandler(lines.append, warning_signals=("SIGUSR1",)):
     worker = os.fork()
     if not worker:
         os.kill(os.getpid(), signal.SIGUSR1)

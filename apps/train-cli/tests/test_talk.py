@@ -12,7 +12,7 @@ import torch
 import trained_runs
 
 from sley_testing.plans import small_plan
-from train_cli.commands import chat as chat_module
+from train_cli.commands import sample
 from train_cli.main import main
 
 transformers = pytest.importorskip("transformers")
@@ -90,13 +90,13 @@ def test_chat_remembers_the_conversation_until_a_reset(
 ) -> None:
     _, export = runs["hf.decoder"]
     conversations = []
-    encode = chat_module._encode_messages
+    encode = sample._encode_messages
 
     def record(generator: Any, messages: list[dict[str, str]], num_system: int) -> list[int]:
         conversations.append([message["content"] for message in messages])
         return encode(generator, messages, num_system)
 
-    monkeypatch.setattr(chat_module, "_encode_messages", record)
+    monkeypatch.setattr(sample, "_encode_messages", record)
     monkeypatch.setattr("sys.stdin", io.StringIO("the sley\nhome\n\n/reset\nhome\n/quit\nwarp\n"))
     result = cli("chat", export, "--temperature", 0, "--tokens", 5).expect(0)
     first, second, third = (line.strip() for line in result.out.splitlines())

@@ -25,7 +25,7 @@ from sley_testing.verify import (
     save_reference,
 )
 from sley_trainer.assemble import assemble
-from train_cli.one_process import one_process_plan, read_only_plan
+from train_cli.saved_run import one_process_plan, read_only_plan
 
 OWN = Path(__file__).parent / "own"
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "plans").glob("*.toml"))

@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_written_or_hangs_is_not_in_the_way(tmp_path: An
         ended.set()
 
     monkeypatch.setattr(fault_report, "write_report", hang)
-    RECORDER.report_stuck(tmp_path, World.alone("cpu"), DIAGNOSTIC)
+    RECORDER.report_hang(tmp_path, World.alone("cpu"), DIAGNOSTIC)
     assert not ended.is_set(), "it was waited for"
     released.set()
     assert ended.wait(60)

@@ -28,13 +28,11 @@ _VARIABLE_PREFIXES = ("SLEY_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "
 
 
 def num_cores() -> int:
-    """Returns the number of cores that this process may use. In a container, affinity or cgroup limits may allow fewer cores
-    than the machine has.
-    """
-    return int(min(len(os.sched_getaffinity(0)), max(1.0, cgroup_cores(Path("/")))))
+    """Returns the number of cores that this process may use under its affinity and cgroup limits, at least 1."""
+    return int(min(len(os.sched_getaffinity(0)), max(1.0, read_cgroup_cores(Path("/")))))
 
 
-def cgroup_cores(root: Path) -> float:
+def read_cgroup_cores(root: Path) -> float:
     """Returns the CPU limit of this process's cgroup (version 2) and its parents, in cores; infinity without a limit.
 
     root: the root of the file system. A container may see its own cgroup as the root.
@@ -52,10 +50,10 @@ def cgroup_cores(root: Path) -> float:
     return min(limits)
 
 
-def machine_info(*, names_gpus: bool = True) -> dict[str, Any]:
+def describe_machine(*, include_gpus: bool = True) -> dict[str, Any]:
     """Returns the platform, cores, GPUs, environment variables, and versions of Python, torch and Sley's packages, by name.
 
-    names_gpus: whether to list GPUs, which creates a CUDA context in this process.
+    include_gpus: whether to list GPUs, which creates a CUDA context in this process.
     """
     python = f"{platform.python_version()} ({sys.executable})"
     info: dict[str, Any] = {"platform": platform.platform(), "python": python, "cores": num_cores()}
@@ -65,16 +63,15 @@ def machine_info(*, names_gpus: bool = True) -> dict[str, Any]:
         info["torch"] = f"cannot be imported: {error}"
     else:
         info |= {"torch": torch.__version__, "cuda": torch.version.cuda or "none"}
-        if names_gpus and torch.cuda.is_available():
+        if include_gpus and torch.cuda.is_available():
             nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch has no types here
             info["nccl"] = ".".join(map(str, nccl))
-            for number in range(torch.cuda.device_count()):
-                info[f"gpu {number}"] = torch.cuda.get_device_name(number)
+            info |= {f"gpu {index}": torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLE_PREFIXES)}
-    return {**info, **sley_versions(), **variables}
+    return {**info, **find_sley_versions(), **variables}
 
 
-def sley_versions() -> dict[str, str]:
+def find_sley_versions() -> dict[str, str]:
     """Returns the versions of Sley's packages and of packages with plugins or commands, sorted by name."""
     versions: dict[str, str] = {}
     for dist in distributions():
@@ -87,10 +84,8 @@ def sley_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The content of `start.json`.
-
-    time: UTC, in ISO 8601. origins: the origin of each key of the plan (`run.steps`): file and line, `--set #1` or default.
-    machine: the output of `train-cli env`, by name.
+    """The content of `start.json`. time: UTC, in ISO 8601. origins: the origin of each key of the plan (`run.steps`): file and
+    line, `--set #1` or default. machine: the output of `train-cli env`, by name.
     """
 
     time: str
@@ -98,14 +93,14 @@ class StartRecord:
     machine: dict[str, Any]
 
 
-def write_start_record(folder: Path, plan: Plan, *, names_gpus: bool) -> None:
-    """Writes `start.json` into `folder`, with the current time. plan: the resolved plan. names_gpus: as in `machine_info`."""
+def write_start_record(folder: Path, plan: Plan, *, include_gpus: bool) -> None:
+    """Writes `start.json` into `folder`. plan: the resolved plan. include_gpus: as in `describe_machine`."""
     time = datetime.now(UTC).isoformat(timespec="seconds")
     origins = {format_path(path): plan.origin(path) for path, _ in iterate_values(plan.tables)}
-    write_json(folder / START_FILE, vars(StartRecord(time, origins, machine_info(names_gpus=names_gpus))))
+    write_json(folder / START_FILE, vars(StartRecord(time, origins, describe_machine(include_gpus=include_gpus))))
 
 
-def read_start(folder: Path) -> StartRecord | None:
+def read_start_record(folder: Path) -> StartRecord | None:
     """Returns the record of the last start; None if the folder has none. Raises OSError, and ValueError for invalid content."""
     path = folder / START_FILE
     if not path.exists():

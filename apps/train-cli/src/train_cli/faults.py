@@ -1,13 +1,13 @@
 """Turns errors into diagnostics, passes the fault of a rank to its launcher, and finds the rank that failed first.
 
-When a rank dies, its peers lose their connections and fail too, and the launcher terminates the remaining ranks. Only the
-first failure is shown. `find_cause` looks for a rank that failed in one of these ways, in this order:
+When a rank dies, its peers lose their connections and fail too, and the launcher terminates the remaining ranks. Only one
+failure is shown. `find_cause` looks for a rank that failed in one of these ways, in this order, and takes the earliest failure:
 
-    it died of a signal other than SIGABRT, exited without a report, or reported an error of its own        the first of them
-    it died of SIGABRT, which may also be the consequence of a peer's failure                               the first of them
+    it died of a signal other than SIGABRT, exited without a report, or reported an error of its own
+    it died of SIGABRT, which may also be the consequence of a peer's failure
     it raised KeyboardInterrupt although no signal reached the job
     it did not end when it was asked to, while other ranks waited for it
-    its wait for other ranks failed                                                                         the first of them
+    its wait for other ranks failed
 """
 
 import errno
@@ -19,18 +19,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED, Diagnostic, Place, SleyError, is_foreign
 from sley_core.files import write_atomically
-from train_cli.stopping import WARNING_SIGNALS
+from train_cli.stopping import WARNING_SIGNALS, has_launcher
 
 _SLEY_MODULES = frozenset(
     {"sley_core", "sley_checkpoint", "sley_cma", "sley_data", "sley_doctor", "sley_dp", "sley_estimate", "sley_hf"}
@@ -40,9 +39,7 @@ _SLEY_MODULES = frozenset(
 _LIBRARIES = frozenset(
     {"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging", "typer", "click", "rich"}
 )
-"""The libraries that Sley uses. An error in them, in Sley or in the standard library is reported at the innermost frame of
-other code.
-"""
+"""Libraries of Sley. An error in them, in Sley or in the standard library is reported at the innermost frame of user code."""
 
 _DISK_HINTS = {
     errno.ENOSPC: "the disk is full: free some space, or choose another `run.folder`",
@@ -57,9 +54,9 @@ BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cl
 
 @dataclass(frozen=True)
 class Fault:
-    """The diagnostics of a failure and the exit code. Without diagnostics nothing is printed, as after Ctrl-C.
+    """The diagnostics of a failure and the exit code. After Ctrl-C there are no diagnostics, and nothing is printed.
 
-    trace: the full traceback. is_unexpected: whether the error is not a SleyError, so that torchrun shows its traceback.
+    trace: the full traceback. is_unexpected: whether the error is not a SleyError. torchrun then shows the traceback.
     """
 
     diagnostics: tuple[Diagnostic, ...]
@@ -87,8 +84,9 @@ def _diagnose_error(error: Exception) -> Diagnostic:
     # torch has an exception class for device memory, but only a message for host memory.
     is_host_memory = "DefaultCPUAllocator: can't allocate memory" in str(error)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or is_host_memory:
+        first_line = message.splitlines()[0]
         hint = 'use a smaller `batch.micro_size`, or `[activations] use = "core.recompute"`'
-        return Diagnostic("out-of-memory", message.splitlines()[0], hint=hint)
+        return Diagnostic("out-of-memory", first_line, hint=hint)
     if isinstance(error, OSError) and error.errno in _DISK_HINTS:
         path = f"`{error.filename}`" if error.filename is not None else "a file"
         return Diagnostic("cannot-write", f"cannot write {path}: {os.strerror(error.errno)}", hint=_DISK_HINTS[error.errno])
@@ -98,13 +96,13 @@ def _diagnose_error(error: Exception) -> Diagnostic:
         if (error.name or "").partition(".")[0] == "torch" or "torch" in names:
             hint = "reinstall torch (https://pytorch.org/get-started); `python -c 'import torch'` must work"
             return Diagnostic("torch-broken", f"torch cannot be imported: {error}", hint=hint)
-    place, source = _find_user_code([frame for frame, _ in steps], [line for _, line in steps])
+    place, source_line = _find_user_code(steps)
     if place is not None:
         hint = "the error is in your code; use `--traceback` to see the calls"
         last = next(call for call in reversed(traceback.extract_tb(error.__traceback__)) if call.filename == place.file)
         start, end = last.colno or 0, (last.end_colno or 0) if last.end_lineno == last.lineno else 0
         place = Place(place.file, place.line, start + 1, max(1, end - start))
-        return Diagnostic("own-code", message, place=place, source_line=source, hint=hint)
+        return Diagnostic("own-code", message, place=place, source_line=source_line, hint=hint)
     if is_foreign(error):
         hint = "the error is in code that the plan names; use `--traceback` to see the calls"
         return Diagnostic("own-code", message, hint=hint)
@@ -113,9 +111,12 @@ def _diagnose_error(error: Exception) -> Diagnostic:
     return Diagnostic("internal-error", message, hint=BUG_HINT)
 
 
-def _find_user_code(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[Place | None, str | None]:
-    """Returns the place and source line of the innermost frame in user code, or (None, None). frames: the outermost first."""
-    for frame, line in reversed([*zip(frames, lines, strict=True)]):
+def _find_user_code(calls: Sequence[tuple[FrameType, int]]) -> tuple[Place | None, str | None]:
+    """Returns the place and source line of the innermost call in user code, or (None, None).
+
+    calls: the frame and line number of each call, the outermost first.
+    """
+    for frame, line in reversed(calls):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         is_known = package in _SLEY_MODULES | _LIBRARIES | {"__main__"} or package in sys.stdlib_module_names
         file = frame.f_code.co_filename
@@ -127,7 +128,13 @@ def _find_user_code(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """The environment variable with the path of a rank's error file, which torchrun or a local launch sets."""
 
-_REPORT_KEY = "sley"
+PREFLIGHT = "preflight"
+"""The error code of ranks that cannot start together."""
+
+_EXIT_DELAY_S = 3.0
+"""Seconds for which a rank waits before it exits if another rank prints the error. A launcher ends all ranks after an exit."""
+
+_FAULT_KEY = "sley"
 
 _PEER_FAILURE_CODES = frozenset({"collective-failed", "rendezvous-failed", "group-failed", "start-failed"})
 """The error codes that ranks report when a peer has ended."""
@@ -141,7 +148,7 @@ _BUSY_CODE, _WAITING_CODE = "rank-late", "rank-waiting"
 """The error codes of a rank that did not end when it was asked to: it was busy, or waited for other ranks."""
 
 
-def write_report(fault: Fault) -> None:
+def write_error_file(fault: Fault) -> None:
     """Writes this rank's fault into the file that torchrun or the local launcher reads. Does nothing if the launcher reads no
     such file, or if the file exists.
 
@@ -159,39 +166,72 @@ def write_report(fault: Fault) -> None:
     timestamp = int(time_s) + (_PEER_FAILURE_DELAY_S if is_peer_failure else 0)
     content = {
         "message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(timestamp)}},
-        _REPORT_KEY: {"fault": asdict(fault), "time": time_s},
+        _FAULT_KEY: {"fault": asdict(fault), "time": time_s},
     }
     with suppress(OSError):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(Path(name), json.dumps(content))
 
 
-def write_stuck_report() -> Diagnostic:
-    """Writes the report of a rank that was asked to end and cannot. Returns its diagnostic, which names the line of user code
+def report_hang() -> Diagnostic:
+    """Writes the error file of a rank that did not end when it was asked to. Returns the diagnostic, which names the user code
     that the main thread executes.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    trace = "".join(traceback.format_stack(frame)) if frame else ""
-    frames = [outer_frame for outer_frame, _ in traceback.walk_stack(frame)][::-1] if frame else []
-    modules = [
-        name for call in frames if (name := call.f_globals.get("__name__", "")).startswith(("sley_core.", "sley_trainer."))
-    ]
-    is_waiting = bool(modules) and modules[-1].startswith("sley_core.comm.")  # of the innermost frame in these packages
-    place, line = _find_user_code(frames, [call.f_lineno for call in frames])
+    calls = [*traceback.walk_stack(frame)][::-1] if frame else []
+    modules = [call.f_globals.get("__name__", "") for call, _ in calls]
+    innermost_module = next((name for name in reversed(modules) if name.startswith(("sley_core.", "sley_trainer."))), "")
+    code = _WAITING_CODE if innermost_module.startswith("sley_core.comm.") else _BUSY_CODE
+    place, source_line = _find_user_code(calls)
     message = f"it was at {place.file}:{place.line}" if place else "it was busy"
-    diagnostic = Diagnostic(_WAITING_CODE if is_waiting else _BUSY_CODE, message, place=place, source_line=line)
-    write_report(Fault((diagnostic,), EXIT_RUN_FAILED, trace))
+    diagnostic = Diagnostic(code, message, place=place, source_line=source_line)
+    write_error_file(Fault((diagnostic,), EXIT_RUN_FAILED, "".join(traceback.format_stack(frame)) if frame else ""))
     return diagnostic
 
 
-def read_report(content: Mapping[str, Any]) -> tuple[Fault, float] | None:
-    """Returns the fault in the content of an error file and its time in seconds since the epoch, or None if another program
-    wrote the file.
+def has_remote_peers() -> bool:
+    """Returns whether this rank meets other ranks over the network. False for a single rank, and in a local launch, whose
+    launcher has checked the plan and whose store is on this machine.
     """
-    report = content.get(_REPORT_KEY)
-    if report is None:
-        return None
-    return TypeAdapter(Fault).validate_python(report["fault"]), report["time"]
+    size = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" not in os.environ or not size.isdecimal() or int(size) == 1 or has_launcher():
+        return False
+    from sley_core.comm.world import STORE_VARIABLE
+
+    return STORE_VARIABLE not in os.environ
+
+
+class RankErrorReporter(AbstractContextManager["RankErrorReporter"]):
+    """A context manager that turns an error of its block into SystemExit. It prints the error and writes the error file.
+
+    Until `is_training` is set, an error occurs on all ranks, or keeps this rank from joining the others. Only the first rank of
+    each host prints it, and this rank sends it to the others. print_function: None if a local launcher prints errors.
+    """
+
+    def __init__(self, rank: int, print_function: Callable[[Fault], None] | None = None) -> None:
+        self._rank = rank
+        self._print_function = print_function
+        self.is_training = False
+
+    def __exit__(self, _error_type: object, error: BaseException | None, _traceback: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        fault = Fault.from_error(error)
+        prints = self._rank == 0 or os.environ.get("LOCAL_RANK") == "0"
+        if self.is_training:
+            prints = prints or all(diagnostic.code != PREFLIGHT for diagnostic in fault.diagnostics)
+            if self._rank:
+                fault = fault.with_label(f"rank {self._rank}")
+        write_error_file(fault)
+        if prints and self._print_function is not None:
+            self._print_function(fault)
+        if not self.is_training and has_remote_peers():
+            from train_cli.rendezvous import notify_peers
+
+            notify_peers(fault)
+        if not prints and self._print_function is not None:
+            time.sleep(_EXIT_DELAY_S)
+        raise SystemExit(fault.exit_code) from error
 
 
 _SIGNAL_EXIT_CODES = frozenset(
@@ -214,90 +254,90 @@ _SIGNAL_HINTS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class FailedRank:
-    """A rank that has failed.
-
-    code: its exit code; negative for a signal. fault: the fault that it reported, or None. failed_at_s: the time of its failure
-    in seconds since the epoch, estimated if there is no report.
+    """A rank that has failed. exit_code: negative for a signal. fault: the fault that the rank reported, or None. failed_at_s:
+    the time of its failure in seconds since the epoch, estimated if there is no report.
     """
 
     rank: int
-    code: int
+    exit_code: int
     fault: Fault | None
     failed_at_s: float
 
     @classmethod
-    def read(cls, rank: int, code: int, error_file: Path) -> "FailedRank":
-        """Returns the rank, which has just ended with exit code `code`. error_file: the path of its report, if it wrote one."""
+    def read(cls, rank: int, exit_code: int, error_file: Path) -> "FailedRank":
+        """Returns the rank, which has just ended. error_file: the path of its report, which may be missing."""
         with suppress(OSError, ValueError):
-            if report := read_report(json.loads(error_file.read_text("utf-8"))):
-                return cls(rank, code, *report)
-        return cls(rank, code, None, time.time() - _REPORT_LEAD_S)
+            if content := json.loads(error_file.read_text("utf-8")).get(_FAULT_KEY):
+                return cls(rank, exit_code, TypeAdapter(Fault).validate_python(content["fault"]), content["time"])
+        return cls(rank, exit_code, None, time.time() - _REPORT_LEAD_S)
 
     def has_code(self, *codes: str) -> bool:
         """Returns whether the first diagnostic of the rank's report has one of the error codes `codes`."""
-        return self.fault is not None and self.fault.diagnostics[:1] != () and self.fault.diagnostics[0].code in codes
+        return self.fault is not None and any(diagnostic.code in codes for diagnostic in self.fault.diagnostics[:1])
 
 
-def find_cause(ranks: Sequence[FailedRank], size: int, killed_states: Mapping[int, str] = MappingProxyType({})) -> Fault:
-    """Returns one fault for a run of `size` ranks from its failed `ranks`, of which there must be at least one.
+def find_cause(ranks: Sequence[FailedRank], world_size: int, killed_states: Mapping[int, str] = MappingProxyType({})) -> Fault:
+    """Returns one fault for a run of `world_size` ranks from its failed `ranks`, of which there must be at least one.
 
     killed_states: a description of the process state of each rank that had to be killed. Ranks that only obeyed a signal are
     not blamed; if all did, the fault has no diagnostics and has their exit code.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     assert ranks, "no rank failed"
-    stuck_ranks = [rank for rank in ranks if rank.has_code(_BUSY_CODE, _WAITING_CODE)]
-    active_ranks = [rank for rank in ranks if rank not in stuck_ranks and (rank.fault or rank.rank not in killed_states)]
-    failed_ranks = [rank for rank in active_ranks if rank.fault or rank.code not in _SIGNAL_EXIT_CODES]
+    hung_ranks = [rank for rank in ranks if rank.has_code(_BUSY_CODE, _WAITING_CODE)]
+    active_ranks = [rank for rank in ranks if rank not in hung_ranks and (rank.fault or rank.rank not in killed_states)]
+    failed_ranks = [rank for rank in active_ranks if rank.fault or rank.exit_code not in _SIGNAL_EXIT_CODES]
     waiting_ranks = [rank for rank in failed_ranks if rank.has_code(*_PEER_FAILURE_CODES)]
-    causes = [rank for rank in failed_ranks if rank not in waiting_ranks and rank.code != -signal.SIGABRT]
-    aborted_ranks = [rank for rank in failed_ranks if not rank.fault and rank.code == -signal.SIGABRT]
+    causes = [rank for rank in failed_ranks if rank not in waiting_ranks and rank.exit_code != -signal.SIGABRT]
+    aborted_ranks = [rank for rank in failed_ranks if not rank.fault and rank.exit_code == -signal.SIGABRT]
     if causes or aborted_ranks:
         first = min(causes or aborted_ranks, key=lambda rank: rank.failed_at_s)
-        return _describe_failed_rank(first, failed_ranks, size)
+        return _describe_failed_rank(first, failed_ranks, world_size)
     if not waiting_ranks:
-        code = ranks[0].code
-        return _describe_hung_ranks(killed_states, {}, size) if killed_states else Fault((), code if code > 0 else 128 - code)
+        code = ranks[0].exit_code
+        if killed_states:
+            return _describe_hung_ranks(killed_states, {}, world_size)
+        return Fault((), code if code > 0 else 128 - code)
     for rank in active_ranks:
-        if rank.code == EXIT_INTERRUPTED:
-            message = f"only rank {rank.rank} of {size} was interrupted"
+        if rank.exit_code == EXIT_INTERRUPTED:
+            message = f"only rank {rank.rank} of {world_size} was interrupted"
             hint = "check whether it received SIGINT, or whether its code raised KeyboardInterrupt"
             return Fault((Diagnostic("rank-died", message, hint=hint),), EXIT_RUN_FAILED)
     first = min(waiting_ranks, key=lambda rank: rank.failed_at_s)
-    busy = {rank.rank: rank.fault for rank in stuck_ranks if rank.fault and rank.has_code(_BUSY_CODE)}
-    stuck_numbers = {rank.rank for rank in stuck_ranks}
-    unreported = {rank: state for rank, state in killed_states.items() if rank not in stuck_numbers}
-    if busy or unreported:
-        return _describe_hung_ranks(unreported, busy, size, first)
-    return _describe_failed_rank(first, failed_ranks, size)
+    busy_faults = {rank.rank: rank.fault for rank in hung_ranks if rank.fault and rank.has_code(_BUSY_CODE)}
+    reported_numbers = {rank.rank for rank in hung_ranks}
+    unreported_states = {rank: state for rank, state in killed_states.items() if rank not in reported_numbers}
+    if busy_faults or unreported_states:
+        return _describe_hung_ranks(unreported_states, busy_faults, world_size, first)
+    return _describe_failed_rank(first, failed_ranks, world_size)
 
 
-def _describe_failed_rank(first: FailedRank, failed: Sequence[FailedRank], size: int) -> Fault:
+def _describe_failed_rank(first: FailedRank, failed_ranks: Sequence[FailedRank], world_size: int) -> Fault:
     """Returns the fault of the rank that failed first. Its messages name the rank, unless all ranks report the same fault."""
-    label = f"rank {first.rank} of {size}"
+    label = f"rank {first.rank} of {world_size}"
     if first.fault is not None:
-        num_equal = sum(rank.fault is not None and rank.fault.diagnostics == first.fault.diagnostics for rank in failed)
-        return first.fault if num_equal == size else first.fault.with_label(label)
-    if first.code > 0:
-        message, hint = f"{label} exited with code {first.code} and left no report", "see its output above"
+        num_equal = sum(rank.fault is not None and rank.fault.diagnostics == first.fault.diagnostics for rank in failed_ranks)
+        return first.fault if num_equal == world_size else first.fault.with_label(label)
+    if first.exit_code > 0:
+        message, hint = f"{label} exited with code {first.exit_code} and left no report", "see its output above"
         return Fault((Diagnostic("rank-died", message, hint=hint),), EXIT_RUN_FAILED)
-    number = -first.code
+    number = -first.exit_code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return Fault((Diagnostic("rank-died", f"{label} was killed by {name}", hint=_SIGNAL_HINTS.get(number)),), EXIT_RUN_FAILED)
 
 
 def _describe_hung_ranks(
-    killed_states: Mapping[int, str], busy: Mapping[int, Fault], size: int, waiting: FailedRank | None = None
+    killed_states: Mapping[int, str], busy_faults: Mapping[int, Fault], world_size: int, waiting: FailedRank | None = None
 ) -> Fault:
     """Returns the fault of ranks that did not end when they were asked to.
 
-    killed_states: the states of ranks without a report. busy: the reports of busy ranks. waiting: a rank that waited for them.
+    killed_states: the states of ranks without a report. busy_faults: those of busy ranks. waiting: a rank that waited for them.
     """
-    states = [*killed_states.items(), *((rank, fault.diagnostics[0].message) for rank, fault in busy.items())]
-    message = "; ".join(f"rank {rank} of {size} did not respond{f': {state}' if state else ''}" for rank, state in states)
+    states = [*killed_states.items(), *((rank, fault.diagnostics[0].message) for rank, fault in busy_faults.items())]
+    message = "; ".join(f"rank {rank} of {world_size} did not respond{f': {state}' if state else ''}" for rank, state in states)
     hint = None
     if waiting is not None and waiting.fault is not None:
         hint = f"rank {waiting.rank} waited for it: {waiting.fault.diagnostics[0].message}"
-    location = next((fault.diagnostics[0] for fault in busy.values()), Diagnostic("rank-hung", ""))
+    location = next((fault.diagnostics[0] for fault in busy_faults.values()), Diagnostic("rank-hung", ""))
     diagnostic = Diagnostic("rank-hung", message, place=location.place, source_line=location.source_line, hint=hint)
-    return Fault((diagnostic,), EXIT_RUN_FAILED, "".join(fault.trace for fault in busy.values()))
+    return Fault((diagnostic,), EXIT_RUN_FAILED, "".join(fault.trace for fault in busy_faults.values()))

@@ -10,7 +10,7 @@ current step.
                                                 └── 8 s ───> the remaining ranks are killed; their states are reported
 
 A rank ends after SIGTERM unless its process cannot run at all. If a signal has stopped the whole run, the launcher sends no
-second SIGTERM, which would shorten the time in which ranks may save a checkpoint.
+second SIGTERM, which would shorten the time for saving a checkpoint.
 """
 
 import json
@@ -36,8 +36,8 @@ from train_cli.stopping import LAUNCHER_VARIABLE, SECOND_SIGTERM_TIMEOUT_S, Sign
 KILL_DELAY_S = 2
 """Seconds from the end of a rank's own time limit after SIGTERM until the launcher sends SIGKILL."""
 
-REPEAT_S = 1.5
-"""Seconds between two SIGTERMs. This exceeds `stopping.SAME_SIGNAL_S`, so that a rank counts two signals."""
+SIGTERM_INTERVAL_S = 1.5
+"""Seconds between two SIGTERMs. This exceeds `stopping.DUPLICATE_SIGNAL_S`, so that a rank counts two signals."""
 
 _POLL_S = 0.05
 
@@ -61,12 +61,11 @@ def launch(
     stop_signals: Sequence[str] = (),
 ) -> Fault:
     """Starts `num_ranks` ranks on this machine, each of which calls `target` with `arguments`, and waits until all have ended.
-    Returns the first failure, or a fault without diagnostics: with exit code `EXIT_OK`, or with that of the signal that stopped
-    the run.
+    Returns the first failure, or a fault without diagnostics if all succeeded or a signal stopped the run.
 
     target: "module:function", a function that returns the rank's exit code. arguments: its keyword arguments, JSON values.
-    run_folder: the folder for a report on how the ranks ended, if one failed. sigterm_timeout_s: a rank's own time limit after
-    SIGTERM. stop_signals: the plan's `[run] stop_signals`.
+    run_folder: the folder for a report on failed ranks. sigterm_timeout_s: a rank's own time limit after SIGTERM. stop_signals:
+    the plan's `[run] stop_signals`.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sley-", ignore_cleanup_errors=True))
@@ -74,22 +73,20 @@ def launch(
         ranks = _LocalRanks(Path(folder), kill_timeout_s)
         stack.callback(ranks.kill_sessions)
         signal_handler = stack.enter_context(
-            SignalHandler(print_line, None, kill_timeout_s, stop_signals, exit_process=lambda _: ranks.kill_sessions())
+            SignalHandler(print_line, None, kill_timeout_s, stop_signals, exit_now=lambda _: ranks.kill_sessions())
         )
         # -P: a file in the current folder must not replace a module of the same name.
         ranks.start([sys.executable, "-P", "-m", "train_cli", target, json.dumps(arguments)], num_ranks)
-        signal_handler.call_on_signal(
-            lambda: ranks.forward_signal(signal.Signals((signal_handler.exit_code or EXIT_TERMINATED) - 128))
-        )
+        signal_handler.call_on_signal(lambda: ranks.forward_signal((signal_handler.exit_code or EXIT_TERMINATED) - 128))
         failed_ranks = ranks.wait()
     if signal_handler.exit_code is not None or not failed_ranks:
         return Fault((), signal_handler.exit_code or EXIT_OK)
     fault = find_cause(failed_ranks, num_ranks, ranks.killed_states)
     if fault.exit_code not in (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN):  # a run that was refused has not failed
         with suppress(OSError):  # the fault matters more than its report
-            codes = {rank.rank: rank.code for rank in failed_ranks}
+            exit_codes = {rank.rank: rank.exit_code for rank in failed_ranks}
             first = min(failed_ranks, key=lambda rank: rank.failed_at_s).rank
-            load_recorder().report_launch(run_folder, num_ranks, codes, ranks.killed_states, first)
+            load_recorder().report_launch(run_folder, num_ranks, exit_codes, ranks.killed_states, first)
     return fault
 
 
@@ -109,17 +106,17 @@ class _LocalRanks:
 
     def start(self, command: Sequence[str], num_ranks: int) -> None:
         """Starts `command` once per rank, each in its own session and with its rank in the environment."""
-        variables = {**os.environ, **rank_variables(num_ranks, os.environ), STORE_VARIABLE: (self._folder / "store").as_uri()}
+        environ = make_rank_environment(num_ranks, os.environ) | {STORE_VARIABLE: (self._folder / "store").as_uri()}
         for rank in range(num_ranks):
-            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE_VARIABLE: str(self._error_file(rank))}
-            self._processes.append(subprocess.Popen(command, env=dict(variables), start_new_session=True))
+            environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE_VARIABLE: str(self._error_file(rank))}
+            self._processes.append(subprocess.Popen(command, env=environ, start_new_session=True))
 
-    def forward_signal(self, number: signal.Signals) -> None:
+    def forward_signal(self, signum: int) -> None:
         """Forwards a signal of the launcher to all ranks. Each then finishes its step, or ends within its time limit."""
         self._has_forwarded_signal = True
         pids = [process.pid for process in self._processes]
         # Ranks have no terminal, so SIGHUP becomes SIGTERM.
-        _send_signal(pids, signal.SIGTERM if number == signal.SIGHUP else number)
+        _send_signal(pids, signal.SIGTERM if signum == signal.SIGHUP else signum)
 
     def wait(self) -> list[FailedRank]:
         """Waits until all ranks have ended. If one fails, terminates the others. Returns the failed ranks."""
@@ -150,7 +147,7 @@ class _LocalRanks:
         _send_signal(self._running_pids().values(), signal.SIGTERM)
         if self._has_forwarded_signal:
             pids = self._wait_for_end(self._kill_timeout_s)
-        elif pids := self._wait_for_end(REPEAT_S):
+        elif pids := self._wait_for_end(SIGTERM_INTERVAL_S):
             _send_signal(pids.values(), signal.SIGTERM)
             pids = self._wait_for_end(SECOND_SIGTERM_TIMEOUT_S + KILL_DELAY_S)
         self.killed_states.update({rank: _describe_process_state(pid) for rank, pid in pids.items()})
@@ -165,11 +162,11 @@ class _LocalRanks:
         return pids
 
 
-def _send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+def _send_signal(pids: Iterable[int], signum: int) -> None:
     """Sends a signal to processes, some of which may have ended. SIGKILL goes to the whole process group of each."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
-            (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
+            (os.killpg if signum == signal.SIGKILL else os.kill)(pid, signum)
 
 
 def _describe_process_state(pid: int) -> str:
@@ -181,10 +178,14 @@ def _describe_process_state(pid: int) -> str:
     return ""
 
 
-def rank_variables(num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables to add for `num_ranks` local ranks. They restrict communication to loopback, and set
-    OMP_NUM_THREADS unless `environ` has it.
-    """
-    threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(max(1, environment.num_cores() // num_ranks))}
-    sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    return {LAUNCHER_VARIABLE: str(os.getpid()), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **sizes, **threads}
+def make_rank_environment(num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns `environ` with the variables of `num_ranks` local ranks. The user's OMP_NUM_THREADS is kept."""
+    return {
+        "OMP_NUM_THREADS": str(max(1, environment.num_cores() // num_ranks)),
+        **environ,
+        LAUNCHER_VARIABLE: str(os.getpid()),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }

@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, PluginError, install_hint
 from train_cli.console import Settings, print_fault
+from train_cli.faults import Fault
 from train_cli.stopping import TerminationInterrupt
 
 ENTRY_POINT_GROUP = "sley.commands"
@@ -34,13 +35,13 @@ HELP_SECTIONS = {
         "show": "Show the resolved plan, ranks and groups.",
         "data": "Show the data as a plan's model receives it.",
     },
-    "Look ahead": {
+    "Estimate": {
         "estimate": "Estimate how much memory each stage needs.",
         "search": "Find the fastest layouts that fit.",
         "calibrate": "Measure this machine for estimates of step times.",
     },
     "Train": {"run": "Train.", "verify": "Compare a plan's layout with a single-process run."},
-    "Look back": {
+    "Inspect and use runs": {
         "doctor": "Find out why a run failed, or which rank is slow.",
         "report": "Write an HTML page about runs, with curves and tables.",
         "eval": "Print the held-out loss of a run's weights.",
@@ -53,18 +54,23 @@ HELP_SECTIONS = {
 """Sley's commands and their summaries, by section of `--help`."""
 
 COMMAND_PACKAGES = {
-    "estimate": "estimate",
-    "search": "estimate",
-    "calibrate": "estimate",
-    "doctor": "doctor",
-    "report": "doctor",
+    **dict.fromkeys(("estimate", "search", "calibrate"), "estimate"),
+    **dict.fromkeys(("doctor", "report"), "doctor"),
 }
 """The commands that another package defines, each with the name of that package without `sley-`."""
 
-COMMAND_MODULES = {"new": "plugins", "env": "check", "eval": "sample"}
+COMMAND_MODULES = {
+    "check": "plan",
+    "show": "plan",
+    "verify": "run",
+    "chat": "sample",
+    "eval": "sample",
+    "new": "plugins",
+    "env": "plugins",
+}
 """The commands whose module in `train_cli.commands` does not have the command's name, each with the name of its module."""
 
-COMMANDS = {name: summary for section in HELP_SECTIONS.values() for name, summary in section.items()}
+COMMAND_SUMMARIES = {name: summary for section in HELP_SECTIONS.values() for name, summary in section.items()}
 """The summaries of Sley's commands, by name."""
 
 # `\b` makes click keep the line breaks of a paragraph.
@@ -114,25 +120,22 @@ def run_to_exit_code(function: Callable[[], int | None]) -> int:
             return function() or EXIT_OK
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except TerminationInterrupt as stop:
-        return stop.code
-    except SystemExit as stop:
-        if stop.code is None:
-            return EXIT_OK
-        return stop.code if isinstance(stop.code, int) else EXIT_RUN_FAILED
+    except TerminationInterrupt as interrupt:
+        return interrupt.code
+    except SystemExit as exit_request:
+        code = exit_request.code or EXIT_OK
+        return code if isinstance(code, int) else EXIT_RUN_FAILED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. argv: the arguments without the program name; by default this process's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    settings = Settings(traceback="--traceback" in arguments)
-    arguments = [argument for argument in arguments if argument != "--traceback"]  # may stand before or after a command
+    settings = Settings(prints_traceback="--traceback" in arguments)
+    arguments = [argument for argument in arguments if argument != "--traceback"]  # it may be before or after a command
     try:
         # Errors are handled here, since Typer would print a traceback and exit with code 1.
         return run_to_exit_code(lambda: build_command().main(arguments, prog_name="train-cli", obj=settings))
     except Exception as error:
-        from train_cli.faults import Fault
-
         fault = Fault.from_error(error)
         print_fault(fault, settings)
         return fault.exit_code
@@ -147,23 +150,24 @@ class CommandGroup(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes the commands for `--help`, section by section."""
         width = max(map(len, self.commands))
-        missing = {
-            name: f" (needs sley-{package})"
-            for name, package in COMMAND_PACKAGES.items()
-            if name not in find_foreign_commands()
-        }
-        foreign = {name: str(command.help) for name, command in self.commands.items() if name not in COMMANDS}
-        for title, section in {**HELP_SECTIONS, "Of other packages": foreign}.items():
+        foreign_commands = find_foreign_commands()
+        foreign = {name: str(command.help) for name, command in self.commands.items() if name not in COMMAND_SUMMARIES}
+        for title, section in {**HELP_SECTIONS, "From other packages": foreign}.items():
             if section:
+                lines = []
+                for name, summary in section.items():
+                    is_missing = name in COMMAND_PACKAGES and name not in foreign_commands
+                    suffix = f" (needs sley-{COMMAND_PACKAGES[name]})" if is_missing else ""
+                    lines.append((name.ljust(width), summary + suffix))
                 with formatter.section(title):
-                    formatter.write_dl([(name.ljust(width), text + missing.get(name, "")) for name, text in section.items()])
+                    formatter.write_dl(lines)
 
 
 class LazyCommand(TyperCommand):
     """The command `name`, which is imported only when it is called or its help is printed."""
 
     def __init__(self, name: str) -> None:
-        summary = COMMANDS.get(name) or f"A command of {_format_distributions(find_foreign_commands()[name])}."
+        summary = COMMAND_SUMMARIES.get(name) or f"A command of {_format_distributions(find_foreign_commands()[name])}."
         super().__init__(name, help=summary, short_help=summary, rich_markup_mode=None)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -179,7 +183,7 @@ def build_command() -> Any:
     """Returns the click command of the whole program; call it with arguments and `obj=Settings()`."""
     group = typer.main.get_command(_app)
     assert isinstance(group, CommandGroup), group
-    for name in dict.fromkeys((*COMMANDS, *find_foreign_commands())):
+    for name in dict.fromkeys((*COMMAND_SUMMARIES, *find_foreign_commands())):
         group.add_command(LazyCommand(name))
     return group
 
@@ -192,16 +196,17 @@ def _load_command(name: str) -> Any:
     """
     if name in COMMAND_PACKAGES:
         import_optional(COMMAND_PACKAGES[name], f"sley_{COMMAND_PACKAGES[name]}", f"`train-cli {name}`")
-    elif name in COMMANDS:
+    elif name in COMMAND_SUMMARIES:
         return getattr(import_module(f"train_cli.commands.{COMMAND_MODULES.get(name, name)}"), name)
     points = find_foreign_commands()[name]
+    dists = _format_distributions(points)
     if len(points) > 1:
-        message = f"several packages have a command `{name}`: {_format_distributions(points)}"
+        message = f"several packages have a command `{name}`: {dists}"
         raise PluginError("command-ambiguous", message, hint="uninstall one of them")
     try:
         return points[0].load()
     except Exception as error:
-        message = f"the command `{name}` of {_format_distributions(points)} cannot be imported: {type(error).__name__}: {error}"
+        message = f"the command `{name}` of {dists} cannot be imported: {type(error).__name__}: {error}"
         raise PluginError("command-import", message, hint="reinstall it, or report this to its authors") from error
 
 
@@ -228,9 +233,9 @@ def _format_distributions(points: Sequence[EntryPoint]) -> str:
 
 def _print_versions(is_requested: bool) -> None:
     if is_requested:
-        from train_cli.environment import sley_versions
+        from train_cli.environment import find_sley_versions
 
-        for name, version in sley_versions().items():
+        for name, version in find_sley_versions().items():
             typer.echo(f"{name} {version}")
         raise typer.Exit
 

@@ -27,7 +27,7 @@ from sley_trainer.assemble import DTYPES, assemble, build_meta_model
 from sley_trainer.execute import describe_output
 from sley_trainer.run import Run
 from sley_trainer.stepper import build_stage, count_layer_parameters
-from train_cli.progress import format_bytes, format_parameters
+from train_cli.console import format_bytes, format_parameters
 
 
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:

@@ -2,9 +2,13 @@
 
 import gc
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import platform
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,14 +25,13 @@ from sley_core.plan.plan import Plan
 from sley_core.run_folder import read_rows
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Outcome, Run
-from train_cli import progress
+from train_cli import console
 from train_cli.console import print_line
 from train_cli.environment import num_cores, write_start_record
-from train_cli.faults import Fault, write_report, write_stuck_report
+from train_cli.faults import Fault, RankErrorReporter, has_remote_peers, report_hang, write_error_file
 from train_cli.main import run_to_exit_code
-from train_cli.preflight import RankErrorReporter, open_rendezvous
 from train_cli.run_folder import load_recorder, write_plan
-from train_cli.saved import AUTO, RESTART, copy_run_files, is_finished, resume_run, run_folder
+from train_cli.saved_run import AUTO, RESTART, SUMMARY, copy_run_files, is_finished, resume_run, run_folder
 from train_cli.stopping import SignalHandler, has_launcher, sigterm_timeout_s
 
 
@@ -44,17 +47,15 @@ def main(target: str, arguments: str) -> int:
     return run_to_exit_code(call_target)
 
 
-def train_plan(path: str, changes: Sequence[str], resume: str | None) -> int:
+def train_plan(path: str, overrides: Sequence[str], resume: str | None) -> int:
     """Trains a plan as one rank of a local launch, which has checked it and created the run folder. Returns the exit code."""
-    plan = load_plan(Path(path), changes)
+    plan = load_plan(Path(path), overrides)
     return train(plan, run_folder(plan), resume=resume)
 
 
 def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
-    """Joins the world and trains until the run ends. Returns the exit code, or raises the error.
-
-    folder: the run folder. resume: the path of the checkpoint from which to continue, `AUTO` or `RESTART`; None starts at the
-    first step.
+    """Joins the world and trains until the run ends. Returns the exit code. folder: the run folder. resume: the path of the
+    checkpoint from which to continue, `AUTO` or `RESTART`; None starts at step 1.
     """
     with open_run(plan, folder, writes=True) as (run, signal_handler):
         if resume in (AUTO, RESTART) and is_finished(run, folder):
@@ -67,7 +68,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
                 return signal_handler.exit_code or EXIT_OK
             if plan.run.final_weights != "none":
                 run.check_weights_folder(folder / WEIGHTS_FOLDER)  # fails now rather than after the last step
-            totals = progress.RunTotals()
+            totals = RunTotals()
             reporter = _start_reporter(run, folder, totals, resume) if run.world.rank == 0 else None
             try:
                 with reporter or nullcontext():
@@ -76,12 +77,12 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
             except BaseException:
                 if reporter is not None:
                     with suppress(OSError):  # the run's error matters more than that of its summary
-                        _write_summary(run, folder, "failed", totals, reporter)
+                        _write_summary(run, folder, "failed", totals, reporter.new_notes)
                 raise
-            summary = _write_summary(run, folder, outcome, totals, reporter) if reporter is not None else None
+            summary = _write_summary(run, folder, outcome, totals, reporter.new_notes) if reporter is not None else None
             weights = _save_final_weights(run, folder)  # after the summary, for which a full disk may still have room
             if summary is not None:
-                print_line(progress.format_closing(summary, folder, weights))
+                print_line(console.format_summary(summary, folder, weights))
     return signal_handler.exit_code or EXIT_OK
 
 
@@ -97,30 +98,31 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
         torch.set_num_threads(num_cores())  # torch counts all cores of the machine, even if a container may use fewer
     worlds: list[World] = []
 
-    def report_stuck() -> None:
+    def report_timeout() -> None:
         """Reports, to the launcher and in the run folder, where this rank hangs after it was asked to end."""
-        diagnostic = write_stuck_report()
+        diagnostic = report_hang()
         for world in worlds:
-            load_recorder().report_stuck(folder, world, diagnostic)
+            load_recorder().report_hang(folder, world, diagnostic)
 
     with ExitStack() as stack:
-        # A local launcher prints such lines itself.
-        print_function = None if has_launcher() else print_line
-        signal_handler = stack.enter_context(
-            SignalHandler(print_function, report_stuck, sigterm_timeout_s(plan), plan.run.stop_signals)
-        )
+        print_function = None if has_launcher() else print_line  # a local launcher prints such lines itself
+        handler = SignalHandler(print_function, report_timeout, sigterm_timeout_s(plan), plan.run.stop_signals)
+        signal_handler = stack.enter_context(handler)
         try:
-            timeout_s = plan.limits.start_timeout_s
-            worlds.append(
-                stack.enter_context(World.join(plan.run.device, timeout_s=timeout_s, rendezvous=open_rendezvous(plan)))
-            )
-            yield stack.enter_context(assemble(plan, worlds[0], folder=folder if writes else None)), signal_handler
+            rendezvous, timeout_s = None, plan.limits.start_timeout_s
+            if has_remote_peers():
+                from train_cli.rendezvous import open_rendezvous
+
+                rendezvous = open_rendezvous(plan)
+            world = World.join(plan.run.device, timeout_s=timeout_s, rendezvous=rendezvous)
+            worlds.append(stack.enter_context(world))
+            yield stack.enter_context(assemble(plan, world, folder=folder if writes else None)), signal_handler
         except Exception as error:
             if isinstance(error, SleyError):
                 plan.add_places(error)
             # Before cleanup, which may hang: the launcher needs the first error.
             fault = Fault.from_error(error)
-            write_report(fault)
+            write_error_file(fault)
             signal_handler.limit_cleanup(fault.exit_code)
             if worlds and fault.exit_code == EXIT_RUN_FAILED:  # a refused plan needs no report of ranks
                 load_recorder().report_failure(folder, worlds[0], fault.diagnostics[0], error)
@@ -129,23 +131,21 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
             signal_handler.limit_cleanup(signal_handler.exit_code)
 
 
-def _start_reporter(run: Run, folder: Path, totals: progress.RunTotals, resume: str | None) -> progress.Reporter:
-    """Writes the plan and the start record, adds the rows of earlier steps to `totals`, prints the run's size, and returns the
-    reporter of its steps. Only rank 0 calls this.
-    """
-    (folder / progress.SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
+def _start_reporter(run: Run, folder: Path, totals: "RunTotals", resume: str | None) -> console.ProgressReporter:
+    """Writes the plan and the start record, adds the rows of earlier steps to `totals`, and prints the size of rank 0's run."""
+    (folder / SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
     resolved = run.resolved_plan  # also has the values that the data determine
     write_plan(resolved, folder)
     copy_run_files(resolved, folder)
-    write_start_record(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
-    if run.held_out is not None and (note := progress.describe_repetition(run.held_out.num_samples, run.plan)):
+    write_start_record(folder, resolved, include_gpus=run.world.device.torch_device.type == "cuda")
+    if run.held_out is not None and (note := console.describe_repetition(run.held_out.num_samples, run.plan)):
         run.notes.append(note)
     for row in read_rows(folder) if resume else ():
         totals.add(row)
     gradients = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize  # allocated in the first step
     num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
-    reporter = progress.Reporter(run.plan.run.steps, run.plan.run.log_every, run.notes)
-    print_line("\n".join((progress.format_opening(run, num_bytes), *run.notes)))
+    reporter = console.ProgressReporter(run.plan.run.steps, run.plan.run.log_every, run.notes)
+    print_line("\n".join((console.format_header(run, num_bytes), *run.notes)))
     if run.plan.model.config.compile:
         run.readers.append(make_compile_reader(run.notes))
     run.readers += [totals.add, reporter]
@@ -153,8 +153,8 @@ def _start_reporter(run: Run, folder: Path, totals: progress.RunTotals, resume: 
 
 
 def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], None]:
-    """Returns a function that reads the rows of a compiled run. It adds notes: on the number of graphs that the
-    first step compiled, and on each step after the third that compiled again.
+    """Returns a function that reads the rows of a compiled run. It adds notes on the number of graphs that the first step
+    compiled, and on each step after the third that compiled again.
     """
     num_steps = 0
     known_ids: set[str] = set()
@@ -163,7 +163,7 @@ def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], Non
         nonlocal num_steps
         num_steps += 1
         if num_steps == 1:
-            notes.append(f"the first step compiled {count_graphs()} graphs, in {progress.format_duration(row['seconds'])}")
+            notes.append(f"the first step compiled {count_graphs()} graphs, in {console.format_duration(row['seconds'])}")
         reasons = recompile_reasons()
         new_reasons = [reason for compile_id, reason in reasons.items() if compile_id not in known_ids]
         known_ids.update(reasons)
@@ -191,10 +191,94 @@ def _save_final_weights(run: Run, folder: Path) -> Path | None:
     return folder / WEIGHTS_FOLDER
 
 
-def _write_summary(
-    run: Run, folder: Path, outcome: Outcome, totals: progress.RunTotals, reporter: progress.Reporter
-) -> dict[str, Any]:
-    summary = progress.summarize_run(run, outcome, totals, reporter.new_notes)
-    if totals.steps:
-        write_json(folder / progress.SUMMARY, summary)
+def _write_summary(run: Run, folder: Path, outcome: str, totals: "RunTotals", notes: list[str]) -> dict[str, Any]:
+    summary = summarize_run(run, outcome, totals, notes)
+    if totals.num_steps:
+        write_json(folder / SUMMARY, summary)
     return summary
+
+
+@dataclass
+class RunTotals:
+    """Accumulates the totals of a run's metrics rows. tflop: 10^12 FLOP. losses: those of the last steps."""
+
+    num_steps: int = 0
+    num_skipped: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    seconds: float = 0.0
+    tflop: float = 0.0
+    mfu_seconds: float = 0.0
+    first_step_s: float | None = None
+    held_out_loss: float | None = None
+    memory_mb: float | None = None
+    evaluation: dict[str, float] = field(default_factory=dict)
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=console.NUM_AVERAGED))
+
+    def add(self, row: console.Row) -> None:
+        """Adds the row of one step. Ignores losses that are not finite, as in skipped steps."""
+        self.num_steps += 1
+        self.num_skipped += int(row.get("skipped", 0))
+        self.tokens += int(row.get("tokens", 0))  # absent for data without tokens
+        self.trained_tokens += int(row.get("trained_tokens", 0))
+        self.seconds += row["seconds"]
+        self.tflop += row.get("tflops", 0.0) * row["seconds"]
+        self.mfu_seconds += row.get("mfu", 0.0) * row["seconds"]
+        self.first_step_s = row["seconds"] if self.first_step_s is None else self.first_step_s
+        self.held_out_loss = row.get("held_out_loss", self.held_out_loss)
+        self.memory_mb = row.get("memory_mb", self.memory_mb)
+        if math.isfinite(row["loss"]):
+            self.losses.append(row["loss"])
+        # `metrics.jsonl` has null for values that are not finite, such as a metric to which no sample contributes.
+        self.evaluation |= {
+            name: value for name, value in row.items() if name.startswith(console.EVALUATION_PREFIX) and value is not None
+        }
+
+
+def summarize_run(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str] = ()) -> dict[str, Any]:
+    """Returns the content of `summary.json`.
+
+    run: rank 0's run. outcome: `"finished"`, `"interrupted"` or `"failed"`. notes: problems that did not end the run.
+
+    A loss is None if no step or evaluation has produced it. `evaluation` has the other metrics of evaluations, and `best` is
+    the state of `keep_best`. `tokens_per_s`, `samples_per_s`, `tflops` (of one device) and `mfu` are means over all steps, and
+    None if they are unknown. `memory_mb` is the peak in MiB, as in the rows.
+    """
+    plan, best, losses = run.plan, run.best, list(totals.losses)
+    num_samples = totals.num_steps * plan.batch.global_size
+
+    def per_second(amount: float) -> float | None:
+        return amount / totals.seconds if amount and totals.seconds > 0 else None
+
+    return {
+        "name": plan.run.name,
+        "outcome": outcome,
+        "steps": totals.num_steps,
+        "skipped_steps": totals.num_skipped,
+        "final_loss": losses[-1] if losses else None,
+        f"mean_loss_last_{console.NUM_AVERAGED}": sum(losses) / len(losses) if losses else None,
+        "held_out_loss": totals.held_out_loss,
+        "evaluation": dict(totals.evaluation),
+        "best": None if best is None else {"metric": best.table.metric, "value": best.value, "step": best.step},
+        "stopped_early": run.stopped_early or None,
+        "tokens": totals.tokens,
+        "trained_tokens": totals.trained_tokens,
+        "seconds": totals.seconds,
+        "first_step_s": totals.first_step_s,
+        "tokens_per_s": per_second(totals.tokens),
+        "samples": num_samples,
+        "samples_per_s": per_second(num_samples),
+        "tflops": per_second(totals.tflop),
+        "mfu": per_second(totals.mfu_seconds),
+        "epochs": console.count_epochs(run, totals.num_steps),
+        "parameters": run.num_parameters,
+        "trained_parameters": run.num_trained,
+        "memory_bytes": dict(run.memory.bytes),
+        "memory_mb": totals.memory_mb,
+        "world": run.world.size,
+        "device": str(run.world.device),
+        "plugins": {name: f"{plugin.dist} {plugin.version}" for name, plugin in plan.plugins.items()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "counts": {name: dict(values) for name, values in run.counts.items()},
+        "notes": list(notes),
+    }

@@ -8,6 +8,7 @@ Only the first verdict counts. When the time limit is over, the verdict lists th
 """
 
 import json
+import os
 import platform
 import socket
 import threading
@@ -20,19 +21,21 @@ from functools import partial
 from secrets import token_hex
 from typing import Any
 
+import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch exports them
 
 from sley_core.comm.exchanges import first_line
 from sley_core.comm.world import is_single_host, make_prefix_store
 from sley_core.engine.agreement import describe_differences
 from sley_core.errors import Diagnostic, RunError, shorten_names
-from train_cli.faults import Fault
-from train_cli.preflight import PREFLIGHT
+from sley_core.plan.plan import Plan, format_values
+from train_cli.faults import PREFLIGHT, Fault
 
 RESPONSE_TIMEOUT_S = 8.0
-"""The time limit, in seconds, of operations that fail for good if they take longer: resolving a name, opening a port, and an
-answer of the store.
-"""
+"""The time limit, in seconds, of name resolution, of opening a port, and of an answer of the store."""
+
+_NOTIFICATION_TIMEOUT_S = 30.0
+"""Seconds for which a rank that cannot start tries to reach rank 0, which may start later."""
 
 ARRIVAL_GRACE_S = 10.0
 BUILD_GRACE_S = 60.0
@@ -45,6 +48,28 @@ _POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3
 Verdict = dict[str, Any]
 """{} if all ranks have arrived and agree; else `message` and `hint`."""
 
+
+def open_rendezvous(plan: Plan) -> "Rendezvous":
+    """Checks that all ranks have the same plan and versions, and returns their rendezvous.
+
+    Raises RunError "preflight" on all ranks, or only on this rank if it does not find the others.
+    """
+    rendezvous = Rendezvous.join(os.environ, timeout_s=plan.limits.start_timeout_s)
+    info = {"the plan": plan.digest, "torch": torch.__version__}
+    if plan.run.device != "cpu":  # ranks with different devices would wait for each other in different backends
+        info["CUDA devices"] = "some" if torch.cuda.is_available() else "none"
+    info |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
+    rendezvous.agree(info, {"the plan": format_values(plan)})
+    return rendezvous
+
+
+def notify_peers(fault: Fault) -> None:
+    """Sends the reason why this rank cannot start to the ranks that wait for it."""
+    if fault.diagnostics:
+        with suppress(RunError, KeyError, ValueError):  # this rank's own error matters more
+            Rendezvous.join(os.environ, timeout_s=_NOTIFICATION_TIMEOUT_S).report_failure(fault.diagnostics[0])
+
+
 _ARRIVAL_TEXTS = (
     "did not connect",
     "start all hosts, with a MASTER_ADDR that all can reach, not localhost; raise [limits] start_timeout_s to wait longer",
@@ -53,14 +78,14 @@ _BUILD_TEXTS = (
     "did not open their data and build their model",
     "check whether they read from a slow disk, for example; raise [limits] collective_timeout_s to wait longer",
 )
-"""For each of the two rounds, the part of a message that says what the missing ranks did not do, and the hint."""
+"""The problem of missing ranks in a message, and the hint, for each of the two rounds."""
 
 
 @dataclass
 class Rendezvous:
     """One rank at the rendezvous.
 
-    timeout_s: the time limit of a wait for ranks. ends_store: whether the store may end soon after this process. job: the
+    timeout_s: the time limit of a wait for ranks. is_store_owner: whether the store may end soon after this process. job: the
     launcher's name for this run, which distinguishes runs that use the same port. num_rounds: the number of completed rounds,
     in each of which all ranks have agreed. process: a random id, which a restarted rank does not use again.
     """
@@ -69,7 +94,7 @@ class Rendezvous:
     size: int
     store: Store
     timeout_s: float
-    ends_store: bool = False
+    is_store_owner: bool = False
     job: str = ""
     num_rounds: int = 0
     host: str = field(default_factory=platform.node)
@@ -90,13 +115,13 @@ class Rendezvous:
             raise _preflight_error(f"MASTER_ADDR = {address!r}, MASTER_PORT = {port!r}", hint)
         if _is_loopback(address) and int(environ.get("LOCAL_WORLD_SIZE", size)) < size:
             timeout_s = min(timeout_s, RESPONSE_TIMEOUT_S)  # a loopback address cannot connect several hosts
-        serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = _open_store(address, int(port), size, timeout_s, serves=serves)
+        is_server = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = _open_store(address, int(port), size, timeout_s, is_server=is_server)
         job = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
         # With several torchrun agents, an agent ends, with its store, when one of its ranks has ended.
-        ends_store = rank == 0 and (serves or not is_single_host(environ))
-        keys = make_prefix_store(store, environ, "rendezvous")
-        return cls(rank, size, keys, timeout_s, ends_store, f"{job} of {size} ranks")
+        is_store_owner = rank == 0 and (is_server or not is_single_host(environ))
+        prefix_store = make_prefix_store(store, environ, "rendezvous")
+        return cls(rank, size, prefix_store, timeout_s, is_store_owner, f"{job} of {size} ranks")
 
     def agree(self, info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> None:
         """Compares `info`, values by name, with that of rank 0. Returns when all ranks have arrived and agree.
@@ -105,14 +130,19 @@ class Rendezvous:
         RunError "preflight" on all ranks, with the rank that differs, its host, its value and a hint.
         """
         if self.rank == 0:
-            first = self._identity | {"info": {**info}, "details": {**details}}
-            if self._write_once("first", first) is not None:
-                raise _reused_store_error()
+            rank_0 = self._identity | {"info": {**info}, "details": {**details}}
+            is_store_reused = self._write_once("first", rank_0) is not None
         else:
-            first = self._read_rank_0()
-            if self._read_key("verdict") == {}:
-                raise _reused_store_error()
-            self._record_arrival(self._compare(first, info, details) if "info" in first else {})
+            rank_0 = self._read_rank_0()
+            is_store_reused = self._read_key("verdict") == {}
+        if is_store_reused:
+            hint = (
+                "use `--max-restarts=0` on several hosts, since torchrun's agents keep their store when they "
+                "restart; then submit the job again"
+            )
+            raise _preflight_error("the launcher's store contains keys of an earlier attempt of this run", hint)
+        if self.rank:
+            self._record_arrival(self._compare(rank_0, info, details) if "info" in rank_0 else {})
         self._end_round(_ARRIVAL_TEXTS, self.timeout_s)
 
     @contextmanager
@@ -130,7 +160,7 @@ class Rendezvous:
         self._end_round(_BUILD_TEXTS, timeout_s)
 
     def report_failure(self, diagnostic: Diagnostic) -> None:
-        """Tells all ranks why this rank cannot start. Rank 0 waits until they have read the reason, or until a time limit."""
+        """Tells all ranks why this rank cannot start. Rank 0 waits until they have read the reason, or for a limited time."""
         try:
             if self.rank == 0 and not self.num_rounds:
                 self._write_once("first", self._identity)
@@ -149,25 +179,25 @@ class Rendezvous:
         return {"host": self.host, "job": self.job, "process": self.process}
 
     def _read_rank_0(self) -> dict[str, Any]:
-        """Waits for the info of rank 0. Raises RunError "preflight" if the info belongs to another run, or does not arrive."""
-        first = self._wait_for("first", "rank 0", self.timeout_s)
-        if first["job"] != self.job:
+        """Waits for the value of rank 0. Raises RunError "preflight" if it belongs to another run, or does not arrive."""
+        rank_0 = self._wait_for("first", "the data of rank 0", self.timeout_s)
+        if rank_0["job"] != self.job:
             hint = "set a different MASTER_PORT for each run on a host, and the same one on all ranks of a run"
-            raise _preflight_error(f"another run uses this port (job {first['job']}, on {first['host']})", hint)
-        return first
+            raise _preflight_error(f"another run uses this port (job {rank_0['job']}, on {rank_0['host']})", hint)
+        return rank_0
 
-    def _compare(self, first: dict[str, Any], info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> Verdict:
-        """Returns a verdict that names the first difference from rank 0, or {} if there is none. first: the info of rank 0."""
-        rank, rank_0 = f"rank {self.rank} on {self.host}", f"rank 0 on {first['host']}"
+    def _compare(self, rank_0: dict[str, Any], info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> Verdict:
+        """Returns a verdict that names the first difference from `rank_0`, the value of rank 0, or {} if there is none."""
+        rank_name, rank_0_name = f"rank {self.rank} on {self.host}", f"rank 0 on {rank_0['host']}"
         if self.rank >= self.size:
             message = f"a process on {self.host} has RANK {self.rank}, but WORLD_SIZE is {self.size}"
             return {"message": message, "hint": "set RANK to a different number from 0 to WORLD_SIZE - 1 in each process"}
         for name, value in info.items():
-            expected = first["info"].get(name, "none")
+            expected = rank_0["info"].get(name, "none")
             if value != expected:
-                message = f"{rank} has {name} {value}, but {rank_0} has {expected}"
-                if name in details and (differing_details := describe_differences(details[name], first["details"][name])):
-                    message = f"{rank} has another {name.removeprefix('the ')} than {rank_0}: {differing_details}"
+                message = f"{rank_name} has {name} {value}, but {rank_0_name} has {expected}"
+                if name in details and (differences := describe_differences(details[name], rank_0["details"][name])):
+                    message = f"{rank_name} has another {name.removeprefix('the ')} than {rank_0_name}: {differences}"
                 return {"message": message, "hint": "install the same versions and use the same plan on every host"}
         return {}
 
@@ -187,12 +217,12 @@ class Rendezvous:
         """Waits for the verdict, which rank 0 writes when the round ends. Raises RunError "preflight" if it is a failure."""
         num_readers = self.size - 1
         if self.rank == 0:
-            for _ in _poll_until(timeout_s):
+            for _ in _poll_for(timeout_s):
                 if self._read_key("verdict") is not None or self._add_count("arrived", 0) == self.size - 1:
                     self._write_once("verdict", {})
                     break
             else:
-                self._write_once("verdict", self._list_missing_ranks(texts, timeout_s))
+                self._write_once("verdict", self._describe_missing_ranks(texts, timeout_s))
                 num_readers = self._add_count("arrived", 0)
         # Rank 0 may have arrived later, and its time limit, after which it names the missing ranks, ends later too.
         verdict = self._wait_for("verdict", "rank 0's verdict on all ranks", timeout_s + RESPONSE_TIMEOUT_S)
@@ -202,25 +232,23 @@ class Rendezvous:
         self.num_rounds += 1
 
     def _acknowledge_failure(self, num_readers: int) -> None:
-        """Records that this rank has read the verdict of a failure. If the store ends with this process, rank 0 waits until
-        `num_readers` other ranks have read the verdict.
-        """
+        """Records that this rank has read a failure. If the store ends with rank 0, it waits for `num_readers` other ranks."""
         if self.rank != 0:
             self._add_count("readers")
-        elif self.ends_store:
-            for _ in _poll_until(BUILD_GRACE_S if self.num_rounds else ARRIVAL_GRACE_S):
+        elif self.is_store_owner:
+            for _ in _poll_for(BUILD_GRACE_S if self.num_rounds else ARRIVAL_GRACE_S):
                 if self._add_count("readers", 0) >= num_readers:
                     break
 
-    def _list_missing_ranks(self, texts: tuple[str, str], timeout_s: float) -> Verdict:
-        hosts = {rank: card["host"] for rank in range(1, self.size) if (card := self._read_key(f"rank {rank}")) is not None}
-        hosts[0] = self.host
+    def _describe_missing_ranks(self, texts: tuple[str, str], timeout_s: float) -> Verdict:
+        identities = {rank: self._read_key(f"rank {rank}") for rank in range(1, self.size)}
+        hosts = {0: self.host, **{rank: identity["host"] for rank, identity in identities.items() if identity is not None}}
         missing_ranks = [str(rank) for rank in range(self.size) if rank not in hosts]
         message = f"of {self.size} ranks, these {texts[0]} within {timeout_s:g} s: {shorten_names(missing_ranks, 8)}"
         return {"message": f"{message} (hosts that did: {', '.join(sorted(set(hosts.values())))})", "hint": texts[1]}
 
     def _wait_for(self, key: str, description: str, timeout_s: float) -> dict[str, Any]:
-        for _ in _poll_until(timeout_s):
+        for _ in _poll_for(timeout_s):
             if (value := self._read_key(key)) is not None:
                 return value
         raise _preflight_error(f"rank {self.rank} did not receive {description} in time", _RANK_0_HINT)
@@ -261,21 +289,12 @@ def _preflight_error(message: str, hint: str) -> RunError:
     return RunError(PREFLIGHT, f"on {platform.node()}: {message}", hint=hint)
 
 
-def _reused_store_error() -> RunError:
-    hint = (
-        "use `--max-restarts=0` on several hosts, since torchrun's agents keep their store when they "
-        "restart; then submit the job again"
-    )
-    return _preflight_error("the launcher's store contains keys of an earlier attempt of this run", hint)
-
-
-def _poll_until(timeout_s: float) -> Iterator[None]:
-    """Yields at once, and then at growing intervals until `timeout_s` seconds have passed. Used in place of `store.wait`, which
-    blocks in C, where Python handles no signals.
-    """
-    until, pause_s = time.monotonic() + timeout_s, _POLL_S
+def _poll_for(timeout_s: float) -> Iterator[None]:
+    """Yields at once, and then at growing intervals until `timeout_s` seconds have passed."""
+    # `store.wait` would block in C, where Python handles no signals.
+    deadline_s, pause_s = time.monotonic() + timeout_s, _POLL_S
     yield
-    while time.monotonic() < until:
+    while time.monotonic() < deadline_s:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _MAX_POLL_S)
         yield
@@ -289,45 +308,45 @@ def _is_loopback(address: str) -> bool:
     return False
 
 
-def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves: bool) -> Store:
+def _open_store(address: str, port: int, size: int, timeout_s: float, *, is_server: bool) -> Store:
     """Serves the store, or connects to it when it exists. Raises RunError "preflight" as `Rendezvous.join` describes."""
     start_s = time.monotonic()
-    num_silent = 0
+    num_silent_attempts = 0
     while True:
-        has_answered = serves
-        limit_s = RESPONSE_TIMEOUT_S if serves else timeout_s  # an earlier run's store may still hold the port
+        has_answered = is_server
+        limit_s = RESPONSE_TIMEOUT_S if is_server else timeout_s  # an earlier run's store may still hold the port
         try:
             socket.getaddrinfo(address, port)
-            if not serves:  # first, since torch handles no signals while it connects
+            if not is_server:  # first, since torch handles no signals while it connects
                 socket.create_connection((address, port), timeout=RESPONSE_TIMEOUT_S).close()
                 has_answered = True
-            return _tcp_store(address, port, size, serves)
+            return _make_store(address, port, size, is_server)
         except (OSError, RuntimeError) as error:
             reason = first_line(error)
             is_unknown = isinstance(error, socket.gaierror)  # the name of a pod may resolve only some time after the pod starts
             limit_s = RESPONSE_TIMEOUT_S if is_unknown else limit_s
             # A listener that has closed may cause one silent attempt: torch then retries for 12 s with a time limit of 4 s.
-            num_silent += has_answered and isinstance(error, TimeoutError)
-            if time.monotonic() - start_s > limit_s or num_silent == 2:
+            num_silent_attempts += has_answered and isinstance(error, TimeoutError)
+            if time.monotonic() - start_s > limit_s or num_silent_attempts == 2:
                 break
         time.sleep(_RETRY_S)
     if is_unknown:
+        message = f"the name `{address}` cannot be resolved: {reason}"
         hint = "set MASTER_ADDR to a name or address of rank 0's host that all hosts can resolve"
-        raise _preflight_error(f"the name `{address}` cannot be resolved: {reason}", hint)
-    if serves:
+    elif is_server:
+        message = f"port {port} is in use: {reason}"
         hint = "set another MASTER_PORT; `ss -ltnp` on that host shows the program that uses it"
-        raise _preflight_error(f"port {port} is in use: {reason}", hint)
-    if has_answered:
+    elif has_answered:
+        message = f"the program at {address}:{port} is not a rendezvous store: {reason}"
         hint = "set another MASTER_PORT, since another program uses this one"
-        raise _preflight_error(f"the program at {address}:{port} is not a rendezvous store: {reason}", hint)
-    hint = "set MASTER_ADDR to rank 0's host on all hosts, not to localhost; check that it runs and that the port is open"
-    raise _preflight_error(f"nothing answered at {address}:{port} within {timeout_s:g} s: {reason}", hint)
+    else:
+        message = f"nothing answered at {address}:{port} within {timeout_s:g} s: {reason}"
+        hint = "set MASTER_ADDR to rank 0's host on all hosts, not to localhost; check that it runs and that the port is open"
+    raise _preflight_error(message, hint)
 
 
-def _tcp_store(address: str, port: int, size: int, is_server: bool) -> Store:
-    """Creates the store in a thread, since torch waits forever for a server that does not respond. Raises TimeoutError for such
-    a server.
-    """
+def _make_store(address: str, port: int, size: int, is_server: bool) -> Store:
+    """Creates the TCPStore in a thread. Raises TimeoutError if the server does not respond, for which torch waits forever."""
     outcomes: list[Store | RuntimeError] = []
 
     def create_store() -> None:

@@ -1,10 +1,8 @@
 """Creates and locks the run folder `runs/<name>/` before any rank starts, and loads the recorder of sley-doctor.
 
-The folder has the resolved `plan.toml`, `start.json`, and the run's output: `metrics.jsonl`, `summary.json`, traces, the
-final weights, `faults` if it failed, and `attempt.json`, which lists the checkpoints from which it may resume.
+The folder contains the resolved `plan.toml`, `start.json`, and the run's output: `metrics.jsonl`, `summary.json`, traces, the
+final weights, `faults` if the run failed, and `attempt.json`, which lists the checkpoints from which it may resume.
 """
-
-from __future__ import annotations
 
 import fcntl
 import json
@@ -21,18 +19,17 @@ from typing import TYPE_CHECKING
 
 import tomli
 
-from sley_core.errors import PlanError, SleyError
+from sley_core.errors import Diagnostic, PlanError, SleyError
 from sley_core.files import PLAN_FILE, write_atomically
 from sley_core.plan.plan import Plan
 from sley_core.run_folder import ATTEMPT_FILE, METRICS_FILE, torchrun_id
 from train_cli.environment import START_FILE
-from train_cli.saved import can_resume, run_folder
+from train_cli.saved_run import can_resume, run_folder
 
 if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
-    from sley_core.errors import Diagnostic
 
 FAULTS = "faults"
 WORK = "work"
@@ -44,23 +41,21 @@ _LOCK = ".lock"
 class RunRecorder:
     """The interface of the recorder of sley-doctor. This class records nothing. `folder` is the run folder in all methods."""
 
-    def record_steps(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
+    def record_steps(self, parts: "Parts", feed: "Feed | None", folder: Path, notes: list[str]) -> AbstractContextManager[None]:
         """Returns a context manager that records this rank's steps. A recorder that cannot write adds a note to `notes`."""
         return nullcontext()
 
-    def report_failure(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
+    def report_failure(self, folder: Path, world: "World", diagnostic: Diagnostic, error: BaseException) -> None:
         """Reports that this rank failed with `error`, before cleanup. diagnostic: the error as the user sees it."""
 
-    def report_stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
-        """Reports where a rank hangs that was asked to end. Called in another thread."""
+    def report_hang(self, folder: Path, world: "World", diagnostic: Diagnostic) -> None:
+        """Reports where this rank hangs, after it was asked to end. Called in another thread than the main thread."""
 
     def report_launch(
-        self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
+        self, folder: Path, world_size: int, exit_codes: Mapping[int, int], killed_states: Mapping[int, str], first_failed: int
     ) -> None:
-        """Reports how the `world` ranks of a local launch ended, after at least one failed.
-
-        codes: the exit codes of the failed ranks, negative for signals. silent: the process states of the ranks that had to be
-        killed, by rank. first: the rank that failed first, or None if it is not known.
+        """Reports how the ranks of a local launch ended. exit_codes: those of the failed ranks, negative for signals.
+        killed_states: the process state of each rank that had to be killed. first_failed: the rank that failed first.
         """
 
     def delete_reports(self, folder: Path) -> None:
@@ -72,8 +67,8 @@ def load_recorder() -> RunRecorder:
     """Returns the recorder of sley-doctor if that package is installed, else one that records nothing."""
     if find_spec("sley_doctor") is None:
         return RunRecorder()
-    doctor_recorder: RunRecorder = import_module("sley_doctor.fault_report").DoctorRecorder()
-    return doctor_recorder
+    recorder: RunRecorder = import_module("sley_doctor.fault_report").DoctorRecorder()
+    return recorder
 
 
 class FolderInUseError(Exception):
@@ -95,30 +90,28 @@ class FolderLock:
         self._path = folder / _LOCK
         while True:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
-                _lock_or_raise(self._file)
+                _lock_or_raise(self._descriptor)
                 if self._is_file_in_folder():  # else its previous owner has just deleted it
                     break
             except BaseException:
-                os.close(self._file)
+                os.close(self._descriptor)
                 raise
-            os.close(self._file)
-        os.ftruncate(self._file, 0)
-        os.write(self._file, json.dumps({"pid": os.getpid(), "starter": torchrun_id()}).encode())
+            os.close(self._descriptor)
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, json.dumps({"pid": os.getpid(), "starter": torchrun_id()}).encode())
 
     def release(self) -> None:
-        """Unlocks the folder. Deletes the lock file, unless torchrun may restart this rank: the file shows that the run owns
-        the folder.
-        """
+        """Unlocks the folder. Keeps the lock file if torchrun may restart this rank, to show that the run owns the folder."""
         restarts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
         if self._is_file_in_folder() and int(restarts[0]) >= int(restarts[1]):
             self._path.unlink()
-        os.close(self._file)
+        os.close(self._descriptor)
 
     def _is_file_in_folder(self) -> bool:
         try:
-            return os.path.samestat(self._path.lstat(), os.fstat(self._file))
+            return os.path.samestat(self._path.lstat(), os.fstat(self._descriptor))
         except OSError:
             return False
 
@@ -126,20 +119,20 @@ class FolderLock:
 def check_unlocked(folder: Path) -> None:
     """Raises FolderInUseError if a run has locked `folder`. Changes nothing."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        file = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            _lock_or_raise(file)
+            _lock_or_raise(descriptor)
         finally:
-            os.close(file)
+            os.close(descriptor)
 
 
-def _lock_or_raise(file: int) -> None:
-    """Locks the file descriptor `file`, or raises FolderInUseError. Does nothing on file systems without locks."""
+def _lock_or_raise(descriptor: int) -> None:
+    """Locks the file. Raises FolderInUseError if another process has locked it. On file systems without locks, does nothing."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         try:
-            pid = str(json.loads(os.pread(file, 1000, 0))["pid"])
+            pid = str(json.loads(os.pread(descriptor, 1000, 0))["pid"])
         except (ValueError, KeyError, TypeError):
             pid = ""
         raise FolderInUseError(pid) from None
@@ -160,8 +153,7 @@ def is_folder_of_restarted_run(folder: Path) -> bool:
 def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> None:
     """Raises PlanError "run-folder" if `locked_run_folder` could not create or continue the folder. Changes nothing.
 
-    The folder is refused if it exists and neither `overwrite` nor `resume` is set, if it is not a run folder, if an active run
-    uses it, or if it cannot be written.
+    It refuses a folder that exists without `overwrite` or `resume`, is no run folder, is in use, or cannot be written.
     """
     folder = run_folder(plan)
     with _folder_errors(plan, folder):
@@ -174,20 +166,19 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
             if not _is_run_folder(folder):
                 hint = "choose another `run.name` or `run.folder`"
                 raise _refusal_error(plan, f"`{folder}` is not a run folder, so it is not replaced", hint)
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not nearest.is_dir():
-            raise NotADirectoryError(0, "it is a file", str(nearest))
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise PermissionError(0, "permission denied", str(nearest))
+        ancestor = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not ancestor.is_dir():
+            raise NotADirectoryError(0, "it is a file", str(ancestor))
+        if not os.access(ancestor, os.W_OK | os.X_OK):
+            raise PermissionError(0, "permission denied", str(ancestor))
 
 
 @contextmanager
 def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
     """Creates the run folder of `plan` with its `plan.toml`, and locks it until the block ends. Yields the folder.
 
-    resume: whether to keep the files of a run folder. Even without `overwrite`, this replaces a folder that has failure reports
-    but no results, and one that has only records of ranks, as on hosts without rank 0. Raises the same errors as
-    `check_run_folder`.
+    resume: whether to keep the files of a run folder. Even without `overwrite`, replaces a folder that has failure reports but
+    no results, and one that has only records of ranks, as on hosts without rank 0. Raises the errors of `check_run_folder`.
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)
@@ -211,7 +202,7 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
 
 def _replace_files(plan: Plan, folder: Path, *, overwrite: bool) -> None:
     if _has_protected_files(folder) and not (overwrite and _is_run_folder(folder)):
-        raise _refusal_error(plan, f"another run has just made `{folder}`", "choose another `run.name`")
+        raise _refusal_error(plan, f"another run has just created `{folder}`", "choose another `run.name`")
     for path in folder.iterdir():
         if path.name == FAULTS:
             continue
@@ -229,8 +220,8 @@ def write_plan(plan: Plan, folder: Path) -> None:
 
 def _is_unused(folder: Path) -> bool:
     """Returns whether `folder` has no results: it is empty, or its run failed before the first step."""
-    files = {path.name: path.stat().st_size for path in folder.glob("*")}
-    return files.keys() <= {PLAN_FILE, METRICS_FILE, _LOCK, FAULTS, ATTEMPT_FILE, START_FILE} and not files.get(METRICS_FILE)
+    sizes = {path.name: path.stat().st_size for path in folder.glob("*")}
+    return sizes.keys() <= {PLAN_FILE, METRICS_FILE, _LOCK, FAULTS, ATTEMPT_FILE, START_FILE} and not sizes.get(METRICS_FILE)
 
 
 def _has_protected_files(folder: Path) -> bool:

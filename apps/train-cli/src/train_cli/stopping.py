@@ -1,4 +1,4 @@
-"""Ends a rank after a signal, or when its launcher dies. A rank finishes its step, within a time limit, and does not wait for
+"""Ends a rank after a signal, or when its launcher dies. The rank finishes its step within a time limit, and does not wait for
 dead peers.
 
     training ── first SIGINT ──> run.stop(): the step is finished ── the loop returns ──> cleanup, at most 10 s
@@ -36,7 +36,7 @@ saves a checkpoint or its weights (`SAVE_TIMEOUT_S`). torchrun sends SIGKILL aft
 SECOND_SIGTERM_TIMEOUT_S = 6.0
 """The time limit, in seconds, after a second SIGTERM, which a launcher sends if a rank has failed."""
 
-SAME_SIGNAL_S = 1.0
+DUPLICATE_SIGNAL_S = 1.0
 """Seconds within which signals count as one, since an interrupt may reach a rank both directly and through its launcher."""
 
 STOP_MESSAGE = "stopping after this step; Ctrl-C again stops at once"
@@ -64,8 +64,7 @@ def has_launcher() -> bool:
 def die_with_launcher() -> None:
     """Makes the kernel kill this process when its launcher or torchrun ends, even by SIGKILL. Does nothing without either.
 
-    This works even while the rank hangs in a driver. Call it before slow imports. Exits at once if the launcher has already
-    died.
+    This works even while the rank hangs in a driver. Call it before slow imports. Exits at once if the launcher is dead.
     """
     global _has_launcher
     # The variable is removed, so that processes that the rank starts do not act as ranks.
@@ -126,30 +125,30 @@ def sigterm_timeout_s(plan: Plan) -> float:
 
 
 class SignalHandler(AbstractContextManager["SignalHandler"]):
-    """A context manager that handles SIGINT, SIGTERM, SIGHUP, and the signals named in `warnings`, such as "SIGUSR1".
+    """A context manager that handles SIGINT, SIGTERM, SIGHUP, and the signals named in `warning_signals`, such as "SIGUSR1".
 
     A thread handles them, since the main thread may be in a collective that never returns. print_line: prints a line when the
-    first signal arrives; None if a launcher prints it. report_stuck: called in the thread before it ends a process that has not
-    ended by its deadline. sigterm_timeout_s: the deadline after SIGTERM, in seconds. exit_process: takes the exit code, and
+    first signal arrives; None if a launcher prints it. report_timeout: called in the thread before it ends a process that has
+    not ended by its deadline. sigterm_timeout_s: the deadline after SIGTERM, in seconds. exit_now: takes the exit code, and
     ends this process (or, in a launcher, its ranks) at once. Only the main thread may enter the block.
     """
 
     def __init__(
         self,
         print_line: Callable[[str], None] | None = None,
-        report_stuck: Callable[[], None] | None = None,
+        report_timeout: Callable[[], None] | None = None,
         sigterm_timeout_s: float | None = None,
-        warnings: Iterable[str] = (),
-        exit_process: Callable[[int], None] = _exit_now,
+        warning_signals: Iterable[str] = (),
+        exit_now: Callable[[int], None] = _exit_now,
     ) -> None:
-        self._exit_process = exit_process
+        self._exit_now = exit_now
         self._sigterm_timeout_s = SIGTERM_TIMEOUT_S if sigterm_timeout_s is None else sigterm_timeout_s
         self._print_line = print_line
-        self._report_stuck = report_stuck
+        self._report_timeout = report_timeout
         self._exit_codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self._exit_codes[signal.SIGHUP] = EXIT_HUNG_UP
-        self._exit_codes |= {number: 128 + number for number in map(signal.Signals.__getitem__, warnings)}
+        self._exit_codes |= {signum: 128 + signum for signum in map(signal.Signals.__getitem__, warning_signals)}
         self._stop: Callable[[], None] | None = None
         self._first_signal: int | None = None
         self._first_signal_at_s = 0.0
@@ -164,9 +163,7 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         return None if self._first_signal is None else self._exit_codes[self._first_signal]
 
     def call_on_signal(self, stop: Callable[[], None]) -> None:
-        """Makes the first signal call `stop` in another thread. Before `call_on_signal`, signals raise KeyboardInterrupt or
-        TerminationInterrupt in the main thread.
-        """
+        """Makes the first signal call `stop` in another thread. Before, signals raise an exception in the main thread."""
         self._stop = stop
 
     def limit_cleanup(self, code: int) -> None:
@@ -178,15 +175,15 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, self._raise_interrupt) for number in self._exit_codes}
+        self._old_handlers = {signum: signal.signal(signum, self._raise_interrupt) for signum in self._exit_codes}
         self._thread = threading.Thread(target=self._watch, name="sley-signals", daemon=True)
         self._thread.start()
         os.register_at_fork(after_in_child=self._restore_in_child)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in self._old_handlers.items():
+            signal.signal(signum, handler)
         signal.set_wakeup_fd(self._old_wakeup_fd)
         self._is_closed = True
         os.write(self._writer, b"\0")  # wakes the thread
@@ -195,50 +192,50 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         os.close(self._writer)
 
     def _restore_in_child(self) -> None:
-        """Restores the handlers in a forked process, such as a worker of a dataset, which SIGTERM would otherwise not end."""
+        """Restores the handlers in a forked process, such as a worker of a dataset, so that SIGTERM ends it."""
         if not self._is_closed:
             self._is_closed = True
             signal.set_wakeup_fd(-1)
-            for number, handler in self._old_handlers.items():
+            for signum, handler in self._old_handlers.items():
                 # A batch system may warn all processes of a job, and workers must continue.
-                signal.signal(number, signal.SIG_IGN if number in WARNING_SIGNALS else handler)
+                signal.signal(signum, signal.SIG_IGN if signum in WARNING_SIGNALS else handler)
 
-    def _raise_interrupt(self, number: int, _: FrameType | None) -> None:
+    def _raise_interrupt(self, signum: int, _: FrameType | None) -> None:
         """Python's handler of each signal: raises an exception in the main thread if there is no run to stop."""
         if self._stop is None:
-            raise KeyboardInterrupt if number == signal.SIGINT else TerminationInterrupt(self._exit_codes[number])
+            raise KeyboardInterrupt if signum == signal.SIGINT else TerminationInterrupt(self._exit_codes[signum])
 
     def _watch(self) -> None:
         while not self._is_closed:
             wait_s = None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
             if select.select([self._reader], [], [], wait_s)[0]:
-                for number in os.read(self._reader, 64):
-                    if number in self._exit_codes:
-                        self._handle_signal(number)
+                for signum in os.read(self._reader, 64):
+                    if signum in self._exit_codes:
+                        self._handle_signal(signum)
             elif self._deadline_s is not None and time.monotonic() >= self._deadline_s:
-                if self._report_stuck is not None:
-                    self._report_stuck()
+                if self._report_timeout is not None:
+                    self._report_timeout()
                 self._deadline_s = None
-                self._exit_process(self._deadline_code)
+                self._exit_now(self._deadline_code)
 
-    def _handle_signal(self, number: int) -> None:
+    def _handle_signal(self, signum: int) -> None:
         """Handles a signal: asks the run to stop, sets a deadline, or ends the process at once."""
-        code = self._exit_codes[number]
+        code = self._exit_codes[signum]
         now_s = time.monotonic()
         if self._first_signal is None:
-            self._first_signal, self._first_signal_at_s = number, now_s
+            self._first_signal, self._first_signal_at_s = signum, now_s
             if self._stop is not None:
                 if self._print_line is not None:
                     self._print_line(STOP_MESSAGE)
                 self._stop()
             else:
                 self._set_deadline(CLEANUP_TIMEOUT_S, code)
-        elif number == signal.SIGINT and (self._print_line is not None or now_s - self._first_signal_at_s > SAME_SIGNAL_S):
-            self._exit_process(code)
-        if number != signal.SIGINT and number not in WARNING_SIGNALS:
+        elif signum == signal.SIGINT and (self._print_line is not None or now_s - self._first_signal_at_s > DUPLICATE_SIGNAL_S):
+            self._exit_now(code)
+        if signum != signal.SIGINT and signum not in WARNING_SIGNALS:
             if self._first_sigterm_at_s is None:
                 self._first_sigterm_at_s = now_s
-            is_second = now_s - self._first_sigterm_at_s > SAME_SIGNAL_S
+            is_second = now_s - self._first_sigterm_at_s > DUPLICATE_SIGNAL_S
             timeout_s = SECOND_SIGTERM_TIMEOUT_S if is_second else self._sigterm_timeout_s
             self._set_deadline(timeout_s, self.exit_code or code)
 

@@ -14,7 +14,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
-from train_cli.saved import copy_run_files
+from train_cli.saved_run import copy_run_files
 
 transformers = pytest.importorskip("transformers")
 SIZES = {

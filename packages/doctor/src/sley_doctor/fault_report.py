@@ -187,14 +187,14 @@ class DoctorRecorder(RunRecorder):
         lines = [line for part in traceback.format_exception(error) for line in part.splitlines()]
         _write_in_thread(folder, world, "error", diagnostic, {"the error": tuple(lines[-MAX_LINES:])})
 
-    def report_stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
+    def report_hang(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
         _write_in_thread(folder, world, "stuck", diagnostic, {})
 
     def report_launch(
-        self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
+        self, folder: Path, world_size: int, exit_codes: Mapping[int, int], killed_states: Mapping[int, str], first_failed: int
     ) -> None:
         path = folder / FAULTS / str(read_attempt_number()) / LAUNCHER
-        _write_json(path, asdict(LaunchReport(world, codes, silent, first)))
+        _write_json(path, asdict(LaunchReport(world_size, exit_codes, killed_states, first_failed)))
 
     def delete_reports(self, folder: Path) -> None:
         root = folder / FAULTS

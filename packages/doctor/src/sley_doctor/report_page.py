@@ -29,8 +29,9 @@ from sley_doctor.fault_report import AttemptReports, read_reports
 from sley_doctor.slow_ranks import describe_cause, describe_no_cause, describe_work, find_remedy, judge
 from sley_doctor.verdict import find_verdict
 from sley_doctor.work_record import WorkRecord, read_records
-from train_cli.environment import StartRecord, read_start
-from train_cli.progress import SUMMARY, format_bytes
+from train_cli.console import format_bytes
+from train_cli.environment import StartRecord, read_start_record
+from train_cli.saved_run import SUMMARY
 
 Row = Mapping[str, float | int | None]
 
@@ -66,7 +67,7 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
                 folder,
                 list(read_rows(folder)),
                 {format_path(path): format_value(value) for path, value in iterate_values(plan)},
-                read_start(folder),
+                read_start_record(folder),
                 json.loads((folder / SUMMARY).read_text("utf-8")) if has_summary else None,
                 read_reports(folder),
                 read_records(folder),

@@ -24,8 +24,8 @@ from sley_core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from sley_core.run_folder import METRICS_FILE, read_rows
 from sley_doctor.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport
 from sley_doctor.work_record import WorkRecord
-from train_cli.progress import SUMMARY
 from train_cli.run_folder import FolderInUseError, check_unlocked
+from train_cli.saved_run import SUMMARY
 from train_cli.stopping import WARNING_SIGNALS
 
 DivergenceType = Literal["size", "left out", "too many", "other", "not started"]

@@ -43,11 +43,11 @@ def show(
     data, data_split = resolved.data, split
     if split not in ("train", "held_out"):
         data, data_split = sets[split].data, "held_out" if sets[split].settings.split == "held_out" else "train"
-    opened = _open_dataset(data, DataContext(resolved.run.seed, cast(Split, data_split)))
-    if is_stream(opened) or not {"tokens", "labels"} <= opened.info.fields.keys():
+    any_dataset = _open_dataset(data, DataContext(resolved.run.seed, cast(Split, data_split)))
+    if is_stream(any_dataset) or not {"tokens", "labels"} <= any_dataset.info.fields.keys():
         hint = "use a dataset with a length whose samples have `tokens` and `labels`"
         raise UsageError("no-tokens", f"`{data.name}` has no tokens that can be read by index", hint=hint)
-    dataset = cast("Dataset", opened)
+    dataset = cast("Dataset", any_dataset)
     counts = _count_tokens(dataset)
     if sample is not None and sample >= len(dataset):
         raise UsageError("no-sample", f"the split has {len(dataset)} samples, 0 to {len(dataset) - 1}")
@@ -68,7 +68,7 @@ def show(
             print(f"  {name:<11}{'unknown' if count is None else f'{count:.2%}' if name == 'packing' else count}")
     if fields is not None:
         print(f"\nsample {sample}, with its labels in brackets:")
-        for line in document_lines(fields, _load_text_ids(data)):
+        for line in format_documents(fields, _load_text_ids(data)):
             print(line)
 
 
@@ -125,9 +125,7 @@ def _read_sample(dataset: Dataset, index: int) -> dict[str, list[int]]:
 
 
 def _count_tokens(dataset: Dataset) -> dict[str, Any]:
-    """Returns the dataset's counts of documents, tokens and padding by name. Adds `packing`: the share of positions without
-    padding, or None if unknown.
-    """
+    """Returns the dataset's counts by name, and `packing`, the share of positions without padding, or None if unknown."""
     counts = dict(getattr(dataset, "counts", None) or _count_samples(dataset))
     is_known = counts["padding"] is not None and counts["positions"]
     counts["packing"] = 1 - counts["padding"] / counts["positions"] if is_known else None
@@ -159,11 +157,10 @@ def _load_text_ids(data: Component) -> TextIds | None:
     return ids
 
 
-def document_lines(fields: Mapping[str, Sequence[int]], ids: TextIds | None) -> Iterator[str]:
+def format_documents(fields: Mapping[str, Sequence[int]], ids: TextIds | None) -> Iterator[str]:
     """Yields the documents of a sample as text, each after a line with its positions.
 
-    ids: converts token ids to text; None prints the ids. A token is in brackets if the position before it is trained to
-    predict it.
+    ids: converts token ids to text; None prints the ids. Brackets mark tokens that the previous position must predict.
     """
     tokens, labels = fields["tokens"], fields["labels"]
     starts = sorted({*fields.get("cu_seqlens", (0,)), len(tokens)})

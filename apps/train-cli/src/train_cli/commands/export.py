@@ -1,17 +1,13 @@
 """`train-cli export`: writes the weights of a run or checkpoint under the names that other programs use.
 
-A factory returns layers, and the registry names a weight by its layer: `3.attn.weight` in the fourth layer of a list. Usually
-the layers are parts of a module that the factory has created, in which the same weight is `h.2.attn.weight`. To find that
-module, the factory is called once more on meta, with a hook on the registration of modules. The exported names are those of the
-module that has all parameters of the model.
+The registry names a weight by its layer, such as `3.attn.weight` in the fourth layer. In the module of which the layers are
+parts, the same weight may be `h.2.attn.weight`. Exports have the names of that module.
 """
-
-from __future__ import annotations
 
 import json
 import shutil
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
 from importlib import import_module
@@ -23,6 +19,7 @@ import typer
 
 from sley_core.errors import RunError, UsageError
 from sley_core.files import PLAN_FILE, replace_atomically
+from sley_core.plan.plan import Plan
 from sley_core.records import AdaptersRecord, ModelRecord
 from sley_core.table import expand_path
 from sley_core.weight_files.read import (
@@ -30,20 +27,18 @@ from sley_core.weight_files.read import (
     GENERATION_CONFIG_FILE,
     IDS,
     TOKENIZER_FILES,
+    HuggingFaceModel,
+    TensorReader,
     deterministic_tokenizer_json,
     end_token_id,
     merge_adapters,
     start_folder,
 )
 from train_cli.console import BestOption, format_count, print_line
-from train_cli.saved import open_weights
+from train_cli.saved_run import open_weights
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from sley_core.model.layers import Model
-    from sley_core.plan.plan import Plan
-    from sley_core.weight_files.read import HuggingFaceModel, TensorReader
 
 
 class ExportFormat(StrEnum):
@@ -108,23 +103,18 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, *, check: 
     """
     from sley_core.weight_files.write import MAX_FILE_BYTES, write_tensors
 
-    model = hugging_face_model(plan, source)
+    model = make_hugging_face_model(plan, source)
     if model is None:
         hint = "use `--format safetensors`, which works for any model"
         raise UsageError("export-format", f"`{plan.model.name}` cannot be exported in Hugging Face's format", hint=hint)
-    write_others = partial(write_other_files, plan, model)
-    if model.files is None:
-        files = write_tensors(out, source, model.names.items(), MAX_FILE_BYTES, write_others)
-    else:
-        names = model.files.names
-        files = write_tensors(out, model.files, zip(names, names, strict=True), MAX_FILE_BYTES, write_others)
-    if not check:
-        return len(files)
-    if find_spec("sley_hf") is None:
-        print_line("the export was not loaded for a check, which needs sley-hf")
-        return len(files)
-    import_module("sley_hf.export").check_export(plan, model, source, out)
-    print_line("transformers computes the run's logits")
+    write_others = partial(write_config_files, plan, model)
+    names = model.names if model.files is None else {name: name for name in model.files.names}
+    files = write_tensors(out, source if model.files is None else model.files, names.items(), MAX_FILE_BYTES, write_others)
+    if check and find_spec("sley_hf") is None:
+        print_line("the exported model was not checked; install sley-hf for the check")
+    elif check:
+        import_module("sley_hf.export").check_export(plan, model, source, out)
+        print_line("transformers computes the run's logits")
     return len(files)
 
 
@@ -157,7 +147,7 @@ def _find_tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
         yield template, "chat_template.jinja"
 
 
-def write_other_files(plan: Plan, model: HuggingFaceModel, folder: Path) -> None:
+def write_config_files(plan: Plan, model: HuggingFaceModel, folder: Path) -> None:
     """Writes the config files and the tokenizer of an exported model. The tokenizer makes the same tokens as in training."""
     contents = {CONFIG_FILE: dict(model.config), GENERATION_CONFIG_FILE: _make_generation_config(plan, model)}
     for name, content in contents.items():
@@ -176,13 +166,12 @@ def write_other_files(plan: Plan, model: HuggingFaceModel, folder: Path) -> None
 def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> None:
     """Writes the adapters in `source` for peft into the new folder `out`.
 
-    Raises UsageError "export-adapters" for a run without adapters, "export-format" for adapters that peft does not have, and
-    RunError "export-differs" if peft computes other values.
+    Raises UsageError "export-adapters" without such adapters, and RunError "export-differs" if peft computes other values.
     """
     from sley_core.checkpointing import SavedWeights
 
     record = None if plan.adapters is None else plan.adapters.record
-    model = hugging_face_model(plan, merge_adapters(plan, source))
+    model = make_hugging_face_model(plan, merge_adapters(plan, source))
     if not isinstance(record, AdaptersRecord) or record.export is None or model is None:
         message = "the run has no adapters that could be exported for peft"
         raise UsageError("export-adapters", message, hint="use `--format safetensors`")
@@ -193,7 +182,7 @@ def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> 
     record.load(record.export)(plan, source, model.names, base, out)
 
 
-def hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel | None:
+def make_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel | None:
     """Returns the transformers model with the weights in `source`, or None if transformers has no such model."""
     record = plan.model.record
     if not isinstance(record, ModelRecord) or record.hugging_face is None:
@@ -225,39 +214,29 @@ def _export_safetensors(plan: Plan, source: TensorReader, out: Path) -> int:
     return len(files)
 
 
-def _find_module_names(plan: Plan) -> tuple[dict[str, list[str]], nn.Module | None]:
-    """Calls the factory on meta. Returns the state-dict names of each weight in the module that the factory has created, keyed
-    by the weight's name in the registry, and that module. A tied weight has several names.
-
-    If no single module has all weights, returns the names in the registry and None. Raises the errors of the data and the
-    factory.
+def _find_module_names(plan: Plan) -> "tuple[dict[str, list[str]], nn.Module | None]":
+    """Calls the factory on meta, and finds the outermost module that it creates with all parameters of the model. Returns the
+    state-dict names of each weight in that module, keyed by the weight's name in the registry, and the module. A tied weight
+    has several names. If no single module has all parameters, returns the names in the registry and None.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
     from sley_core.data.batches import open_dataset
     from sley_core.data.dataset import DataContext
+    from sley_core.engine.registry import ParameterRegistry
     from sley_trainer.assemble import build_meta_model
 
     info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
     parents: dict[int, nn.Module] = {}
 
-    def record_parent(parent: nn.Module, _name: str, _child: nn.Module | None) -> None:
+    def record_parent(parent: "nn.Module", _name: str, _child: "nn.Module | None") -> None:
         parents[id(parent)] = parent
 
     hook: Any = record_parent
-    handle = register_module_module_registration_hook(hook)
-    try:
+    with register_module_module_registration_hook(hook):
         model = build_meta_model(plan, info)
-    finally:
-        handle.remove()
-    return _name_by_module(model, parents)
-
-
-def _name_by_module(model: Model, parents: Mapping[int, nn.Module]) -> tuple[dict[str, list[str]], nn.Module | None]:
-    """Finds the outermost module of `parents` that has all parameters. Returns the same values as `_find_module_names`."""
-    from sley_core.engine.registry import ParameterRegistry
-
     registry = ParameterRegistry([model.layers])
+    weights = {id(param.parameter): param.name for param in registry}
     buffers = {
         (id(module), name): f"{prefix}.{name}"
         for layer in model.layers
@@ -265,12 +244,11 @@ def _name_by_module(model: Model, parents: Mapping[int, nn.Module]) -> tuple[dic
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
-    parameters = {id(param.parameter): param.name for param in registry}
     layers = {id(layer.module) for layer in model.layers}
     candidates = [
         module
         for key, module in parents.items()
-        if key not in layers and parameters.keys() <= {id(parameter) for parameter in module.parameters()}
+        if key not in layers and weights.keys() <= {id(parameter) for parameter in module.parameters()}
     ]
     inner = {id(child) for module in candidates for child in module.modules() if child is not module}
     outermost = [module for module in candidates if id(module) not in inner]
@@ -278,12 +256,11 @@ def _name_by_module(model: Model, parents: Mapping[int, nn.Module]) -> tuple[dic
         names = {param.name: [param.name, *param.aliases] for param in registry}
         return names | {name: [name] for name in buffers.values()}, None
     (root,) = outermost
-    names = {name: [] for name in (*parameters.values(), *buffers.values())}
+    names = {name: [] for name in (*weights.values(), *buffers.values())}
     for prefix, module in root.named_modules(remove_duplicate=False):
-        for attribute, parameter in module._parameters.items():
-            if id(parameter) in parameters:
-                names[parameters[id(parameter)]].append(f"{prefix}.{attribute}".lstrip("."))
-        for attribute in module._buffers:
-            if (id(module), attribute) in buffers:
-                names[buffers[id(module), attribute]].append(f"{prefix}.{attribute}".lstrip("."))
+        registered = {name: weights.get(id(parameter)) for name, parameter in module._parameters.items()}
+        registered |= {name: buffers.get((id(module), name)) for name in module._buffers}
+        for name, weight in registered.items():
+            if weight is not None:
+                names[weight].append(f"{prefix}.{name}".lstrip("."))
     return names, root

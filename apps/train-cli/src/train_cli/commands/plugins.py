@@ -1,9 +1,9 @@
-"""`train-cli plugins` lists the installed plugins, their records and options. `train-cli new KIND NAME` writes a plugin package
-with passing tests, as a starting point.
+"""`train-cli plugins` lists the installed plugins with their records and options. `train-cli env` prints versions and devices.
+`train-cli new KIND NAME` writes a plugin package with passing tests, as a starting point.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import StrEnum
 from importlib.util import find_spec
 from keyword import iskeyword
@@ -19,8 +19,8 @@ from sley_core.plan.kinds import COMPONENTS, record_type_name
 from sley_core.plan.loader import CORE, FIRST_PARTY_PLUGINS, Plugin, PluginLoader, find_plugins
 from sley_core.plan.plan import format_value
 from sley_core.table import describe_type
-from train_cli import templates
 from train_cli.console import print_line
+from train_cli.environment import describe_machine
 from train_cli.main import import_optional
 
 
@@ -52,14 +52,14 @@ def plugins(
         raise UsageError("plugins", f"unexpected argument `{dist}`", hint="use `train-cli plugins check DIST`")
     loader = PluginLoader()
     if name is None:
-        lines = [line for plugin in loader.names() for line in _plugin_lines(plugin, loader)]
+        lines = [line for plugin in loader.names() for line in _format_plugin(plugin, loader)]
     else:
         plugin_name, _, record_name = name.partition(".")
-        lines = list(_record_lines(loader.load(plugin_name), record_name))
+        lines = list(_format_records(loader.load(plugin_name), record_name))
     typer.echo("\n".join(lines))
 
 
-def _plugin_lines(name: str, loader: PluginLoader) -> Iterator[str]:
+def _format_plugin(name: str, loader: PluginLoader) -> Iterator[str]:
     """Yields a line with the plugin and its distributions, and a line per kind of record or an error if it cannot load."""
     yield f"{name}  ({', '.join(f'{dist.dist} {dist.version}' for dist in loader.sources(name))})"
     try:
@@ -71,10 +71,10 @@ def _plugin_lines(name: str, loader: PluginLoader) -> Iterator[str]:
     for record in records:
         names.setdefault(record_type_name(type(record)), []).append(f"{name}.{record.name}")
     for kind, record_names in names.items():
-        yield f"  {f'{kind}:':{_KIND_COLUMNS}} {', '.join(record_names)}"
+        yield f"  {f'{kind}:':24} {', '.join(record_names)}"
 
 
-def _record_lines(plugin: Plugin, record_name: str) -> Iterator[str]:
+def _format_records(plugin: Plugin, record_name: str) -> Iterator[str]:
     """Yields each record of the plugin with its summary and options. record_name: the name of a record, or "" for all.
 
     Raises PlanError "unknown-record" if the plugin has no such record.
@@ -91,11 +91,11 @@ def _record_lines(plugin: Plugin, record_name: str) -> Iterator[str]:
         if summary := " ".join((record.config.__doc__ or "").split()):
             yield f"  {summary}"
         for key, option in record.config.model_fields.items():
-            yield f"  {key}: {describe_type(option.annotation, option.metadata)}{_default_text(option)}"
+            yield f"  {key}: {describe_type(option.annotation, option.metadata)}{_format_default(option)}"
             yield from (f"      {line}" for line in (option.description or "").splitlines())
 
 
-def _default_text(option: FieldInfo) -> str:
+def _format_default(option: FieldInfo) -> str:
     if option.is_required():
         return " (required)"
     if option.default_factory is not None:
@@ -106,12 +106,6 @@ def _default_text(option: FieldInfo) -> str:
 
 SLEY_PLUGINS = frozenset({CORE, *FIRST_PARTY_PLUGINS})
 """Sley's plugins, installed or not. Other plugins must not have these names."""
-
-_KIND_COLUMNS = 24
-"""The width, in columns, of the kind of a record in the list of plugins."""
-
-_TEMPLATE_SUFFIX = ".in"
-_PLUGIN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class PluginKind(StrEnum):
@@ -138,56 +132,43 @@ def new(
 ) -> None:
     """Write a plugin package with a record, a table, a class and passing tests."""
     folder = out or Path(f"sley-{name.replace('_', '-')}")
-    files = package_files(kind, name)
-    write_package(files, folder)
-    for path in files:
-        print_line(f"{folder / path}")
+    files = make_package_files(kind, name)
+    hint = "choose another `--out`"
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise UsageError("new-folder", f"`{folder}` exists and is not an empty folder", hint=hint)
+    try:
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, "utf-8")
+            print_line(f"{folder / path}")
+    except OSError as error:
+        raise UsageError("new-folder", f"cannot write `{folder}`: {error.strerror or error}", hint=hint) from None
     print_line(f"next: cd {folder} && pip install -e . pytest && pytest")
 
 
-def package_files(plugin_kind: str, name: str) -> dict[str, str]:
+def make_package_files(kind: str, name: str) -> dict[str, str]:
     """Returns the text of each file of a new plugin package, by its path. Raises the same errors as `check_name`.
 
     docs/write-a-plugin.md explains the package of a gradient handler, and examples/plugins/sley-narrow contains it.
     """
-    folder = Path(templates.__file__).parent / plugin_kind
-    paths = sorted(path for path in folder.rglob(f"*{_TEMPLATE_SUFFIX}") if path.is_file())
-    files = {path.relative_to(folder).as_posix().removesuffix(_TEMPLATE_SUFFIX): path.read_text("utf-8") for path in paths}
     check_name(name)
-    return {path.replace("NAME", name): _fill_template(text, name) for path, text in files.items()}
-
-
-def write_package(files: Mapping[str, str], out: Path) -> None:
-    """Writes `files`, texts by path, into the folder `out`. Raises UsageError "new-folder" if `out` is not empty or cannot be
-    written.
-    """
-    hint = "choose another `--out`"
-    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise UsageError("new-folder", f"`{out}` exists and is not an empty folder", hint=hint)
-    try:
-        for path, text in files.items():
-            (out / path).parent.mkdir(parents=True, exist_ok=True)
-            (out / path).write_text(text, "utf-8")
-    except OSError as error:
-        raise UsageError("new-folder", f"cannot write `{out}`: {error.strerror or error}", hint=hint) from None
+    folder = Path(__file__).parents[1] / "templates" / kind
+    texts = {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in sorted(folder.rglob("*.in"))}
+    return {path.removesuffix(".in").replace("NAME", name): _fill_template(text, name) for path, text in texts.items()}
 
 
 def check_name(name: str) -> None:
     """Raises UsageError "plugin-name" if `name` is not valid in plans and in Python, or is the name of a plugin or module."""
-    if not _PLUGIN_NAME.fullmatch(name) or iskeyword(name):
-        message = (
-            f"the plugin name `{name}` must consist of lower-case letters, digits and `_`, start with a "
-            "letter, and not be a Python keyword"
-        )
-        raise UsageError("plugin-name", message, hint="use a name such as `topk`")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or iskeyword(name):
+        hint = "use lower-case letters, digits and `_`, beginning with a letter, such as `topk`, but no Python keyword"
+        raise UsageError("plugin-name", f"`{name}` cannot be the name of a plugin", hint=hint)
     if name in SLEY_PLUGINS:
         raise UsageError("plugin-name", f"`{name}` is one of Sley's plugins", hint=f"use another name, such as `my_{name}`")
     dists = find_plugins().get(name)
     if dists or find_spec(f"sley_{name}") is not None:
         owner = dists[0].label if dists else f"the module `sley_{name}`"
-        raise UsageError(
-            "plugin-name", f"`{name}` is already used by {owner}", hint="use another name, or uninstall that package"
-        )
+        hint = "use another name, or uninstall that package"
+        raise UsageError("plugin-name", f"`{name}` is already used by {owner}", hint=hint)
 
 
 def _fill_template(text: str, name: str) -> str:
@@ -197,3 +178,9 @@ def _fill_template(text: str, name: str) -> str:
     return re.sub(
         r"(?:^from sley_.*\n)+", lambda imports: "".join(sorted(imports[0].splitlines(keepends=True))), text, flags=re.M
     )
+
+
+def env() -> None:
+    """Print versions and devices for a bug report."""
+    info = describe_machine()
+    typer.echo("\n".join(f"{name:{max(map(len, info))}}  {value}" for name, value in info.items()))

@@ -1,42 +1,43 @@
-"""`train-cli sample RUN --prompt TEXT` generates text from a run's weights; `train-cli eval RUN` prints their held-out loss,
-or their metrics in tasks of lm-eval.
+"""Uses the weights of a run: `train-cli sample` continues a text, `chat` is a conversation, and `eval` prints the held-out loss
+or the metrics in tasks of lm-eval.
 
-`sample` uses transformers' `generate` and its KV cache if transformers has the model. For other models, and for texts that
-exceed the model's positions, it recomputes the whole window for each token.
+`chat` and `sample` use transformers' `generate` and its KV cache if transformers has the model. For other models, and for texts
+that exceed the model's positions, `sample` recomputes the whole window for each token.
 """
-
-from __future__ import annotations
 
 import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, islice, takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sley_core.data.dataset import TextIds
 from sley_core.errors import PlanError, RunError, UsageError
 from sley_core.files import PLAN_FILE
 from sley_core.json_text import write_json
+from sley_core.plan.loader import PluginLoader
+from sley_core.plan.plan import Plan
 from sley_core.plan.tables import metric_row_key
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import DatasetRecord, ModelRecord
-from train_cli.commands.chat import limit_tokens, load_text_ids, open_generator
-from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, print_line
-from train_cli.one_process import open_trained_run, plan_with_data
-from train_cli.progress import SUMMARY, describe_repetition
+from sley_core.weight_files.read import CONFIG_FILE, merge_adapters
+from train_cli.commands.export import make_hugging_face_model, write_config_files
+from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, describe_repetition, print_line
+from train_cli.main import import_optional
+from train_cli.saved_run import SUMMARY, load_run_plan, open_trained_run, open_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.data.dataset import TextIds
-    from sley_core.plan.plan import Plan
     from sley_trainer.run import Run
 
 
@@ -61,10 +62,10 @@ def sample(
     if not all(prompt):
         raise UsageError("empty-prompt", "the prompt is empty", hint="use a `--prompt` of at least one letter")
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
-    plan = plan_with_data(Path(run)) if (Path(run) / PLAN_FILE).is_file() else None
-    text_ids = None if plan is None else load_text_ids(plan, tokenizer)  # first, to fail at once if the data have no vocabulary
-    windows_plan = plan if len(prompt) == 1 and not chat else None
-    if windows_plan is None or _has_cache(windows_plan):
+    plan = load_run_plan(Path(run)) if (Path(run) / PLAN_FILE).is_file() else None
+    text_ids = None if plan is None else load_text_ids(plan, tokenizer)  # fails now if the data have no vocabulary
+    window_plan = plan if len(prompt) == 1 and not chat else None  # only one prompt can be continued without transformers
+    if window_plan is None or _has_cache(window_plan):
         generator, text_ids = open_generator(run, best=best, tokenizer=tokenizer, feature="`train-cli sample`")
         if chat:
             ids = [generator.encode_chat([{"role": "user", "content": text}]) for text in prompt]
@@ -73,7 +74,7 @@ def sample(
             ids = [_encode_prompt(text_ids, text) for text in prompt]
             contexts = [row[text_ids.num_before :] for row in ids]
         length = max(map(len, ids))
-        if windows_plan is None or length + tokens <= (generator.max_length or math.inf):
+        if window_plan is None or length + tokens <= (generator.max_length or math.inf):
             num_tokens = limit_tokens(generator, length, tokens)
             steps = generator.generate(ids, tokens=num_tokens, **options)
             # A single answer is printed while it is generated.
@@ -85,7 +86,7 @@ def sample(
             return
     assert text_ids is not None, "a run folder has a plan"
     prompt_ids = _encode_prompt(text_ids, prompt[0])
-    with open_trained_run(Path(run), windows_plan, best=best) as model:
+    with open_trained_run(Path(run), window_plan, best=best) as model:
         answer = islice(generate(model, prompt_ids, text_ids.size, **options), tokens)
         answer = takewhile(lambda token: token != text_ids.end, answer)
         # The decoder may need the prompt's ids as context.
@@ -93,7 +94,7 @@ def sample(
 
 
 def _has_cache(plan: Plan) -> bool:
-    """Returns whether transformers can generate with the plan's model, and sley-hf is installed."""
+    """Returns whether sley-hf is installed, and transformers has the plan's model."""
     record = plan.model.record
     return isinstance(record, ModelRecord) and record.hugging_face is not None and find_spec("sley_hf") is not None
 
@@ -109,12 +110,11 @@ def _encode_prompt(text_ids: TextIds, prompt: str) -> list[int]:
 def _print_text(text_ids: TextIds, ids: Iterable[int]) -> None:
     """Prints the text of token ids while `ids` yields them."""
     for text in text_ids.decode(ids):
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        print(text, end="", flush=True)
+    print()
 
 
-def generate(run: Run, ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, seed: int) -> Iterator[int]:
+def generate(run: "Run", ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, seed: int) -> Iterator[int]:
     """Yields token ids that continue `ids`, endlessly. The context of each id is at most as long as a sample.
 
     size: the number of possible ids. temperature: 0 takes the most likely id. top_k: the number of most likely ids from which
@@ -123,7 +123,7 @@ def generate(run: Run, ids: Sequence[int], size: int, *, temperature: float, top
     """
     import torch
 
-    contents = _field_contents(run)
+    contents = _find_field_contents(run)
     window = run.dataset.info.sequence
     sequence = list(ids)
     generator = torch.Generator().manual_seed(seed)
@@ -143,7 +143,7 @@ def generate(run: Run, ids: Sequence[int], size: int, *, temperature: float, top
         yield token
 
 
-def _field_contents(run: Run) -> dict[str, str]:
+def _find_field_contents(run: "Run") -> dict[str, str]:
     """Returns the content of each batch field that the model reads. Raises UsageError "sample-fields" for another field."""
     info = run.dataset.info
     ids = [name for name, field in info.fields.items() if field.ids == "token"]
@@ -160,7 +160,7 @@ def _field_contents(run: Run) -> dict[str, str]:
     return {name: contents[name] for layer in run.layers for name in layer.fields}
 
 
-def _predict_logits(run: Run, contents: Mapping[str, str], ids: Sequence[int], size: int) -> Tensor:
+def _predict_logits(run: "Run", contents: Mapping[str, str], ids: Sequence[int], size: int) -> "Tensor":
     """Returns the logits of the next token, float64 [size], on the host. Raises UsageError "no-logits" for other shapes."""
     import torch
 
@@ -176,6 +176,121 @@ def _predict_logits(run: Run, contents: Mapping[str, str], ids: Sequence[int], s
         message = f"the model must return logits [1, {len(ids)}, {size} or more], but returns {actual}"
         raise UsageError("no-logits", message, hint="use a model that returns a logit for each token")
     return output[0, -1, :size].double().cpu()
+
+
+def chat(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, a checkpoint, or a folder of `export --format huggingface`.")
+    ],
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The maximum length of an answer.")] = 512,
+    temperature: TemperatureOption = 0.7,
+    top_k: TopKOption = None,
+    seed: SamplingSeedOption = 0,
+    best: BestOption = False,
+) -> None:
+    """Talk to a trained model in the terminal."""
+    generator, text_ids = open_generator(run, best=best, feature="`train-cli chat`")
+    system_messages = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(system_messages)
+    generator.encode_chat([*system_messages, {"role": "user", "content": "?"}])  # fails now if the model has no chat template
+    print_line("Type a message, /reset to forget the conversation, /quit to leave; Ctrl-C stops an answer.")
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        message = line.strip()
+        if not line or message == "/quit":
+            return
+        if message == "/reset":
+            messages = list(system_messages)
+        elif message:
+            messages.append({"role": "user", "content": message})
+            ids = _encode_messages(generator, messages, len(system_messages))
+            num_tokens = limit_tokens(generator, len(ids), tokens)
+            steps = generator.generate([ids], tokens=num_tokens, temperature=temperature, top_k=top_k, seed=seed)
+            messages.append({"role": "assistant", "content": _print_answer(text_ids, steps)})
+
+
+def _print_answer(text_ids: TextIds, steps: Any) -> str:
+    """Prints an answer while it is generated, until Ctrl-C, and returns it. steps: yields [token id], and [None] at the end."""
+    answer, ids = "", []
+
+    def tokens() -> Iterator[int]:
+        for (token,) in steps:
+            ids.append(token)
+            if token is not None:
+                yield token
+
+    with suppress(KeyboardInterrupt), closing(steps):
+        for text in text_ids.decode(tokens()):
+            answer += text
+            print(text, end="", flush=True)
+    print(flush=True)
+    if ids and ids[-1] is not None:
+        print_line("the answer has no end token yet")
+    return answer
+
+
+def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system: int) -> list[int]:
+    """Returns the token ids of the conversation. If it is too long, removes its oldest turns after `num_system` messages."""
+    while True:
+        ids: list[int] = generator.encode_chat(messages)
+        if generator.max_length is None or len(ids) < generator.max_length or len(messages) <= num_system + 1:
+            return ids
+        del messages[num_system : num_system + 2]
+        print_line("the conversation exceeds the model's positions; its oldest turn is removed")
+
+
+def limit_tokens(generator: Any, num_ids: int, tokens: int) -> int:
+    """Returns the number of new tokens that fit after `num_ids` tokens, at most `tokens`. Raises UsageError "prompt-long"."""
+    if generator.max_length is None or num_ids + tokens <= generator.max_length:
+        return tokens
+    if num_ids >= generator.max_length:
+        message = f"the prompt has {num_ids} tokens, and the model has {generator.max_length} positions"
+        raise UsageError("prompt-long", message, hint="use a shorter prompt")
+    return int(generator.max_length - num_ids)
+
+
+def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = None, feature: str) -> tuple[Any, TextIds]:
+    """Returns a `sley_hf.generate.Generator` with the weights of a run, a checkpoint or an exported folder, and the mapping
+    between text and token ids. feature: the command, for errors.
+
+    Raises PluginError "command-missing" without sley-hf, and UsageError "no-chat" if transformers has no such model.
+    """
+    generate = import_optional("hf", "sley_hf.generate", feature)
+    if (Path(run) / CONFIG_FILE).is_file() and not (Path(run) / PLAN_FILE).is_file():  # a transformers model
+        text_ids = load_text_ids(None, tokenizer or Path(run))
+        return generate.Generator(Path(run), stop=() if text_ids.end is None else (text_ids.end,)), text_ids
+    plan, source = open_weights(run, best=best)
+    text_ids = load_text_ids(plan, tokenizer)
+    if plan.adapters is not None:
+        source = merge_adapters(plan, source)
+    model = make_hugging_face_model(plan, source)
+    if model is None:
+        hint = "use `hf.decoder` or `models.llama`"
+        raise UsageError("no-chat", f"{feature} needs a transformers model, unlike `{plan.model.name}`", hint=hint)
+    with TemporaryDirectory() as folder:
+        write_config_files(plan, model, Path(folder))
+        state = {hf_name: source.tensor(name) for name, hf_name in model.names.items()}
+        return generate.Generator(Path(folder), state, () if text_ids.end is None else (text_ids.end,)), text_ids
+
+
+def load_text_ids(plan: Plan | None, tokenizer: Path | None) -> TextIds:
+    """Returns the mapping between text and ids of `tokenizer`, or of the plan's data if `tokenizer` is None.
+
+    Raises UsageError "no-vocabulary" if the plan's data has no such mapping, and PluginError if sley-data is missing.
+    """
+    if plan is None or tokenizer is not None:
+        record: Any = (PluginLoader() if plan is None else plan.loader).record(DatasetRecord, "data.text")
+    else:
+        record = plan.data.record
+    if not isinstance(record, DatasetRecord) or record.text_ids is None:
+        assert plan is not None, tokenizer
+        hint = "use `--tokenizer PATH` with the tokenizer that made its token ids"
+        raise UsageError("no-vocabulary", f"the data of this run, `{plan.data.name}`, has no tokenizer", hint=hint)
+    ids: TextIds = record.load(record.text_ids)(None if plan is None else plan.data.config, tokenizer)
+    return ids
 
 
 def eval(
@@ -227,7 +342,7 @@ def _evaluate_tasks(run: str, tasks: list[str], include: Path | None, *, best: b
 
 def _evaluate_run(run: Path, data: list[str], *, best: bool) -> None:
     """Prints the metrics of `[evaluation]`. data: changes of keys of `[data]`, as "key=VALUE"."""
-    plan = plan_with_data(run, data)
+    plan = load_run_plan(run, data)
     with ExitStack() as stack:
         try:
             model = stack.enter_context(open_trained_run(run, plan, best=best, with_evaluation=True))
@@ -236,7 +351,7 @@ def _evaluate_run(run: Path, data: list[str], *, best: bool) -> None:
             hint = "use other data: `--data 'held_out_files=[\"other.txt\"]'`"
             diagnostics = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
             raise PlanError.from_diagnostics(diagnostics) from error
-        if data and (note := _describe_overlap(plan_with_data(run), plan)):
+        if data and (note := _describe_overlap(load_run_plan(run), plan)):
             print_line(note)
         metrics = model.evaluate_sets()
         evaluation = model.plan.evaluation

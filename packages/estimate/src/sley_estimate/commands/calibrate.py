@@ -10,7 +10,7 @@ from sley_core.errors import EXIT_OK, UsageError
 from sley_core.plan.load import load_plan
 from sley_estimate.machine import MachineFile, machine_text
 from train_cli.console import SetOption, Settings, print_fault, print_line
-from train_cli.faults import Fault, write_report
+from train_cli.faults import Fault, write_error_file
 
 TIMEOUT_S = 60.0  # the limit of every wait between ranks
 
@@ -60,7 +60,7 @@ def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
         with World.join(device, timeout_s=TIMEOUT_S) as world:
             machine = measure_machine(world, resolved, TIMEOUT_S)
     except Exception as error:
-        write_report(Fault.from_error(error))
+        write_error_file(Fault.from_error(error))
         raise
     if machine is not None:
         Path(out).write_text(machine_text(machine), "utf-8")

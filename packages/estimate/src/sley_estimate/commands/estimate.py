@@ -1,7 +1,6 @@
 """Implements `train-cli estimate`, and `train-cli show --timeline --machine` (`draw_step`). Neither needs a device."""
 
 import json
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from sley_core.errors import SleyError, UsageError
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from sley_estimate.machine import MachineFile, load_machine
-from train_cli.commands.show import WIDTH, draw_text
+from train_cli.commands.plan import draw_timeline
 from train_cli.console import (
     FormatOption,
     NodesOption,
@@ -25,10 +24,10 @@ from train_cli.console import (
     PlanArgument,
     SetOption,
     WorldOption,
-    world_size,
+    format_bytes,
+    resolve_world_size,
 )
 from train_cli.environment import num_cores
-from train_cli.progress import format_bytes
 
 if TYPE_CHECKING:
     from sley_estimate.bytes.rank import RankBytes
@@ -79,7 +78,7 @@ def estimate(
 
     limit = None if memory is None else parse_size(memory)
     resolved = load_plan(plan, overrides or [])
-    requested_size = world_size(world, nodes, per_node)
+    requested_size = resolve_world_size(world, nodes, per_node)
     size = resolved.world_size(None) if requested_size is None else requested_size
     machine_file = None if machine is None else load_machine_with_ranks(machine, per_node)
     from sley_estimate.bytes.rank import stage_bytes
@@ -157,7 +156,7 @@ def draw_step(plan: Plan, world_size: int, machine: MachineFile) -> Iterator[str
     except SleyError as error:
         raise plan.add_places(error) from error.__cause__
     yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {world_size} x {machine.device.name}, estimated"
-    yield draw_text(estimate.step.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
+    yield draw_timeline(estimate.step.timeline)
     yield from seconds_lines(estimate, machine)
 
 

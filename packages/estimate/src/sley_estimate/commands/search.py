@@ -15,9 +15,8 @@ from sley_core.plan.plan import Plan, plan_sections
 from sley_estimate.commands.estimate import parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.search.layouts import AXES
-from train_cli.console import PlanArgument, SetOption, can_redraw
+from train_cli.console import PlanArgument, SetOption, can_redraw, format_bytes
 from train_cli.environment import num_cores
-from train_cli.progress import format_bytes
 
 if TYPE_CHECKING:
     from sley_estimate.search.find import SearchResult, VerifiedLayout

@@ -1,4 +1,6 @@
-"""`train-cli show`: prints the resolved plan with the origin of each value, the ranks, groups and order of collectives."""
+"""`train-cli check` reports the mistakes of plans, without torch unless `--model` is set. `train-cli show` prints a resolved
+plan with the origin of each value, and its ranks, groups, order of collectives and timeline.
+"""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,33 +12,69 @@ import typer
 from sley_core.actions.action import Kind
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Timeline, simulate
-from sley_core.errors import KeyPath, PlanError, UsageError
+from sley_core.errors import KeyPath, PlanError, SleyError, UsageError
+from sley_core.plan.check import check_plan, has_tie_handler
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan, format_value, iterate_values
 from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
-from train_cli.console import NodesOption, PerNodeOption, PlanArgument, SetOption, WorldOption, format_count, world_size
+from train_cli import console
+from train_cli.console import format_count, print_line
 from train_cli.main import import_optional
 
-WIDTH = 110
-"""The number of columns of a timeline if stdout is not a terminal."""
 
-_ORIGIN_COLUMN = 44
-"""The column in which the origins of values begin."""
+def check(
+    plans: Annotated[list[Path], typer.Argument(metavar="PLAN_FILE...", help="Plans, TOML files.")],
+    overrides: console.SetOption = None,
+    world_size: console.WorldOption = None,
+    nodes: console.NodesOption = None,
+    per_node: console.PerNodeOption = None,
+    model: Annotated[
+        bool,
+        typer.Option(
+            "--model",
+            help="Also build the model and the optimizer, and call the layers, on meta. Imports torch and runs code that "
+            "the plan names. Compares a small copy of `hf.decoder` with transformers.",
+        ),
+    ] = False,
+) -> None:
+    """Check the tables, files, sizes and layout of plans. Starts no run and writes no files."""
+    world_size = console.resolve_world_size(world_size, nodes, per_node)
+    errors: list[SleyError] = []
+    for path in plans:
+        try:
+            for note in _check_plan(path, overrides or [], world_size, calls_model=model):
+                print_line(f"{path}: {note}")
+        except SleyError as error:
+            errors.append(error)
+    if errors:
+        worst = max(errors, key=lambda error: error.exit_code)
+        raise type(worst).from_diagnostics(diagnostic for error in errors for diagnostic in error.diagnostics)
+    result = "1 plan is valid" if len(plans) == 1 else f"{len(plans)} plans are valid"
+    print_line(result if model else f"{result}; no model was built (use --model)")
 
-_MAX_RANKS = 32
-"""The maximum number of ranks to list."""
 
-_MAX_GROUPS = 4
-"""The maximum number of groups of an axis to list."""
+def _check_plan(path: Path, overrides: list[str], world_size: int | None, *, calls_model: bool) -> list[str]:
+    """Returns notes on the plan at `path`. Raises SleyError with its problems."""
+    plan = load_plan(path, overrides)
+    world_size = plan.world_size(world_size) if world_size is None else world_size
+    if problems := check_plan(plan, world_size):
+        raise PlanError.from_diagnostics(problems)
+    if calls_model:
+        from train_cli.meta_model import check_model
+
+        return check_model(plan, world_size, calls_layers=True)
+    if plan.parallel.pp > 1 and not has_tie_handler(plan):
+        return ["no gradient handler sums weights that stages share; use --model to check whether there are such weights"]
+    return []
 
 
 def show(
-    plan: PlanArgument,
-    overrides: SetOption = None,
-    world: WorldOption = None,
-    nodes: NodesOption = None,
-    per_node: PerNodeOption = None,
+    plan: console.PlanArgument,
+    overrides: console.SetOption = None,
+    world_size: console.WorldOption = None,
+    nodes: console.NodesOption = None,
+    per_node: console.PerNodeOption = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Show one rank and its groups.")] = None,
     timeline: Annotated[bool, typer.Option("--timeline", help="Draw the pipeline's step.")] = False,
     machine: Annotated[
@@ -47,23 +85,28 @@ def show(
     """Show the resolved plan with the origin of each value, and the groups of ranks."""
     if machine is not None and not timeline:
         raise UsageError("machine-timeline", "`--machine` needs `--timeline`", hint="add `--timeline`")
-    world = world_size(world, nodes, per_node)
+    world_size = console.resolve_world_size(world_size, nodes, per_node)
     resolved = load_plan(plan, overrides or [])
-    topology = resolved.topology(resolved.world_size(world) if world is None else world)
+    topology = resolved.topology(resolved.world_size(world_size) if world_size is None else world_size)
     if rank is not None and rank >= topology.world_size:
         raise PlanError("layout", f"the rank must be from 0 to {topology.world_size - 1}, but is {rank}")
-    if timeline and machine is not None:
+    if machine is not None:
         estimates = import_optional("estimate", "sley_estimate.commands.estimate", "`show --timeline --machine`")
         machine_file = estimates.load_machine_with_ranks(machine, per_node)
         lines = estimates.draw_step(resolved, topology.world_size, machine_file)
     elif timeline:
-        lines = _timeline_lines(resolved, topology)
+        lines = _format_timeline(resolved, topology)
     else:
-        lines = _plan_lines(resolved, topology, rank)
+        lines = _format_plan(resolved, topology, rank)
     typer.echo("\n".join(lines))
 
 
-def _plan_lines(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
+_MAX_RANKS = 32
+_MAX_GROUPS = 4
+"""The maximum numbers of ranks, and of groups of an axis, to list."""
+
+
+def _format_plan(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
     """Yields the plan as TOML with the origin of each value as a comment, the ranks, the groups and the gradient handlers."""
     table: KeyPath = ()
     # Top-level keys come first: after a header they would belong to that table.
@@ -72,12 +115,12 @@ def _plan_lines(plan: Plan, topology: Topology, rank: int | None) -> Iterator[st
             table = path[:-1]
             name = ".".join(part for part in table if isinstance(part, str))
             yield f"\n[[{name}]]" if isinstance(table[-1], int) else f"\n[{name}]"
-        yield f"{f'{path[-1]} = {format_value(value)}':{_ORIGIN_COLUMN}}  # {plan.origin(path)}"
+        yield f"{f'{path[-1]} = {format_value(value)}':44}  # {plan.origin(path)}"
     sizes = ", ".join(f"{name} {getattr(topology, name)}" for name in ("pp", "dp", "sp", "wdp", "wp"))
     yield f"\n# world of {topology.world_size}: {sizes}"
-    yield from rank_lines(topology, rank)
+    yield from format_ranks(topology, rank)
     yield "\n# groups, in the order in which all ranks make them"
-    yield from group_lines([group for group in topology.groups() if rank is None or rank in group.ranks])
+    yield from format_groups([group for group in topology.groups() if rank is None or rank in group.ranks])
     yield "\n# gradient handlers: this is the order of their collectives on every rank"
     for number, handler in enumerate(plan.gradient_handlers, start=1):
         assert isinstance(handler.record, GradientHandlerRecord), handler
@@ -88,35 +131,32 @@ def _plan_lines(plan: Plan, topology: Topology, rank: int | None) -> Iterator[st
         yield "  none"
 
 
-def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
+def format_ranks(topology: Topology, rank: int | None) -> Iterator[str]:
     """Yields a table of the coordinates of all ranks, or of `rank`. Of more than 32 ranks, lists the first 32 and the last."""
     yield "  rank  stage    dp    sp   wdp    wp"
-    is_large = rank is None and topology.world_size > _MAX_RANKS
-    last = topology.world_size - 1
-    for number in (rank,) if rank is not None else (*range(_MAX_RANKS), last) if is_large else range(topology.world_size):
+    ranks: Sequence[int] = range(topology.world_size) if rank is None else [rank]
+    is_large = len(ranks) > _MAX_RANKS
+    for number in (*ranks[:_MAX_RANKS], ranks[-1]) if is_large else ranks:
         place = topology.coordinates(number)
         yield "".join(f"{index:6}" for index in (place.rank, place.stage, place.dp, place.sp, place.wdp, place.wp))
     if is_large:
         yield f"  of {topology.world_size} ranks; --rank N shows another rank"
 
 
-def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
-    """Yields a line per axis and channel with its groups, in the order of `entries`. Of more than `_MAX_GROUPS` groups, lists
-    the first two and the last.
-    """
+def format_groups(entries: Sequence[GroupEntry]) -> Iterator[str]:
+    """Yields a line per axis and channel with its groups. Of more than 4 groups, lists the first two and the last."""
     groups_by_channel: dict[tuple[str, str], list[GroupEntry]] = {}
     for entry in entries:
         groups_by_channel.setdefault((entry.axis, entry.channel), []).append(entry)
     for (axis, channel), groups in groups_by_channel.items():
         name = axis if channel == "main" else f"{axis}.{channel}"
-        text = "  ".join(group.label for group in groups[:_MAX_GROUPS])
+        labels = [group.label for group in groups]
         if len(groups) > _MAX_GROUPS:
-            first, second, last = groups[0], groups[1], groups[-1]
-            text = f"{len(groups)} groups of {len(first.ranks)}: {first.label}  {second.label}  ...  {last.label}"
-        yield f"  {name:14} {groups[0].backend:7} {text}"
+            labels = [f"{len(groups)} groups of {len(groups[0].ranks)}: {labels[0]}", labels[1], "...", labels[-1]]
+        yield f"  {name:14} {groups[0].backend:7} {'  '.join(labels)}"
 
 
-def _timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
+def _format_timeline(plan: Plan, topology: Topology) -> Iterator[str]:
     """Yields a drawing of the schedule, and each stage's idle share and peak. A full backward takes as long as two forwards.
 
     Raises PlanError "no-pipeline" if the plan has no pipeline, and the errors of its schedule.
@@ -134,7 +174,7 @@ def _timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
     simulation = simulate(lists, placement, Costs.uniform(placement.num_positions))
     sizes = f"{format_count(topology.pp, 'stage')}, {format_count(num_microbatches, 'microbatch', 'es')}"
     yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"
-    yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
+    yield draw_timeline(simulation.timeline)
     for stage, peak in enumerate(simulation.peaks):
         idle = simulation.timeline.idle_share(stage)
         yield f"  stage {stage}: idle {idle:.1%}, holds at most {format_count(peak.pairs, 'microbatch', 'es')} of a chunk"
@@ -154,23 +194,22 @@ _OMISSION = " / "
 """The text that replaces the middle of a step that is longer than the width."""
 
 
-def draw_text(timeline: Timeline, width: int = 100) -> str:
-    """Returns a timeline as text for a terminal of `width` columns, with a legend.
+def draw_timeline(timeline: Timeline, num_columns: int | None = None) -> str:
+    """Returns a timeline as text with a legend. num_columns: the width; by default that of the terminal, or 110 without one.
 
         stage 0  F0-F1-F2-F3-.........B0====B1====B2====B3====
         stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
 
-    Every stage is a row, and time goes to the right. An action begins with its letter and its microbatch, if they fit, and
-    fills its time. Dots are time in which no action runs. Small letters stand for all chunks but the first. The middle of a
-    step that is longer than the width is omitted.
+    An action begins with its letter and its microbatch, if they fit, and fills its time. Dots are time without an action. Small
+    letters stand for all chunks but the first. If the step is longer than the width, its middle is omitted.
     """
+    num_columns = shutil.get_terminal_size((110, 24)).columns if num_columns is None else num_columns
     stages = range(timeline.stages)
     notes = [f"  {timeline.idle_share(stage):4.0%} idle" for stage in stages]
     indent = len(f"stage {timeline.stages - 1}  ")
-    max_columns = max(16, width - indent - max(map(len, notes)))
+    max_columns = max(16, num_columns - indent - max(map(len, notes)))
     scale = _columns_per_second(timeline, max_columns)
-    rows = [_draw_row(timeline, stage, scale, max_columns) for stage in stages]
-    lines = [f"{f'stage {stage}':{indent}}{rows[stage]}{notes[stage]}" for stage in stages]
+    lines = [f"{f'stage {stage}':{indent}}{_draw_row(timeline, stage, scale, max_columns)}{notes[stage]}" for stage in stages]
     kinds = {span.action.kind for span in timeline.spans}
     legend = [name for kind, name in _NAMES.items() if kind in kinds]
     if last_chunk := max((span.action.chunk for span in timeline.spans), default=0):

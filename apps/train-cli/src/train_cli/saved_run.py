@@ -1,4 +1,4 @@
-"""Reads the plan, checkpoints and newest weights of a run from its folder, and resumes a run.
+"""Reads the plan, checkpoints and newest weights of a run from its folder, resumes the run, and opens it in one process.
 
     --resume PATH ──> starts from PATH, which `attempt.json` in the folder records ──> saves its own checkpoints
                            └── restarted, or --resume auto ───> resumes from the newest of these, or from PATH if there is none
@@ -6,38 +6,45 @@
 Listing checkpoints does not read their tensors. Loading one checks that its files are intact.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sley_core.data.dataset import DataContext, Sample
 from sley_core.errors import SleyError, UsageError
 from sley_core.files import CHECKPOINTS_FOLDER, COPIED_FILES, PLAN_FILE, WEIGHTS_FOLDER
 from sley_core.plan.document import read_file
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import PluginLoader
+from sley_core.plan.plan import Plan, check_changes, compare_plans
+from sley_core.protocols import CheckpointFiles
+from sley_core.records import GradientHandlerRecord
 from sley_core.run_folder import read_attempt, slurm_job_id, torchrun_id, use_copied_files
+from sley_core.weight_files.read import TensorReader, WeightFiles
 from train_cli.console import print_line
-from train_cli.progress import SUMMARY
 
 if TYPE_CHECKING:
     from sley_core.checkpointing import SavedRun
-    from sley_core.plan.document import Document
-    from sley_core.plan.plan import Plan
-    from sley_core.protocols import CheckpointFiles
-    from sley_core.weight_files.read import TensorReader
     from sley_trainer.run import Run
+
+SUMMARY = "summary.json"
+"""The name of the file with a run's totals in its folder."""
 
 AUTO = "auto"
 """The value of `--resume` that selects the run's own newest checkpoint, or none if the run has taken no step."""
 
 RESTART = "restart"
 """Like `AUTO`, but for a run that torchrun or SLURM has restarted without `--resume`."""
+
+
+_EXCLUSIVE_KEYS = (("source", "files"), ("held_out", "held_out_files"), ("separator", "field"))
+"""Pairs of keys of `[data]` that exclude each other. A change of one key removes the other."""
 
 
 def run_folder(plan: Plan) -> Path:
@@ -67,16 +74,22 @@ def copy_run_files(plan: Plan, folder: Path) -> None:
                 shutil.copyfile(file, copy)
 
 
-def load_run_plan(folder: Path) -> Plan:
-    """Returns the resolved plan of a run, even of a moved one. Raises UsageError "no-run", and the errors of loading a plan."""
-    return resolve_plan(read_run_document(folder), PluginLoader())
+def load_run_plan(folder: Path, data_changes: Sequence[str] = ()) -> Plan:
+    """Returns the resolved plan of the run in `folder`, even of a moved one.
 
-
-def read_run_document(folder: Path, changes: Sequence[str] = ()) -> Document:
-    """Returns the unresolved plan of the run in `folder`, with `changes` ("key=VALUE"). Raises UsageError "no-run"."""
+    data_changes: changes of `[data]`, as "key=VALUE". Raises UsageError "no-run", and the errors of loading a plan.
+    """
     if not (folder / PLAN_FILE).is_file():
         raise UsageError("no-run", f"`{folder}` must be a run folder, but has no `{PLAN_FILE}`")
-    return use_copied_files(read_file(folder / PLAN_FILE, changes), folder)
+    document = use_copied_files(read_file(folder / PLAN_FILE, [f"data.{change}" for change in data_changes]), folder)
+    if changed_keys := {str(override.path[1]) for override in document.overrides}:
+        removed_keys = {"samples_per_epoch"}  # holds only for the run's own data
+        for pair in _EXCLUSIVE_KEYS:
+            removed_keys |= set(pair) if changed_keys & set(pair) else set()
+        removed_keys -= changed_keys
+        table = {key: value for key, value in document.tables["data"].items() if key not in removed_keys}
+        document = replace(document, tables={**document.tables, "data": table})
+    return resolve_plan(document, PluginLoader())
 
 
 def checkpoint_folder(plan: Plan, folder: Path) -> str:
@@ -87,8 +100,7 @@ def checkpoint_folder(plan: Plan, folder: Path) -> str:
 def _load_reader(plan: Plan | None) -> CheckpointFiles:
     """Returns the checkpoint reader of the plan's checkpointer, or of the default one. Imports torch.
 
-    Raises PluginError "plugin-missing" if the checkpointer is not installed, and UsageError "no-checkpoint-files" if only a
-    run can read its checkpoints.
+    Raises PluginError "plugin-missing" if it is not installed, and UsageError "no-checkpoint-files" if it has no reader.
     """
     reader = _find_reader(plan)
     if reader is None:
@@ -108,7 +120,7 @@ def _list_checkpoints(reader: CheckpointFiles, folder: str) -> list[str]:
     return [f"{folder.rstrip('/')}/{name}" for name in reader.names(folder)]
 
 
-def _describe_checkpoint(reader: CheckpointFiles, path: str) -> SavedRun | None:
+def _describe_checkpoint(reader: CheckpointFiles, path: str) -> "SavedRun | None":
     """Returns the description of the checkpoint at `path`, or None if there is none or it is damaged."""
     try:
         return reader.describe(path)
@@ -170,7 +182,6 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     Raises UsageError: "no-run" if `run` is neither, and "no-weights" if the run has no such weights.
     """
     from sley_core.checkpointing import load_plan_and_weights
-    from sley_core.weight_files.read import WeightFiles
 
     path: Path | str = run
     plan = None
@@ -223,10 +234,8 @@ def is_restarted() -> bool:
 
 
 def is_folder_continued(plan: Plan, resume: str | None) -> bool:
-    """Returns whether the run continues in its existing folder. resume: the value of `--resume`.
-
-    A run that starts from a checkpoint of another run needs a new folder. A job that SLURM has restarted continues its own
-    runs, but not those of other jobs.
+    """Returns whether the run continues in its existing folder, which must be of the same run and, after a restart by SLURM, of
+    the same job. resume: the value of `--resume`.
     """
     folder = run_folder(plan)
     if resume == AUTO:
@@ -249,7 +258,7 @@ def is_folder_continued(plan: Plan, resume: str | None) -> bool:
     return saved is not None and attempt.is_writer_of(saved.lineage)
 
 
-def is_finished(run: Run, folder: Path) -> bool:
+def is_finished(run: "Run", folder: Path) -> bool:
     """Returns whether the run has finished. All ranks must call it. Raises PlanError "resume-differs" for another plan."""
     text = ""
     if run.world.rank == 0:  # rank 0 owns the folder, and decides for all ranks
@@ -260,13 +269,11 @@ def is_finished(run: Run, folder: Path) -> bool:
                 text = (folder / PLAN_FILE).read_text("utf-8")
     saved_plan: str = run.groups["control"].gather_objects(text, label="whether the run has finished")[0]
     if saved_plan:
-        from sley_core.plan.plan import check_changes, compare_plans
-
         check_changes(compare_plans(saved_plan, run.resolved_plan.to_toml()))
     return bool(saved_plan)
 
 
-def resume_run(run: Run, folder: Path, resume: str | None) -> list[str]:
+def resume_run(run: "Run", folder: Path, resume: str | None) -> list[str]:
     """Loads the checkpoint `resume` into `run`, unless it is None; returns notes for the user. All ranks must call it.
 
     A restarted run continues from its own newest checkpoint, not from the one from which it started. A run without a checkpoint
@@ -291,3 +298,102 @@ def resume_run(run: Run, folder: Path, resume: str | None) -> list[str]:
         return ["there is no checkpoint yet, so the run starts at step 1"]
     notes = [f"skipped {path}: {', '.join(map(str, damages))}" for path, damages in result.damaged_checkpoints]
     return [*notes, f"continuing after step {result.step} of {run.plan.run.steps}, from {result.path}", *result.notes]
+
+
+_OUTPUT_TABLES = ("checkpoint", "profile")
+"""The tables of a plan that only make a run write files."""
+
+_LAYOUT_TABLES = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload")
+"""The tables of a plan that decide where and when values are computed, but change no result."""
+
+
+def read_only_plan(plan: Plan) -> Plan:
+    """Returns the plan without the tables that make a run write files; the layout is unchanged."""
+    return _replace_tables(plan, _remove_tables(plan, _OUTPUT_TABLES))
+
+
+def one_process_plan(plan: Plan) -> Plan:
+    """Returns a plan that computes the same values in one process, without parallel axes, reducers and offload.
+
+    The plan keeps its batches, microbatches, seed, precision, `reduction` and transforms.
+    """
+    tables = _remove_tables(plan, (*_OUTPUT_TABLES, *_LAYOUT_TABLES))
+    tables["parallel"] = {**tables.get("parallel", {}), "dp": 1, "pp": 1, "sp": 1, "wp": 1}
+    handlers = zip(tables.get("gradient_handlers", []), plan.gradient_handlers, strict=False)
+    tables["gradient_handlers"] = [table for table, handler in handlers if not _belongs_to_layout(handler.record)]
+    return _replace_tables(plan, tables)
+
+
+def has_layout(plan: Plan) -> bool:
+    """Returns whether the plan has tables or gradient handlers of a layout, which include offload and recomputation."""
+    tables = plan.document.tables
+    handlers = plan.gradient_handlers
+    return any(tables.get(key) for key in _LAYOUT_TABLES) or any(_belongs_to_layout(handler.record) for handler in handlers)
+
+
+@contextmanager
+def open_trained_run(folder: Path, plan: Plan, *, best: bool = False, with_evaluation: bool = False) -> Iterator["Run"]:
+    """Yields a one-process run with the newest weights of the run in `folder`, or with `best` those of its best checkpoint.
+    Prints the origin of these weights.
+
+    plan: the run's plan, from `load_run_plan`. with_evaluation: whether the run can evaluate; otherwise `NoData` replaces its
+    data, unless a factory makes them. Raises UsageError "no-weights" if the run has no such weights.
+    """
+    from sley_core.comm.world import World
+    from sley_trainer.assemble import assemble
+
+    _, weights = open_weights(str(folder), best=best)
+    tables = one_process_plan(plan).document.tables
+    tables["run"]["device"] = "auto"
+    config: Any = plan.model.config
+    if getattr(config, "weights", None) is not None:  # all values are loaded below
+        tables["model"] = {"use": plan.model.name, **config.without_weights().model_dump(mode="json", exclude_none=True)}
+    evaluation = tables.pop("evaluation", {"every": 1})
+    if with_evaluation:
+        # If `load_run_plan` has changed [data], the plan may not have evaluated held-out samples before.
+        tables["evaluation"] = {**evaluation, **({"held_out": True} if plan.document.overrides else {})}
+    else:
+        tables["batch"] = {"global_size": 1, "micro_size": 1}  # the run only predicts single samples
+        if plan.data.record is not None:  # the fields of a factory's dataset may depend on its first sample
+            tables["data"] = _make_placeholder_table(plan)
+    with assemble(_replace_tables(plan, tables), World.alone("auto")) as run:
+        run.load_weights((name, weights.tensor(name)) for name in weights.names)
+        yield run
+
+
+class NoData:
+    """A placeholder dataset: its length is 1, but it has no sample to read."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Sample:
+        raise AssertionError(f"sample {index} of a placeholder dataset")
+
+
+def _make_placeholder_table(plan: Plan) -> dict[str, Any]:
+    """Returns a table `[data]` with `NoData`, and with the fields and sizes of the plan's data."""
+    from sley_core.data.batches import open_dataset
+
+    info = open_dataset(plan.data, DataContext(plan.run.seed)).info
+    fields = {
+        name: {key: value for key, value in asdict(field).items() if value is not None} for name, field in info.fields.items()
+    }
+    table = {"factory": f"{__name__}:NoData", "fields": fields, "vocab_size": info.vocab_size, "sequence": info.sequence}
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def _belongs_to_layout(record: object) -> bool:
+    assert isinstance(record, GradientHandlerRecord), record
+    return record.role in ("reducer", "tie")  # transforms change results
+
+
+def _remove_tables(plan: Plan, keys: tuple[str, ...]) -> dict[str, Any]:
+    tables = {key: deepcopy(value) for key, value in plan.document.tables.items() if key not in keys}
+    for key in ("keep_best", "patience"):  # they need checkpoints
+        tables.get("evaluation", {}).pop(key, None)
+    return tables
+
+
+def _replace_tables(plan: Plan, tables: dict[str, Any]) -> Plan:
+    return resolve_plan(replace(plan.document, tables=tables), plan.loader)
