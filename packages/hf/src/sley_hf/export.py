@@ -73,8 +73,8 @@ def compare_with_transformers(config: DecoderConfig) -> str:
         differences["the load-balancing loss"] = abs(_compute_load_balancing_loss(model, tokens) / float(expected) - 1)
     for kind, difference in differences.items():
         if not difference <= LAYER_TOLERANCE:
-            message = f"{kind} of `{small.model_type}` and transformers' differ by {difference:.1g}"
-            raise PlanError("hf-differs", message, path=("model",), hint="this family is not supported")
+            message = f"Sley computes other values of {kind} for `{small.model_type}` than transformers, by {difference:.1g}"
+            raise PlanError("hf-differs", message, path=("model",), hint="use a model of another family")
     largest = max(differences.values())
     return f"the logits of a copy with {small.num_hidden_layers} layers equal transformers' within {largest:.1g}"
 
