@@ -38,7 +38,6 @@ from torch.nn import attention
 import overhead
 from gpu_models import BETAS, CLIP_NORM, LR, PlainLoop
 from protocol import compare, interleave
-from sley_core.comm.device import SHARED_NCCL_VARIABLE
 from sley_core.comm.world import World
 from sley_core.engine.step_batch import BatchCounts
 from sley_core.plan.load import plan_from_dict
@@ -258,7 +257,7 @@ def check_two_ranks(device: str, is_tiny: bool) -> list[Figure]:
     with patch.dict(os.environ, shared_nccl(device)):
         (reference,) = Ranks(1, PART_TIMEOUT_S, init=False)(record, alone, 3)
         layouts = Ranks(2, PART_TIMEOUT_S, init=False)(record, sharded, 3)
-        backend = "gloo" if device == "cpu" or (needs_sharing() and SHARED_NCCL_VARIABLE not in os.environ) else "NCCL"
+        backend = "gloo" if device == "cpu" or (needs_sharing() and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ) else "NCCL"
     assert_parity(reference, layouts, "fp64")
     return [Figure(f"d: two ranks, wp 2, compiled, over {backend}", "equal to one process", "1e-10 in fp64", True)]
 
@@ -272,7 +271,7 @@ def shared_nccl(device: str) -> dict[str, str]:
     """Returns the environment in which NCCL lets two ranks share a device, or nothing if this NCCL cannot."""
     if device == "cpu" or not needs_sharing() or torch.cuda.nccl.version() < (2, 30):  # type: ignore[no-untyped-call]
         return {}
-    return {SHARED_NCCL_VARIABLE: "1"}
+    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

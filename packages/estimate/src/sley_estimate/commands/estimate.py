@@ -187,7 +187,7 @@ def seconds_lines(estimate: "PlanEstimate", machine: MachineFile) -> Iterator[st
 
 
 def _describe_sources(estimate: "PlanEstimate") -> str:
-    counts = Counter(layer.source for layer in estimate.layers)
+    counts: Counter[str] = Counter(layer.source for layer in estimate.layers)
     texts = [(counts[source], text) for source, text in SOURCES.items() if counts[source]]
     if len(texts) == 1:
         count = len(estimate.layers)
