@@ -9,7 +9,7 @@ import tomli_w
 from started_program import Cli
 
 from sley_core.errors import UsageError
-from sley_estimate.commands.estimate import UNCOMPILED_NOTE, parse_size
+from sley_estimate.commands import UNCOMPILED_NOTE, parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.testing import short_calibration, small_machine
 

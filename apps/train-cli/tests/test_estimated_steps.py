@@ -13,7 +13,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.bytes.rank import build_rank0_draft, run_stages
 from sley_estimate.calibrate.bench import measure_layers
-from sley_estimate.commands.estimate import seconds_lines
+from sley_estimate.commands import seconds_lines
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step import estimate
 from sley_estimate.step.estimate import PlanEstimate, estimate_plan, record_stages

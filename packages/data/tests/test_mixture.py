@@ -24,7 +24,7 @@ from sley_data.documents import read_documents, read_split
 from sley_data.files import find_document_files
 from sley_data.mixture import Interleaving, to_integer_shares
 from sley_data.sources import build_source_component
-from sley_testing.dataset_contract import DatasetContract
+from sley_testing.data_contract import DatasetContract
 from sley_testing.plans import small_plan
 
 OWN = Path(__file__).parent / "own"

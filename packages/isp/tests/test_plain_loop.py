@@ -14,7 +14,7 @@ from kinds import REFUSED, SAMPLES, STEPS, Rows, all_batches, kind_plan, model, 
 from torch import Tensor
 
 from sley_core.losses.cross_entropy import CrossEntropy, CrossEntropyConfig
-from sley_isp import sharded_layer
+from sley_isp import sharded_modules
 from sley_isp.param_group import decode, encode
 from sley_isp.plugin import FP8_BYTES
 from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
@@ -146,7 +146,7 @@ def record_compiled(tables: dict[str, Any], folder: Path) -> tuple[RunRecord, in
     """Returns the record of a run with compiled layers, and the numbers of graphs and of graph breaks."""
     from torch._dynamo.utils import counters  # loads the compiler
 
-    sharded_layer.MIN_BYTES = 0
+    sharded_modules.MIN_BYTES = 0
     warnings.filterwarnings("ignore", message="The .grad attribute", category=UserWarning)  # the compiler hides it, if no error
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -239,7 +239,7 @@ def record_counts(tables: dict[str, Any], folder: Path) -> Any:
     def prepare(run: Any) -> None:
         run.listeners.append(lambda _: counts.update(run.stepper.executor.communicator.counts()))
 
-    sharded_layer.MIN_BYTES = 0
+    sharded_modules.MIN_BYTES = 0
     return record(tables, STEPS, folder=folder, batches=all_batches(), prepare=prepare), counts
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from sley_core.engine.shards import gather_full_tensors
 from sley_core.errors import RunError
-from sley_isp import sharded_layer
-from sley_isp.sharded_module import ShardedModule
+from sley_isp import sharded_modules
+from sley_isp.sharded_modules import ShardedModule
 from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import running, weights
@@ -146,7 +146,7 @@ def test_a_write_within_a_step_takes_effect_at_the_next_use(ranks, sharded, text
 
 def record_counted_gathers(tables: dict[str, Any], folder: Path) -> tuple[list[str], dict[str, float]]:
     """Returns the gathers of the second step, and the counters."""
-    sharded_layer.MIN_BYTES = 0
+    sharded_modules.MIN_BYTES = 0
     with running(tables, folder) as run:
         run.step()
         with record_gathers(run) as names:

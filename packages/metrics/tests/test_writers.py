@@ -19,8 +19,8 @@ from sley_core.protocols import MetricsWriter
 from sley_metrics import plugin
 from sley_metrics.plugin import TensorboardConfig, WandbConfig, sley_check_plan
 from sley_metrics.writers import TensorboardWriter, WandbWriter
+from sley_testing.hook_contract import MetricsWriterContract, Point
 from sley_testing.plans import small_plan
-from sley_testing.writer_contract import MetricsWriterContract, Point
 
 
 class Runs:

@@ -16,13 +16,11 @@ from sley_core.errors import RunError
 from sley_testing.attention_contract import SequenceAttentionContract
 from sley_testing.certify import CONTRACTS
 from sley_testing.contract import GradientHandlerContract
-from sley_testing.dataset_contract import DatasetContract
-from sley_testing.hook_contract import SchedulerHookContract
-from sley_testing.loss_contract import LossContract
+from sley_testing.data_contract import DatasetContract, LossContract
+from sley_testing.hook_contract import MetricsWriterContract, Point, SchedulerHookContract
 from sley_testing.optimizer_contract import LRScheduleContract
 from sley_testing.state_contract import OffloadManagerContract
 from sley_testing.weight_contract import WeightCommunicatorContract
-from sley_testing.writer_contract import MetricsWriterContract, Point
 
 pytestmark = pytest.mark.usefixtures("parts")
 

@@ -121,7 +121,7 @@ def counts_every_copy(original: Any, self: Any, groups: Any, gradients: Any, los
     original(self, groups, copies, loss, kind)
 
 
-@wrong("sley_isp.sharded_module:ShardedModule._reduce", "adapters-wp")
+@wrong("sley_isp.sharded_modules:ShardedModule._reduce", "adapters-wp")
 def trains_one_layer(original: Any, self: Any, rows: Any, inputs: Any) -> None:
     """Keeps only the gradients of the first layer."""
     original(self, rows if self.name.startswith("blocks.0.") else torch.zeros_like(rows), inputs)

@@ -117,7 +117,9 @@ def test_layer_norms_add_up_to_model_norm(ranks: Callable[..., Any], texts: Path
         total = sum(value**2 for name, value in norms.items() if "gradient_norm" in name)
         assert total == pytest.approx(expected_row["grad_norm"] ** 2, rel=1e-12)
     weights = {
-        name: value for name, value in baseline.first.items() if name.startswith("blocks.0.") and name.endswith("weight")
+        name: value
+        for name, value in baseline.initial_weights.items()
+        if name.startswith("blocks.0.") and name.endswith("weight")
     }
     squares = sum(float(value.double().square().sum()) for value in weights.values())
     assert baseline.rows[0]["watch/weight_norm/blocks.0"] ** 2 == pytest.approx(squares)

@@ -14,7 +14,7 @@ from sley_core.losses import cross_entropy
 from sley_core.losses.cross_entropy import ChunkedCrossEntropy, CrossEntropy
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.protocols import SplitLogits
-from sley_testing.loss_contract import LossContract
+from sley_testing.data_contract import LossContract
 
 CLASSES = 11
 chunked_sum: Any = ChunkedCrossEntropy.apply

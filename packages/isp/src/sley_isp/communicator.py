@@ -25,8 +25,7 @@ from sley_isp.param_group import ParamGroup, PublishedShards, UnshardedGroup
 from sley_isp.plugin import ANYWHERE, CommunicatorConfig
 from sley_isp.prefetch import NO_CHANGE, Decision, PrefetchPolicy
 from sley_isp.reduce_scatter import MAX_IN_FLIGHT, Counters, GradientReducer, Reduction, WriteGradient
-from sley_isp.sharded_layer import ShardedLayer, can_gather_for_layer
-from sley_isp.sharded_module import ShardedModule, is_shardable
+from sley_isp.sharded_modules import ShardedLayer, ShardedModule, can_gather_for_layer, is_shardable
 from sley_isp.vocabulary import ColumnEmbedding, GatheredHead, TokenGather, VocabularyHead, check_embeddings, find_head
 
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)

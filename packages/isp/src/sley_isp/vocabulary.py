@@ -33,7 +33,7 @@ from sley_core.api.model import Layer, row_chunks
 from sley_core.api.weights import HeadChunks, HeadLoss, LazyLogits, LogitsHead, autocast_input
 from sley_core.errors import PlanError
 from sley_isp.reduce_scatter import Counters, Reduction
-from sley_isp.sharded_module import ShardedModule, find_parameter_users, is_shardable
+from sley_isp.sharded_modules import ShardedModule, find_parameter_users, is_shardable
 
 NO_TARGET = -(1 << 62)
 """The target of a token with an ignored label. It differs from every label, so that invalid labels are not ignored too."""

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import SleyError
 from sley_core.model.layers import Model
-from sley_isp import sharded_layer
+from sley_isp import sharded_modules
+from sley_isp.sharded_modules import MIN_BYTES
 from sley_testing.habits import Block, init
 from sley_testing.plans import Tables
 from sley_testing.runs import RunRecord, record
@@ -211,11 +212,11 @@ def all_batches() -> list[dict[str, Tensor]]:
 
 
 def records_or_codes(
-    plans: Sequence[Tables], folder: Path, num_steps: int = 2, batches: Any = None, *, min_bytes: int = sharded_layer.MIN_BYTES
+    plans: Sequence[Tables], folder: Path, num_steps: int = 2, batches: Any = None, *, min_bytes: int = MIN_BYTES
 ) -> list[RunRecord | str]:
     """Returns the record of each run of this rank, or its error code. min_bytes: the size from which weights are sharded."""
     runs: list[RunRecord | str] = []
-    sharded_layer.MIN_BYTES = min_bytes
+    sharded_modules.MIN_BYTES = min_bytes
     for tables in plans:
         try:
             runs.append(record(tables, num_steps, folder=folder, batches=batches))

@@ -29,18 +29,7 @@ from torch import Tensor
 from sley_core.api.actions import Transfer, direction_of
 from sley_core.api.comm import Work
 from sley_core.api.parts import Description, Parts
-from sley_pp.messages import (
-    Channels,
-    Message,
-    MessagePool,
-    WalkCheck,
-    boundary_mismatch_error,
-    has_separate_header,
-    message_layout,
-    receive_description,
-    send_description,
-    stages_differ_error,
-)
+from sley_pp import messages
 from sley_pp.plugin import LinkConfig
 
 BatchKey = tuple[Hashable, ...]
@@ -54,7 +43,7 @@ MAX_SENDS = 8
 class _PendingReceive:
     """`message` is None if `description` has no tensors, since the peer then sends nothing."""
 
-    message: Message | None
+    message: messages.Message | None
     pending: list[Work]
     description: Description
 
@@ -65,7 +54,7 @@ class Link:
     def __init__(self, config: LinkConfig) -> None:
         self._descriptions: dict[tuple[str, int, int, int], dict[BatchKey, Description]] = {}
         self._queues: dict[str, deque[tuple[Transfer, BatchKey]]] = {"up": deque(), "down": deque()}
-        self._sends: deque[tuple[list[Work], Message]] = deque()  # oldest first
+        self._sends: deque[tuple[list[Work], messages.Message]] = deque()  # oldest first
         self._announcements: deque[Work] = deque()
         self._receives: dict[Transfer, _PendingReceive] = {}
         self._gradients_to_receive: dict[tuple[int, int], Description] = {}
@@ -78,11 +67,11 @@ class Link:
     def prepare(self, parts: Parts) -> None:
         """Creates the channels and the message pool. Called once, after the process groups exist."""
         self._device = parts.world.device
-        self._channels = Channels(parts.groups, separate_header=has_separate_header(self._device))
+        self._channels = messages.Channels(parts.groups, separate_header=messages.has_separate_header(self._device))
         self._pool = parts.pool
-        self._message_pool = MessagePool(self._pool, self._device, separate_header=self._channels.separate_header)
+        self._message_pool = messages.MessagePool(self._pool, self._device, separate_header=self._channels.separate_header)
         self._stage = self._channels.stage
-        self._walk_check = WalkCheck(self._channels)
+        self._walk_check = messages.WalkCheck(self._channels)
         self._fake_description = parts.describe_output
 
     def begin(self, keys: Sequence[BatchKey], peers: Sequence[int]) -> None:
@@ -109,7 +98,7 @@ class Link:
         if key not in descriptions:
             descriptions[key] = description
             label = f"the announcement of what {self._label(transfer)}"
-            self._announcements += send_description(self._channels, description, transfer.peer, label)
+            self._announcements += messages.send_description(self._channels, description, transfer.peer, label)
         self._send(transfer, descriptions[key], description.with_overlaps(tensors), tensors)
         self._gradients_to_receive[boundary] = description.gradients
         self._start_receives(direction_of(transfer.peer, self._stage))
@@ -185,7 +174,7 @@ class Link:
         label = self._label(transfer)
         fault = "" if actual.fits(expected) else f"{label}: expected {expected}, but got {actual}"
         if expected.leaves:
-            message = self._message_pool.lease(message_layout(expected.leaves))
+            message = self._message_pool.lease(messages.message_layout(expected.leaves))
             message.write_header(self._walk_check.num_walks, transfer.micro, expected.flags if fault else actual.flags, fault)
             if not fault:
                 for target, tensor in zip(message.tensors, tensors, strict=True):
@@ -195,7 +184,7 @@ class Link:
             for handle in handles if fault else ():
                 handle.wait()
         if fault:
-            raise boundary_mismatch_error(fault)
+            raise messages.boundary_mismatch_error(fault)
         self._release_messages()
 
     def _release_messages(self) -> None:
@@ -243,7 +232,7 @@ class Link:
             queue.popleft()
             message, pending = None, []
             if description.leaves:
-                message = self._message_pool.lease(message_layout(description.leaves))
+                message = self._message_pool.lease(messages.message_layout(description.leaves))
                 pending = self._channels.receive(message.pieces, transfer.peer, label)
                 if self._fake_description is not None:  # in a fake world no message arrives, so write the expected header
                     message.write_header(self._walk_check.num_walks, transfer.micro, description.flags)
@@ -252,18 +241,18 @@ class Link:
     def _receive_description(self, transfer: Transfer) -> Description:
         if self._fake_description is not None:
             return self._fake_description(transfer.peer, transfer.peer_chunk)
-        return receive_description(self._channels, transfer.peer, f"the announcement of what {self._label(transfer)}")
+        return messages.receive_description(self._channels, transfer.peer, f"the announcement of what {self._label(transfer)}")
 
-    def _read_flags(self, transfer: Transfer, message: Message) -> bytes:
+    def _read_flags(self, transfer: Transfer, message: messages.Message) -> bytes:
         """Returns the flags of a received `message`. Raises RunError if it is an unexpected message or reports a mismatch."""
         walk, microbatch, flags, fault = message.read_header()
         label = self._label(transfer)
         if (walk, microbatch) != (self._walk_check.num_walks, transfer.micro):
-            raise stages_differ_error(
+            raise messages.stages_differ_error(
                 f"{label}: got microbatch {microbatch} of walk {walk} in walk {self._walk_check.num_walks}"
             )
         if fault:
-            raise boundary_mismatch_error(f"{label}: {fault}")
+            raise messages.boundary_mismatch_error(f"{label}: {fault}")
         return flags
 
     def _boundary_descriptions(self, transfer: Transfer) -> dict[BatchKey, Description]:

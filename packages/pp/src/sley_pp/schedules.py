@@ -20,18 +20,7 @@ from math import inf
 
 from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, loop, v_placement
 from sley_core.errors import Place, PlanError
-from sley_pp.plugin import (
-    BalancedConfig,
-    CsvConfig,
-    ExplicitConfig,
-    GPipeConfig,
-    InterleavedConfig,
-    MeasuredConfig,
-    OneFOneBConfig,
-    UniformConfig,
-    ZeroBubbleH1Config,
-    ZeroBubbleVConfig,
-)
+from sley_pp import plugin
 
 Boundaries = tuple[int, ...]
 """`num_positions + 1` strictly ascending numbers from 0 to the number of layers."""
@@ -109,12 +98,12 @@ Partitioner = Callable[[Sequence[float], int], Boundaries]
 """A function `(costs, num_positions) -> boundaries`, where `costs` has one number per layer."""
 
 
-def build_uniform(config: UniformConfig) -> Partitioner:
+def build_uniform(config: plugin.UniformConfig) -> Partitioner:
     """Returns a partitioner that gives all positions numbers of layers that differ by at most one."""
     return lambda costs, num_positions: uniform_boundaries(len(costs), num_positions)
 
 
-def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partitioner:
+def build_balanced(config: plugin.BalancedConfig | plugin.MeasuredConfig) -> Partitioner:
     """Returns a partitioner that balances the table's `layer_costs`, or its argument `costs` if the table has none. It raises
     PlanError "partition-length" if `layer_costs` does not have one number per layer, and as `balanced_boundaries`.
     """
@@ -129,7 +118,7 @@ def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partitioner:
     return partition
 
 
-def build_explicit(config: ExplicitConfig) -> Partitioner:
+def build_explicit(config: plugin.ExplicitConfig) -> Partitioner:
     """Returns a partitioner that gives position i `config.layers[i]` layers. It raises PlanError "partition-length" if there is
     not one number per position, and "partition-layers" if the numbers do not add up to the number of layers.
     """
@@ -338,18 +327,24 @@ def _zbv_pattern(stage: int, num_stages: int, num_microbatches: int) -> Iterator
     yield from [I0] * (num_later + 1)
 
 
-def build(config: GPipeConfig | OneFOneBConfig | InterleavedConfig | ZeroBubbleH1Config | ZeroBubbleVConfig) -> Schedule:
+def build(
+    config: plugin.GPipeConfig
+    | plugin.OneFOneBConfig
+    | plugin.InterleavedConfig
+    | plugin.ZeroBubbleH1Config
+    | plugin.ZeroBubbleVConfig,
+) -> Schedule:
     """Returns the schedule that a table of the plan selects."""
-    if isinstance(config, InterleavedConfig):
+    if isinstance(config, plugin.InterleavedConfig):
         return Schedule(interleaved, config.chunks)
-    if isinstance(config, ZeroBubbleVConfig):
+    if isinstance(config, plugin.ZeroBubbleVConfig):
         return Schedule(zero_bubble_v, chunks=2, place=v_placement)
-    if isinstance(config, ZeroBubbleH1Config):
+    if isinstance(config, plugin.ZeroBubbleH1Config):
         return Schedule(zero_bubble_h1)
-    return Schedule(gpipe if isinstance(config, GPipeConfig) else one_f_one_b)
+    return Schedule(gpipe if isinstance(config, plugin.GPipeConfig) else one_f_one_b)
 
 
-def build_csv(config: CsvConfig) -> Schedule:
+def build_csv(config: plugin.CsvConfig) -> Schedule:
     """Returns the schedule in the table's CSV file, which fits only one number of stages and one number of microbatches.
     Raises PlanError "schedule-file" if the file cannot be read or parsed. The schedule raises the same error for other numbers.
     """

@@ -9,20 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import SequenceKey, tree_leaves, tree_map_with_path
 
-from sley_core.checkpointing import (
-    AVERAGES,
-    BASE,
-    BUFFERS,
-    OPTIMIZER,
-    OPTIONS,
-    WEIGHTS,
-    CheckpointReader,
-    Region,
-    extra_state_names,
-    join_leaves,
-    shared_states,
-    state_names_by_parameter,
-)
+from sley_core import checkpointing
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_text import decode_value, encode_value
@@ -36,15 +23,15 @@ if TYPE_CHECKING:
     from sley_trainer.run_state import RunState
 
 
-def state_region(optimizer_param: OptimizerParam) -> Region:
+def state_region(optimizer_param: OptimizerParam) -> checkpointing.Region:
     """Returns the region of the parameter whose optimizer state this rank holds; the owner of a matrix holds the full state."""
     param, elements = optimizer_param.param, optimizer_param.elements
-    return Region(param.shape) if optimizer_param.is_owned else Region.from_param(param, elements)
+    return checkpointing.Region(param.shape) if optimizer_param.is_owned else checkpointing.Region.from_param(param, elements)
 
 
 def state_name(parameter: str, state: str) -> str:
     """Returns the name of an optimizer state in a checkpoint."""
-    return f"{OPTIMIZER}{parameter}/{state}"
+    return f"{checkpointing.OPTIMIZER}{parameter}/{state}"
 
 
 def generator_states(device: Device) -> dict[str, Any]:
@@ -111,19 +98,19 @@ def is_flat(tree: Any) -> bool:
 class RunRestorer:
     """Restores the state of one rank from a checkpoint. is_same_layout: whether the checkpoint has this run's layout."""
 
-    def __init__(self, state: RunState, saved: CheckpointReader, *, is_same_layout: bool) -> None:
+    def __init__(self, state: RunState, saved: checkpointing.CheckpointReader, *, is_same_layout: bool) -> None:
         self.state = state
         self.saved = saved
         self.is_same_layout = is_same_layout
         self.names = frozenset(saved.names)
         self.notes: list[str] = []
-        self._state_names = state_names_by_parameter(saved)
+        self._state_names = checkpointing.state_names_by_parameter(saved)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the weights and buffers that this rank needs, by name."""
         saved_params = (param for param in self.state.parts.registry if param.name not in self.state.base)
-        weights = {WEIGHTS + param.name: tuple(param.shape) for param in saved_params}
-        return weights | {BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.state.buffers()}
+        weights = {checkpointing.WEIGHTS + param.name: tuple(param.shape) for param in saved_params}
+        return weights | {checkpointing.BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.state.buffers()}
 
     def mismatches(self) -> Iterator[str]:
         """Yields a message for each weight or buffer that the checkpoint lacks or has in a different shape."""
@@ -136,7 +123,7 @@ class RunRestorer:
     def base_mismatches(self) -> Iterator[str]:
         """Yields the name of each frozen base parameter whose values differ from those in the run that wrote the checkpoint."""
         for name, value in self.state.base.items():
-            if self.saved.description.values.get(BASE + name) != value:
+            if self.saved.description.values.get(checkpointing.BASE + name) != value:
                 yield name
 
     def restore(self) -> None:
@@ -154,7 +141,7 @@ class RunRestorer:
         for param in self.state.parts.registry:
             if param.name in self.state.base:
                 continue
-            value = self._read_local(WEIGHTS + param.name, Region.from_param(param))
+            value = self._read_local(checkpointing.WEIGHTS + param.name, checkpointing.Region.from_param(param))
             dtypes.add(value.dtype)
             masters.set(param, value)
         saved_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype != masters.dtype)
@@ -163,7 +150,7 @@ class RunRestorer:
             self.notes.append(f"weights of the checkpoint were {', '.join(saved_dtypes)}, and are {master_dtype} here")
 
     def _restore_averages(self) -> None:
-        update, has_averages = self.state.update, any(name.startswith(AVERAGES) for name in self.names)
+        update, has_averages = self.state.update, any(name.startswith(checkpointing.AVERAGES) for name in self.names)
         if update.averages is None:
             if has_averages:
                 self.notes.append("the checkpoint's averages of the weights are dropped, because the plan has no [averaging]")
@@ -175,30 +162,36 @@ class RunRestorer:
             return
         update.averages.first_update = self.saved.description.state["averaging"]
         for entry in update.masters.local_params:
-            name, parameter = AVERAGES + entry.name, entry.parameter
+            name, parameter = checkpointing.AVERAGES + entry.name, entry.parameter
             if name in self.names:
-                average = self._read_local(name, Region.from_param(entry.param, entry.elements), parameter)
+                average = self._read_local(name, checkpointing.Region.from_param(entry.param, entry.elements), parameter)
                 update.averages.tensors[parameter] = average.to(parameter.device, parameter.dtype)
 
     @torch.no_grad()
     def _restore_buffers(self) -> None:
         """Restores buffers. A per-rank buffer has this rank's value if the layout is the same, else the common value."""
         for name, buffer, is_per_rank in self.state.buffers():
-            rank_name = self.state.rank_name(BUFFERS + name)
+            rank_name = self.state.rank_name(checkpointing.BUFFERS + name)
             has_rank_value = is_per_rank and self.is_same_layout and rank_name in self.names
-            buffer.copy_(self._read_local(rank_name if has_rank_value else BUFFERS + name, Region(tuple(buffer.shape))))
+            buffer.copy_(
+                self._read_local(
+                    rank_name if has_rank_value else checkpointing.BUFFERS + name, checkpointing.Region(tuple(buffer.shape))
+                )
+            )
 
     def _restore_optimizer(self) -> None:
         update = self.state.update
         params_by_id = {id(entry.parameter): entry for entry in update.masters.optimizer_params}
         states = {key: self._read_state(entry) for key, entry in params_by_id.items()}
         names = [[params_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
-        dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + entry.name).dtype] for key, entry in params_by_id.items()}
+        dtypes = {
+            key: BY_NAME[self.saved.kind(checkpointing.WEIGHTS + entry.name).dtype] for key, entry in params_by_id.items()
+        }
         optimizers.load_optimizer_state(
             update.optimizer,
             states,
             list(map(self._read_options, names)),
-            shared_states(self.saved),
+            checkpointing.shared_states(self.saved),
             update.initial_values,
             dtypes,
         )
@@ -213,7 +206,7 @@ class RunRestorer:
 
     def _restore_extra_states(self) -> None:
         """Restores extra states of modules: this rank's states if the layout is the same, else those of one rank."""
-        saved_names = extra_state_names(self.saved)
+        saved_names = checkpointing.extra_state_names(self.saved)
         if saved_names and not self.is_same_layout:
             self.notes.append("extra states of modules are those of one rank, because the checkpoint has a different layout")
         for name, module in modules_with_extra_state(self.state.parts.layers):
@@ -225,24 +218,24 @@ class RunRestorer:
     def _read_state(self, optimizer_param: OptimizerParam) -> Any:
         names = self._state_names.get(optimizer_param.name, {})
         leaves = {leaf: self._read_leaf(optimizer_param, name) for leaf, name in names.items()}
-        return join_leaves(decode_value(self.saved.description.trees.get(optimizer_param.name)), leaves)
+        return checkpointing.join_leaves(decode_value(self.saved.description.trees.get(optimizer_param.name)), leaves)
 
     def _read_leaf(self, optimizer_param: OptimizerParam, name: str) -> Any:
         if name in self.saved.description.values:
             return decode_value(self.saved.description.values[name])
         shape = self.saved.kind(name).shape
         if shape != tuple(optimizer_param.param.shape):
-            return self._read_local(name, Region(shape))
+            return self._read_local(name, checkpointing.Region(shape))
         return self._read_local(name, state_region(optimizer_param), optimizer_param.parameter)
 
     def _read_options(self, names: Sequence[str]) -> dict[str, Any]:
         values = self.saved.description.values
-        options = [values[OPTIONS + name] for name in names if OPTIONS + name in values]
+        options = [values[checkpointing.OPTIONS + name] for name in names if checkpointing.OPTIONS + name in values]
         if any(group_options != options[0] for group_options in options):
             raise RunError("checkpoint-mismatch", f"the optimizer had different options for {names[0]!r} and {names[-1]!r}")
         return {key: decode_value(value) for key, value in options[0].items()} if options else {}
 
-    def _read_local(self, name: str, region: Region, like: Tensor | None = None) -> Tensor:
+    def _read_local(self, name: str, region: checkpointing.Region, like: Tensor | None = None) -> Tensor:
         """Reads this rank's part of a tensor, on the host, in the file's dtype, padded with zeros. The result has the strides
         of `like`, since fused optimizers process a parameter and its states in memory order.
         """

@@ -22,18 +22,7 @@ from sley_core.files import PLAN_FILE, replace_atomically
 from sley_core.plan.plan import Plan
 from sley_core.records import AdaptersRecord, ModelRecord
 from sley_core.table import expand_path
-from sley_core.weight_files.read import (
-    CONFIG_FILE,
-    GENERATION_CONFIG_FILE,
-    IDS,
-    TOKENIZER_FILES,
-    HuggingFaceModel,
-    TensorReader,
-    deterministic_tokenizer_json,
-    end_token_id,
-    merge_adapters,
-    start_folder,
-)
+from sley_core.weight_files import read
 from train_cli.console import BestOption, format_count, print_line
 from train_cli.saved_run import open_weights
 
@@ -80,7 +69,7 @@ def export(
         message = "`--merge` leaves no adapters for `--format peft`"
         raise UsageError("export-adapters", message, hint="use one of them")
     if merge:
-        source = merge_adapters(plan, source)
+        source = read.merge_adapters(plan, source)
     elif plan.adapters is not None and export_format is ExportFormat.huggingface:
         hint = "use `--merge` for a whole model, or `--format peft` for the adapters"
         raise UsageError("export-adapters", "transformers' model has no weights of adapters", hint=hint)
@@ -95,7 +84,7 @@ def export(
     print_line(f"weights in {format_count(num_files, 'file')}: {out}")
 
 
-def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, *, check: bool) -> int:
+def _export_hugging_face(plan: Plan, source: read.TensorReader, out: Path, *, check: bool) -> int:
     """Writes the weights in `source` as a transformers model into the new folder `out`; returns the number of weight files.
 
     check: whether to load them with transformers, and compare the logits with those of the run's layers. Raises UsageError
@@ -118,15 +107,15 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, *, check: 
     return len(files)
 
 
-def _make_generation_config(plan: Plan, model: HuggingFaceModel) -> dict[str, Any]:
+def _make_generation_config(plan: Plan, model: read.HuggingFaceModel) -> dict[str, Any]:
     """Returns the content of `generation_config.json`: that of the initial weights, with all end tokens of the plan."""
     content: dict[str, Any] = {}
-    folder = start_folder(plan)
-    if folder is not None and (folder / GENERATION_CONFIG_FILE).is_file():
-        content = json.loads((folder / GENERATION_CONFIG_FILE).read_text("utf-8"))
-    content = {key: model.config[key] for key in IDS if model.config.get(key) is not None} | content
+    folder = read.start_folder(plan)
+    if folder is not None and (folder / read.GENERATION_CONFIG_FILE).is_file():
+        content = json.loads((folder / read.GENERATION_CONFIG_FILE).read_text("utf-8"))
+    content = {key: model.config[key] for key in read.IDS if model.config.get(key) is not None} | content
     ends: list[int] = []
-    for value in (content.get("eos_token_id"), model.config.get("eos_token_id"), end_token_id(plan)):
+    for value in (content.get("eos_token_id"), model.config.get("eos_token_id"), read.end_token_id(plan)):
         values = value if isinstance(value, list) else [value]
         ends += [token for token in values if token is not None and token not in ends]
     if ends:
@@ -139,31 +128,31 @@ def _find_tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
     data = plan.data.config
     tokenizer, template = getattr(data, "tokenizer", None), getattr(data, "template", None)
     if tokenizer is not None and tokenizer.is_file():
-        yield tokenizer, TOKENIZER_FILES[0]
-    folder = tokenizer or (None if hasattr(data, "tokenizer") else start_folder(plan))
-    names = [name for name in TOKENIZER_FILES if template is None or not name.startswith("chat_template")]
+        yield tokenizer, read.TOKENIZER_FILES[0]
+    folder = tokenizer or (None if hasattr(data, "tokenizer") else read.start_folder(plan))
+    names = [name for name in read.TOKENIZER_FILES if template is None or not name.startswith("chat_template")]
     yield from ((folder / name, name) for name in names if folder is not None and (folder / name).is_file())
     if template is not None:
         yield template, "chat_template.jinja"
 
 
-def write_config_files(plan: Plan, model: HuggingFaceModel, folder: Path) -> None:
+def write_config_files(plan: Plan, model: read.HuggingFaceModel, folder: Path) -> None:
     """Writes the config files and the tokenizer of an exported model. The tokenizer makes the same tokens as in training."""
-    contents = {CONFIG_FILE: dict(model.config), GENERATION_CONFIG_FILE: _make_generation_config(plan, model)}
+    contents = {read.CONFIG_FILE: dict(model.config), read.GENERATION_CONFIG_FILE: _make_generation_config(plan, model)}
     for name, content in contents.items():
         if content:
             with replace_atomically(folder / name) as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
     for source, name in _find_tokenizer_files(plan):
         shutil.copyfile(source, folder / name)
-    if (path := folder / TOKENIZER_FILES[0]).is_file():
+    if (path := folder / read.TOKENIZER_FILES[0]).is_file():
         text = path.read_text("utf-8")
-        if (new_text := deterministic_tokenizer_json(text)) != text:
+        if (new_text := read.deterministic_tokenizer_json(text)) != text:
             with replace_atomically(path) as file:
                 file.write(new_text.encode())
 
 
-def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> None:
+def _export_adapters(plan: Plan, source: read.TensorReader, run: Path, out: Path) -> None:
     """Writes the adapters in `source` for peft into the new folder `out`.
 
     Raises UsageError "export-adapters" without such adapters, and RunError "export-differs" if peft computes other values.
@@ -171,7 +160,7 @@ def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> 
     from sley_core.checkpointing import SavedWeights
 
     record = None if plan.adapters is None else plan.adapters.record
-    model = make_hugging_face_model(plan, merge_adapters(plan, source))
+    model = make_hugging_face_model(plan, read.merge_adapters(plan, source))
     if not isinstance(record, AdaptersRecord) or record.export is None or model is None:
         message = "the run has no adapters that could be exported for peft"
         raise UsageError("export-adapters", message, hint="use `--format safetensors`")
@@ -182,16 +171,16 @@ def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> 
     record.load(record.export)(plan, source, model.names, base, out)
 
 
-def make_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel | None:
+def make_hugging_face_model(plan: Plan, source: read.TensorReader) -> read.HuggingFaceModel | None:
     """Returns the transformers model with the weights in `source`, or None if transformers has no such model."""
     record = plan.model.record
     if not isinstance(record, ModelRecord) or record.hugging_face is None:
         return None
-    model: HuggingFaceModel = record.load(record.hugging_face)(plan, source)
+    model: read.HuggingFaceModel = record.load(record.hugging_face)(plan, source)
     return model
 
 
-def _export_safetensors(plan: Plan, source: TensorReader, out: Path) -> int:
+def _export_safetensors(plan: Plan, source: read.TensorReader, out: Path) -> int:
     """Writes the weights in `source` into the new folder `out`, a tied weight under each of its names as in a state dict.
     Prints the module that has the exported names, and returns the number of files.
 

@@ -91,7 +91,7 @@ def show(
     if rank is not None and rank >= topology.world_size:
         raise PlanError("layout", f"the rank must be from 0 to {topology.world_size - 1}, but is {rank}")
     if machine is not None:
-        estimates = import_optional("estimate", "sley_estimate.commands.estimate", "`show --timeline --machine`")
+        estimates = import_optional("estimate", "sley_estimate.commands", "`show --timeline --machine`")
         machine_file = estimates.load_machine_with_ranks(machine, per_node)
         lines = estimates.draw_step(resolved, topology.world_size, machine_file)
     elif timeline:

@@ -24,22 +24,16 @@ from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
 from sley_estimate.bytes.rank import RankBytes, build_rank0_draft, representative_stages, run_stages
+from sley_estimate.layers import prices
 from sley_estimate.layers.operators import Operator
-from sley_estimate.layers.prices import (
-    LayerSeconds,
-    PricedLayer,
-    device_operators_s,
-    host_operators_s,
-    memoize,
-    operators_s,
-    price_layers,
-)
 from sley_estimate.machine import Cost, MachineFile, copy_cost, slowest_cost, slowest_message_cost
 from sley_estimate.step.record import BeginEvent, ComputeEvent, Events, Queue, RankRecord, WaitEvent, expand_step
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepTime, simulate_programs
 from sley_trainer.assemble import Draft
 
-MeasuredSeconds = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of a chunk's layers, by (stage, chunk)
+MeasuredSeconds = Mapping[
+    tuple[int, int], Sequence[prices.LayerSeconds]
+]  # measured seconds of a chunk's layers, by (stage, chunk)
 
 
 class ActionScale(NamedTuple):
@@ -149,9 +143,9 @@ class _StepPricer:
             device = self.machine.device
             on_host = [operator for operator in operators if operator.is_on_host]
             on_device = [operator for operator in operators if not operator.is_on_host]
-            host_s = host_operators_s(on_host, self.machine) if on_host else 0.0
+            host_s = prices.host_operators_s(on_host, self.machine) if on_host else 0.0
             self._prices[id(operators)] = _OperatorSeconds(
-                host_s, device_operators_s(on_device, device), operators_s(on_device, device), len(on_device)
+                host_s, prices.device_operators_s(on_device, device), prices.operators_s(on_device, device), len(on_device)
             )
         return self._prices[id(operators)]
 
@@ -174,7 +168,7 @@ class _StepPricer:
         ports = tuple((direction, member) for member in members for direction in directions)
         return Exchange(key, channel, members, *cost, links=ports, after=None if previous is None else previous.key)
 
-    @memoize
+    @prices.memoize
     def _group_stages(self, axis: str, stage: int) -> tuple[int, ...]:
         """Returns the stages that have a rank in the `axis` group of the first rank of `stage`."""
         record = self.records[stage]
@@ -221,7 +215,7 @@ class PlanEstimate:
     """The estimate of a plan. layers: in model order. stage_bytes: that of the first rank of each stage whose steps ran."""
 
     step: StepTime
-    layers: Sequence[PricedLayer]
+    layers: Sequence[prices.PricedLayer]
     stage_bytes: Sequence[RankBytes]
 
 
@@ -246,7 +240,7 @@ def estimate_plan(
     plan = plan_for_machine(plan, machine)
     draft = build_rank0_draft(plan, world_size)
     memory, records = record_stages(plan, world_size, draft, cores, all_stages=all_stages, max_bytes=max_bytes)
-    layers = price_layers(plan, draft.model, draft.dataset, machine)
+    layers = prices.price_layers(plan, draft.model, draft.dataset, machine)
     seconds = {layer.name: layer.seconds for layer in layers if layer.seconds is not None}
     measured: MeasuredSeconds = {
         (stage, chunk): [seconds[layer.name] for layer in chunk_layers]

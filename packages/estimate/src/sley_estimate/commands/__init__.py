@@ -1,1 +1,0 @@
-"""Implements the commands `train-cli estimate`, `search` and `calibrate`."""
