@@ -41,7 +41,7 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
     if plan.run.device == "cuda" and not torch.cuda.is_available():
         hint = 'use `device = "auto"` for the available device'
         message = "the plan asks for CUDA, but torch finds no CUDA device"
-        raise plan.add_places(RunError("no-device", message, path=("run", "device"), hint=hint))
+        raise plan.add_locations(RunError("no-device", message, path=("run", "device"), hint=hint))
     with World.fake(0, world) as fake:
         try:
             with assemble(plan, fake) as run:
@@ -61,7 +61,7 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
             if world > 1 and callable(close := getattr(dataset, "close", None)):
                 close()
         except SleyError as error:
-            raise plan.add_places(error) from error.__cause__
+            raise plan.add_locations(error) from error.__cause__
     return notes
 
 

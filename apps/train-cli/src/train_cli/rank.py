@@ -119,7 +119,7 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
             yield stack.enter_context(assemble(plan, world, folder=folder if writes else None)), signal_handler
         except Exception as error:
             if isinstance(error, SleyError):
-                plan.add_places(error)
+                plan.add_locations(error)
             # Before cleanup, which may hang: the launcher needs the first error.
             fault = Fault.from_error(error)
             write_error_file(fault)

@@ -262,4 +262,4 @@ def _folder_errors(plan: Plan, folder: Path) -> Iterator[None]:
 
 
 def _refusal_error(plan: Plan, message: str, hint: str, key: str = "name") -> SleyError:
-    return plan.add_places(PlanError("run-folder", message, path=("run", key), hint=hint))
+    return plan.add_locations(PlanError("run-folder", message, path=("run", key), hint=hint))

@@ -47,14 +47,14 @@ def mean_of_micro_batches(original: Any, self: Any, output: Any, batch: Any) -> 
     return original(self, output, batch) / self.weight(batch) * 55 / 8
 
 
-@wrong("sley_dp.sums:ExactSums.start", "uneven-ranks")
+@wrong("sley_dp.sums:AllReduceSums.start", "uneven-ranks")
 def mean_of_ranks(original: Any, self: Any, buffer: Any, group: Any) -> None:
     """Weights both ranks equally, although one has 60 of the 68 labels."""
     buffer.data.mul_(68 / (2 * (60, 8)[group.coord]))
     original(self, buffer, group)
 
 
-@wrong("sley_dp.sums:ExactSums.start", "masked-ranks")
+@wrong("sley_dp.sums:AllReduceSums.start", "masked-ranks")
 def counts_ranks_without_labels(original: Any, self: Any, buffer: Any, group: Any) -> None:
     """Divides a sum by the number of ranks, although one of them has no label."""
     buffer.data.div_(group.size)

@@ -27,7 +27,7 @@ from sley_core.records import Problem
 from sley_data import formats
 from sley_data.plugin import TOKEN_BYTES, DocumentsConfig, TextConfig, TokensConfig
 
-_HUB_NAME = re.compile(r"hf:/+datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<path>.+)")
+_HUB_URL_PATTERN = re.compile(r"hf:/+datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<path>.+)")
 
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 """The names of folders that `find_library_files` skips: installed packages, tests and bytecode."""
@@ -209,7 +209,7 @@ def download_files(name: str) -> str:
     PlanError "data-hub" for a wrong name or a failed download, and PluginError "hub-missing" if `huggingface_hub` is not
     installed.
     """
-    match = _HUB_NAME.fullmatch(name)
+    match = _HUB_URL_PATTERN.fullmatch(name)
     if match is None:
         raise PlanError("data-hub", f"a hub name must have the form hf://datasets/OWNER/NAME/PATTERN, but is `{name}`")
     folder = find_cache_home()

@@ -25,7 +25,7 @@ from sley_core.api.parts import BufferShard, GradientBuffer, Layout, Param, Part
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 from sley_dp.plugin import SUMS_CHANNEL, WEIGHTS_CHANNEL, BucketedConfig, ShardedConfig, shards_axis
-from sley_dp.sums import Bf16Sums, ExactSums, ShardSums
+from sley_dp.sums import AllReduceSums, Bf16Sums, ShardSums
 
 
 class BucketedReducer(GradientHandler):
@@ -44,7 +44,7 @@ class BucketedReducer(GradientHandler):
         self._groups = parts.groups
         self.sums: Sums = Bf16Sums(self._sent)
         if self._config.reduction != "bf16":
-            self.sums = parts.store.reduction.sums(parts.store, self._sent) or ExactSums(self._sent)
+            self.sums = parts.store.reduction.sums(parts.store, self._sent) or AllReduceSums(self._sent)
         self._store.lay_out(self._plan_layout)
 
     def begin_step(self, step: StepState) -> None:

@@ -1,8 +1,8 @@
 """Sums buckets of gradients over their reduce group.
 
-    ExactSums   all-reduce in place
-    Bf16Sums    all-to-all of bf16 slices ──added in fp32──> bf16 ──> all-gather of the sums
-    ShardSums   reduce-scatter over the ranks that share a copy ──> all-reduce over the ranks that hold the same shard
+    AllReduceSums   all-reduce in place
+    Bf16Sums        all-to-all of bf16 slices ──added in fp32──> bf16 ──> all-gather of the sums
+    ShardSums       reduce-scatter over the ranks that share a copy ──> all-reduce over the ranks that hold the same shard
 
 A copy is one copy of the optimizer states, of which each rank holds a shard.
 
@@ -25,7 +25,7 @@ MAX_ACTIVE = 2
 """The maximum number of sums in flight that need scratch memory: one is gathered while the next is exchanged."""
 
 
-class ExactSums(Sums):
+class AllReduceSums(Sums):
     """All-reduces buffers in place, in the gradients' dtype."""
 
     def __init__(self, sent: SentBytes) -> None:

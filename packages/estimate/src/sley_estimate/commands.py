@@ -92,7 +92,7 @@ def estimate(
             estimate = estimate_plan(resolved, size, machine_file, num_cores(), all_stages=True)
             stages = estimate.stage_bytes
     except SleyError as error:
-        raise resolved.add_places(error) from error.__cause__
+        raise resolved.add_locations(error) from error.__cause__
     if limit is None and machine_file is not None:
         limit = machine_file.device.memory
     if form is console.OutputFormat.json:
@@ -154,7 +154,7 @@ def draw_step(plan: Plan, world_size: int, machine: MachineFile) -> Iterator[str
     try:
         estimate = estimate_plan(plan, world_size, machine, num_cores())
     except SleyError as error:
-        raise plan.add_places(error) from error.__cause__
+        raise plan.add_locations(error) from error.__cause__
     yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {world_size} x {machine.device.name}, estimated"
     yield draw_timeline(estimate.step.timeline)
     yield from seconds_lines(estimate, machine)
@@ -257,7 +257,7 @@ def search(
             cores = num_cores()
             result = search_layouts(space, machine_file, max_bytes=limit, top=top, cores=cores, report_progress=report_progress)
     except SleyError as error:
-        raise resolved.add_places(error) from error.__cause__
+        raise resolved.add_locations(error) from error.__cause__
     typer.echo("\n".join(result_lines(result, choices.skip_reasons, limit)))
     if not result.fastest_layouts:
         raise typer.Exit(1)

@@ -201,7 +201,7 @@ class AllToAllAttention(SequenceCommunicator):
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchanges tensors of one dtype with `_exchange`, and their gradients in the opposite direction. Blocks."""
+    """The differentiable all-to-all between tensors split by position and tensors split by head. It waits for each exchange."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, is_by_heads: bool, label: str, contents: int, *tensors: Tensor) -> tuple[Tensor, ...]:

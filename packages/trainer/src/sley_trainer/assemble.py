@@ -200,7 +200,7 @@ def build_groups(plan: Plan, world: World, topology: Topology, model: Model, sta
     try:
         num_samples = count_samples_per_epoch(dataset, plan.data.config)
     except SleyError as error:
-        raise plan.add_places(error) from error.__cause__
+        raise plan.add_locations(error) from error.__cause__
     tensors = sha256()  # a factory may build different models on different ranks
     for layer in model.layers:
         for named_tensors in (layer.module.named_parameters, layer.module.named_buffers):

@@ -125,9 +125,11 @@ def build_stepper(
 
 
 def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) -> Update:
-    """Builds the master weights and the optimizer of the trainable parameters, and casts frozen ones to the working dtype.
+    """Returns the update of the trainable parameters: their master weights, optimizer and averages. Casts frozen parameters to
+    the working dtype.
 
-    has_values: whether tensors have values. A user's optimizer is then probed, which may raise PlanError "optimizer-unfit".
+    has_values: False if the tensors are fake or on the meta device. If True, a user's optimizer is probed. Raises PlanError
+    "optimizer-unfit" or "averaging-modes".
     """
     config: Any = plan.optimizer.config
     device = parts.world.device
@@ -156,7 +158,7 @@ def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) ->
     averages = None if plan.averaging is None else Averages(plan.averaging.build(plan.run.steps), plan.averaging.name)
     if averages is not None and traits.has_modes:
         message = f"`{plan.optimizer.name}` evaluates and saves weights of its own, so `{averages.name}` cannot average them"
-        raise plan.add_places(PlanError("averaging-modes", message, hint="remove [averaging]", path=("averaging",)))
+        raise plan.add_locations(PlanError("averaging-modes", message, hint="remove [averaging]", path=("averaging",)))
     optimizer = plan.optimizer.build(groups_of(masters.optimizer_params), optimizer_device)
     return Update(parts, config, masters, optimizer, groups_of, factor, traits, averages)
 

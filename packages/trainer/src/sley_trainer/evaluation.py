@@ -203,7 +203,7 @@ def build_evaluation_feeds(
         try:
             dataset, num_samples = _open_evaluation_set(name, evaluation_set, plan, parts, info)
         except SleyError as error:
-            raise plan.add_places(error) from error.__cause__
+            raise plan.add_locations(error) from error.__cause__
         info_by_set[f"samples of the set {name}:"] = str(num_samples)
         if hasattr(dataset, "data_digest"):
             info_by_set[f"data of the set {name}, with the digest"] = str(dataset.data_digest)
@@ -269,7 +269,7 @@ def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool)
     if evaluation.best is not None and custom_metric is None and parse_metric(evaluation.best.metric) not in names:
         message = f"an evaluation of this data and this loss has no metric `{evaluation.best.metric}`"
         hint = f"use one of {', '.join(names)}; perplexity and accuracy need token ids and plain cross-entropy"
-        raise plan.add_places(PlanError("keep-best", message, path=("evaluation", "keep_best"), hint=hint))
+        raise plan.add_locations(PlanError("keep-best", message, path=("evaluation", "keep_best"), hint=hint))
     return metrics
 
 
@@ -283,7 +283,7 @@ def _build_custom_metric(plan: Plan) -> Metric:
             message = f"`{table.factory}` must return a function `(output, batch)`, but returns a {type(metric).__name__}"
             raise PlanError("metric-result", message, path=(*path, "factory"))
     except SleyError as error:
-        raise plan.add_places(error) from error.__cause__
+        raise plan.add_locations(error) from error.__cause__
     return cast("Metric", metric)
 
 

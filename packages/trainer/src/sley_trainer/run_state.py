@@ -316,7 +316,7 @@ AUTO = "auto"
 
 
 def build_checkpointer(state: RunState) -> Checkpointer:
-    """Returns the checkpointer of the plan's `[checkpoint]`, or `LazyCheckpointer` without this table."""
+    """Returns the checkpointer of the plan's table `[checkpoint]`, or a `LazyCheckpointer` if the plan has no such table."""
     component = state.plan.checkpoint
     checkpointer: Checkpointer = LazyCheckpointer(state) if component is None else component.build(state)
     return checkpointer

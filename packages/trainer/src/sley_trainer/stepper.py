@@ -134,7 +134,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     try:
         boundaries = plan.partition.build()(costs, placement.num_positions)
     except PlanError as error:
-        raise plan.add_places(error) from None
+        raise plan.add_locations(error) from None
     positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
     layers_by_position = [(placement.holder(position).stage, layers) for position, layers in enumerate(positions)]
     stage = Stage(lists, layers_by_position)

@@ -170,7 +170,7 @@ def _format_timeline(plan: Plan, topology: Topology) -> Iterator[str]:
         placement = schedule.placement(topology.pp)
         lists = lower(schedule.lists(topology.pp, num_microbatches), placement, num_microbatches)
     except PlanError as error:
-        raise plan.add_places(error) from None
+        raise plan.add_locations(error) from None
     simulation = simulate(lists, placement, Costs.uniform(placement.num_positions))
     sizes = f"{format_count(topology.pp, 'stage')}, {format_count(num_microbatches, 'microbatch', 'es')}"
     yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"

@@ -144,8 +144,8 @@ class _TransferEnd(NamedTuple):
 def schedule_posts(
     actions: Sequence[Action], outputs: list[Delivery | None], stage: int, placement: Placement, order: Mapping[Delivery, int]
 ) -> dict[int, list[Transfer]]:
-    """Returns the posts of `stage` by the index of the action that they precede. outputs: the value that each action computes
-    for a neighbouring chunk. order: the index of each transfer.
+    """Returns, by the index of an action, the transfers that `stage` starts before that action. outputs: the value that each
+    action sends to a neighbouring chunk, or None. order: the position of each transfer in the order of all transfers.
     """
     ends: dict[Direction, list[_TransferEnd]] = {"up": [], "down": []}
     max_orders: list[int] = []  # after each action, the latest transfer that the list has needed so far

@@ -278,7 +278,7 @@ class Device:
 
     @contextmanager
     def preserve_random_state(self) -> Iterator[None]:
-        """Restores all generators that `seed` seeds after the block, so that the program's own draws are unaffected."""
+        """On leaving the block, restores all generators that `seed` seeds, so that the program's own draws are unaffected."""
         generator = torch.cuda.default_generators[self.torch_device.index] if self.type == "cuda" else None
         state, device_state = host_state(), None if generator is None else generator.get_state()
         try:

@@ -462,7 +462,7 @@ class GradientNorms(GradientHandler):
         self.config = config
 
     def attach(self, parts: Parts) -> None:
-        """Adds one number per trained parameter to the rows: the root of the sum of all ranks' `_squared_norm_share`."""
+        """Adds the metric `gradient_norm/NAME` for each trained parameter: the L2 norm of its gradient over all ranks."""
         self._store = parts.store
         for param in parts.registry.trainable:
             share = partial(self._squared_norm_share, param, parts.numbers.replica_weight(param))

@@ -144,7 +144,7 @@ SHAPE_FUNCTIONS = {
     *(T.size, T.numel, T.nelement, T.dim, T.ndimension, T.__len__, T.stride, T.is_contiguous, T.element_size),
     torch.numel,
 }
-"""Functions of a tensor's shape and dtype, whose results are those of the full weight."""
+"""Functions that read only a tensor's metadata. For a sharded weight, they return the results for the full weight."""
 
 SHARD_FUNCTIONS = {
     *(T.dtype.__get__, T.device.__get__, T.requires_grad.__get__, T.requires_grad.__set__, T.requires_grad_),

@@ -144,8 +144,8 @@ class LossScale:
         if overflowed:
             if self.value <= config.min_scale:
                 message = (
-                    f"the gradients of step {step + 1} overflow with the loss scale at its smallest, {self.value:g}; "
-                    f"{self.num_skipped} steps were skipped before"
+                    f"the gradients of step {step + 1} overflow even at the smallest loss scale, {self.value:g}; "
+                    f"{self.num_skipped} steps have already been skipped"
                 )
                 hint = 'lower the learning rate, check the data of this step, or compute in "bf16"'
                 raise RunError("loss-scale-exhausted", message, hint=hint)

@@ -112,7 +112,7 @@ def learning_rate_factor(plan: "Plan") -> Factor:
 
 
 def _rate_error(plan: "Plan", message: str) -> SleyError:
-    return plan.add_places(PlanError("learning-rate", message, path=("learning_rate", "factory")))
+    return plan.add_locations(PlanError("learning-rate", message, path=("learning_rate", "factory")))
 
 
 def factor_digest(factor: Factor, num_steps: int) -> str:

@@ -98,7 +98,7 @@ def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
         lists = schedule.lists(topology.pp, micros)
         lower(lists, placement, micros)
     except PlanError as error:
-        return list(plan.add_places(error).diagnostics)
+        return list(plan.add_locations(error).diagnostics)
     if plan.model.config.compile and any(action.kind is Kind.INPUT_GRADIENT for actions in lists for action in actions):
         message = f"`{plan.pipeline.name}` splits backwards into input and weight gradients, which a compiled layer cannot do"
         hint = "use a schedule with whole backwards, such as `pp.one_f_one_b`, or remove `compile`"

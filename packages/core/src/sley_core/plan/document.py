@@ -104,7 +104,7 @@ def sort_by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     return sorted(dict.fromkeys(diagnostics), key=sort_key)
 
 
-def add_places(error: SleyError, document: Document) -> SleyError:
+def add_locations(error: SleyError, document: Document) -> SleyError:
     """Adds the places in `document` to the diagnostics of `error` that have a path; returns the same error."""
 
     def add_place(diagnostic: Diagnostic) -> Diagnostic:

@@ -14,7 +14,7 @@ import tomli
 import tomli_w
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError, format_path
-from sley_core.plan.document import Document, add_places, to_plain_data
+from sley_core.plan.document import Document, add_locations, to_plain_data
 from sley_core.plan.kinds import COMPONENTS, ComponentTable
 from sley_core.plan.loader import Plugin, PluginLoader
 from sley_core.plan.tables import (
@@ -60,7 +60,7 @@ class Component:
                 return self.plugin.load_builder(self.record)
             return import_factory(self.table.build or self.name, self.path, self.document.folder)
         except SleyError as error:
-            add_places(error, self.document)
+            add_locations(error, self.document)
             raise
 
     def build(self, *args: Any) -> Any:
@@ -74,7 +74,7 @@ class Component:
             arguments = {self.table.factory_argument: args[0]} if self.table.factory_argument else {}
             return call_factory(self.name, self.path, self.document.folder, self.config.options, arguments)
         except SleyError as error:
-            add_places(error, self.document)
+            add_locations(error, self.document)
             raise
 
 
@@ -204,15 +204,15 @@ class Plan:
         except ValueError as error:
             axis = "wp" if "x wp" in str(error) else "dp" if sizes.dp != "auto" else "pp" if sizes.pp > 1 else "sp"
             hint = _suggest_size(sizes, world_size, str(error))
-            raise self.add_places(PlanError("layout", str(error), path=("parallel", axis), hint=hint)) from None
+            raise self.add_locations(PlanError("layout", str(error), path=("parallel", axis), hint=hint)) from None
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
         """Returns a diagnostic with the place of the value at `path`, or else of the closest enclosing table."""
         return self.document.diagnostic(code, message, path, hint)
 
-    def add_places(self, error: SleyError) -> SleyError:
+    def add_locations(self, error: SleyError) -> SleyError:
         """Adds places to diagnostics of `error` that have only a path. Returns the same error, to be raised."""
-        return add_places(error, self.document)
+        return add_locations(error, self.document)
 
 
 def _suggest_size(sizes: ParallelTable, world_size: int, message: str) -> str:
