@@ -60,7 +60,7 @@ def read_config(folder: Path) -> HFConfig:
 
 
 def find_config_path(folder: Path) -> Path:
-    """Returns the file that describes the model in `folder`: the run's `plan.toml` if it belongs to a run, else `config.json`."""
+    """Returns the file that describes the model in `folder`: `plan.toml` in a folder of a run, else `config.json`."""
     run = run_of(folder)
     return folder / CONFIG_NAME if run is None else run / "plan.toml"
 

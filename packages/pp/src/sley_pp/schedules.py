@@ -36,7 +36,8 @@ def check_num_layers(num_layers: int, num_positions: int) -> None:
 
 def uniform_boundaries(num_layers: int, num_positions: int) -> Boundaries:
     """Returns boundaries that split the layers evenly over the positions. If the layers do not divide evenly, positions in the
-    middle get one more layer, since the embedding and the head usually cost more than a block. Raises PlanError "partition-empty" if there are too few layers.
+    middle get one more layer, since the embedding and the head usually cost more than a block. Raises PlanError
+    "partition-empty" if there are too few layers.
     """
     check_num_layers(num_layers, num_positions)
     size, num_larger = divmod(num_layers, num_positions)

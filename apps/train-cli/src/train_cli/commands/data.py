@@ -126,16 +126,14 @@ def _read_sample(dataset: Dataset, index: int) -> dict[str, list[int]]:
 
 def _count_tokens(dataset: Dataset) -> dict[str, Any]:
     """Returns the dataset's counts by name, and `packing`, the share of positions without padding, or None if unknown."""
-    counts = dict(getattr(dataset, "counts", None) or _count_tokens(dataset))
+    counts = dict(getattr(dataset, "counts", None) or _count_sample_tokens(dataset))
     is_known = counts["padding"] is not None and counts["positions"]
     counts["packing"] = 1 - counts["padding"] / counts["positions"] if is_known else None
     return counts
 
 
-def _count_tokens(dataset: Dataset) -> dict[str, Any]:
-    """Returns the counts of a report for the first `_MAX_COUNTED_SAMPLES` samples, with None for counts that are unknown, and the
-    counts of each source if the dataset has sources.
-    """
+def _count_sample_tokens(dataset: Dataset) -> dict[str, Any]:
+    """Returns the counts of the first `_MAX_COUNTED_SAMPLES` samples, with None for unknown ones, and those of each source."""
     names: Sequence[str] = getattr(dataset, "sources", ())
     counts = [Counter(samples=0, tokens=0, trained=0) for _ in names or "1"]
     for index in range(min(len(dataset), _MAX_COUNTED_SAMPLES)):

@@ -205,8 +205,8 @@ def _export_safetensors(plan: Plan, source: read.TensorReader, out: Path) -> int
 
 def _find_module_names(plan: Plan) -> "tuple[dict[str, list[str]], nn.Module | None]":
     """Calls the factory on the meta device, and finds the outermost module that contains all of the model's parameters. Returns
-    the state-dict names of each weight and persistent buffer in that module, keyed by their name in the run, and the module. A tied weight
-    has several names. If no single module has all parameters, returns the names in the registry and None.
+    the state-dict names of each weight and persistent buffer in that module, keyed by their name in the run, and the module.
+    A tied weight has several names. If no single module has all parameters, returns the names in the registry and None.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 

@@ -135,9 +135,9 @@ class Waits:
     def before_layer(self, name: str, wait: Callable[[], None], is_due: Callable[[], bool] | None = None) -> None:
         """Registers `wait`, which is called before every use of the weights of layer `name`.
 
-        is_due: returns whether weights are missing; if not, `wait` is not called. If it is None, `wait` is always called. `is_due` must be
-        cheap, change nothing, and return the same on all ranks that hold shards of the layer: they read each other's
-        shards during a step only if nothing is due.
+        is_due: returns whether weights are missing; if not, `wait` is not called. If it is None, `wait` is always called.
+        `is_due` must be cheap, change nothing, and return the same on all ranks that hold shards of the layer: they read each
+        other's shards during a step only if nothing is due.
         """
         self._waits.setdefault(name, []).append((wait, is_due))
 
