@@ -310,7 +310,7 @@ def count_graphs() -> int:
 
 
 def recompile_reasons() -> dict[str, str]:
-    """Returns the failed guard of each recent recompilation by compile id. Omits changes of the grad mode, as in evaluations."""
+    """Returns the failed guard of each recent recompilation by compile id. Omits changes of grad mode, as in evaluations."""
     from torch._dynamo.utils import get_compilation_metrics
 
     reasons = ((str(metrics.compile_id), metrics.recompile_reason) for metrics in get_compilation_metrics())
