@@ -229,7 +229,9 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def block_bytes(num_bytes: int) -> int:
-    """Returns the smallest block size that fits `num_bytes`, a multiple of 256."""
+    """Returns the smallest block size that fits `num_bytes`. Block sizes are multiples of 256 bytes. Between two powers of two,
+    there are eight of them, so a large block wastes at most an eighth.
+    """
     power = 1 << max(num_bytes - 1, 1).bit_length() - 1  # the largest power of two below `num_bytes`
     return round_up(max(1, num_bytes), max(ALIGNMENT_BYTES, power // 8))
 

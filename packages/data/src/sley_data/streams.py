@@ -163,9 +163,9 @@ class _PartPaths(NamedTuple):
 
 
 def load_text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> TokenStream:
-    """Returns the stream of the non-empty documents of a split of text, in order. tokenizer: None for bytes. notes: the list
-    that receives sentences for the user. Raises a PlanError that lists all missing and empty files, or PlanError for the first
-    document that cannot be read.
+    """Returns the stream of the non-empty documents of a split of text, in order. tokenizer: None for bytes. notes: its
+    content is replaced by sentences for the user. Raises a PlanError that lists all missing and empty files, or PlanError for
+    the first document that cannot be read.
     """
 
     def read() -> Iterator[TextDocument]:

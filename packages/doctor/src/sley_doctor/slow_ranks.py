@@ -163,7 +163,7 @@ MAX_OTHER_STAGE_RATIO = 3.0
 _COMMON_LOCATIONS = frozenset({Location.DATA, Location.BETWEEN, Location.EVALUATION})
 """The locations at which all ranks do comparable work."""
 
-_CHUNK_PREFIXES = "FBIW"  # the first letters of locations at which layers run
+_CHUNK_PREFIXES = "FBIW"  # F, B, I and W: locations that start with these letters run layers
 
 
 class Excess(NamedTuple):

@@ -122,7 +122,7 @@ def parse_size(text: str) -> int:
     try:
         return TypeAdapter(ByteSize).validate_python(text)
     except ValidationError:
-        hint = "use 80GiB, or another number with TiB, MiB, KiB, TB, GB, MB, KB or B"
+        hint = "use a size such as 80GiB; units are TiB, GiB, MiB, KiB, TB, GB, MB, KB and B"
         raise UsageError("memory-size", f"`--memory {text}` is not a size", hint=hint) from None
 
 

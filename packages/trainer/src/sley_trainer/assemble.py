@@ -349,7 +349,7 @@ def describe_dtypes(plan: Plan, model: Model) -> list[str]:
         flat += [component.name for component in plan.offload if steps_on_host(component.record)]
         faults += [f"`{name}` stores all weights in one buffer of one dtype" for name in flat]
     if faults:
-        hint = "use names that `train-cli show` prints, or a handler and a manager that do not need one dtype"
+        hint = "use names that `train-cli show` prints; or replace the handler or manager by one that allows several dtypes"
         path = ("precision", "keep")
         raise PlanError.from_diagnostics([plan.diagnostic("precision-keep", fault, path, hint) for fault in faults])
     if working == master:

@@ -68,7 +68,9 @@ class WeightQueue:
 
     @torch.no_grad()
     def run(self, key: ActionKey) -> None:
-        """Computes the products that the I action of `key` queued, and frees the tensors of each before the next."""
+        """Computes the weight gradients that the I action of `key` queued, and frees the tensors of each before the next. Calls
+        `on_last_product` with a parameter after its last product.
+        """
         queued = self._queued.pop(key)
         num_remaining = Counter(param for _, param in queued)
         queued.reverse()

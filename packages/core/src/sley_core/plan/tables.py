@@ -282,7 +282,7 @@ class EvaluationTable(Table):
 
 
 class ProfileTable(Table):
-    """Records a Chrome trace on each rank, with all actions of some steps. By default, records none."""
+    """Records a Chrome trace of all actions in `steps` on each rank. Without this table, nothing is recorded."""
 
     steps: Annotated[Array[PositiveInt], Field(min_length=2, max_length=2)]
     """The first and the last step to record, counted from 1 as in `metrics.jsonl`."""

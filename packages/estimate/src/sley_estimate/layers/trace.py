@@ -103,7 +103,7 @@ def trace_layer(
 
 
 def describe_next_input(output: Any, layer: Layer) -> Value:
-    """Returns the detached output of `layer` in the form of an input of the next layer. `SplitLogits` become logits."""
+    """Returns the input of the next layer: a description of `output`, and its detached tensors. `SplitLogits` become logits."""
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         output = output.logits()
     description, tensors = describe_output(output, layer.name)
