@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import sley_pp.link
+import sley_pp.messages
 from sley_core.comm.world import Group, World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
@@ -34,7 +34,7 @@ def plan(factory, stages=1, schedule="one_f_one_b", dp=1, **options):
 def record_with_both_headers(plans, own, batches=None):
     """Records two steps of each plan, and then of the first two with separate headers."""
     results = [record(tables, 2, folder=own, batches=batches) for tables in plans]
-    sley_pp.link.has_separate_header = lambda device: True
+    sley_pp.messages.has_separate_header = lambda device: True
     return results + [record(tables, 2, folder=own, batches=batches) for tables in plans[:2]]
 
 
@@ -84,7 +84,7 @@ def test_micro_batches_of_a_step_may_differ_in_length(ranks, own):
 def record_or_error(plans, own, apart=False):
     """Returns the records, or the code, message and time of the error."""
     if apart:
-        sley_pp.link.has_separate_header = lambda device: True
+        sley_pp.messages.has_separate_header = lambda device: True
     found = []
     for tables in plans:
         start_s = time.monotonic()
@@ -200,7 +200,7 @@ Sent = tuple[str, str, int]
 
 def record_messages(tables: dict[str, Any], folder: Path) -> list[list[Sent]]:
     """Returns the messages of an evaluation, two steps and an evaluation, as if tensors were on a device."""
-    sley_pp.link.has_separate_header = lambda device: True
+    sley_pp.messages.has_separate_header = lambda device: True
     sent: list[Sent] = []
     send = Group.send
 
