@@ -376,7 +376,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
 def gpu(session: nox.Session) -> None:
-    """Run all tests that need CUDA, and benchmarks/memory.py and gpu.py there. Print one table of figures and targets.
+    """Run all tests that need CUDA, and benchmarks/memory.py, gpu.py and loss.py there. Print one table of figures and targets.
 
     Takes some fifteen minutes of one device. Tests that may share it run first. The session fails if a test fails or a target
     is missed, after everything has run.
@@ -396,6 +396,8 @@ def gpu(session: nox.Session) -> None:
         memory = ("--device", "cuda", "--rounds", "10", "--part", "between", "park")
         in_dev(session, "python", "benchmarks/memory.py", *memory, success_codes=(0, 1), **FOR_TESTS, **env)
         in_dev(session, "python", "benchmarks/gpu.py", success_codes=(0, 1), **env)
+        logits = ("--device", "cuda", "--dtype", "bfloat16", "--tokens", "8192", "--classes", "128256")
+        in_dev(session, "python", "benchmarks/loss.py", *logits, **env)
         table = figures.read_text("utf-8") if figures.exists() else ""
         memory_labels = ("a step with states away", "offload", "onload", "device memory given back")
         expected = (*memory_labels, "a, compiled: Sley's MFU", *(f"{part}:" for part in "bcdef"))

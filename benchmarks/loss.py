@@ -1,8 +1,9 @@
 """The last linear and the cross-entropy: with all logits, with torch's functions, and in chunks of tokens. One process.
 
 Each contestant computes forward and backward of one microbatch, and adds the weight's gradient to an accumulator, as a step
-does. Peaks are the live tensor bytes above those of hidden states, weight, accumulator and labels. If liger-kernel is
-installed, its kernel is a contestant, too. On a CPU its bytes count, but not its time (`TRITON_INTERPRET=1`, `--only memory`).
+does. Peaks are the bytes above those of hidden states, weight, accumulator and labels: live tensors on a CPU, and those of the
+allocator with `--device cuda`. If liger-kernel is installed, its kernel is a contestant, too. On a CPU its bytes count, but not
+its time (`TRITON_INTERPRET=1`, `--only memory`).
 """
 
 from collections.abc import Callable
@@ -100,6 +101,22 @@ def contestants(microbatch: Microbatch) -> dict[str, Callable[[], None]]:
     return result
 
 
+def peak_allocated_mb(step: Callable[[], None]) -> float:
+    """Returns the MiB by which `step` raises the bytes of the CUDA allocator, in its second call."""
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def run_and_wait(step: Callable[[], None]) -> None:
+    step()
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     options = parser(__doc__ or "", rounds=7)
     options.add_argument("--tokens", type=int, default=2048)
@@ -107,17 +124,22 @@ def main() -> None:
     options.add_argument("--classes", type=int, default=32000)
     options.add_argument("--dtype", default="float32")
     options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options.add_argument("--only", choices=("times", "memory"), default=None)
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
-    microbatch = Microbatch(chosen.tokens, chosen.width, chosen.classes, getattr(torch, chosen.dtype))
+    with torch.device(chosen.device):
+        microbatch = Microbatch(chosen.tokens, chosen.width, chosen.classes, getattr(torch, chosen.dtype))
     steps = contestants(microbatch)
-    title = f"{chosen.tokens} tokens, width {chosen.width}, {chosen.classes} ids, {chosen.dtype}"
+    title = f"{chosen.tokens} tokens, width {chosen.width}, {chosen.classes} ids, {chosen.dtype}, {chosen.device}"
     if chosen.only in (None, "memory"):
-        peaks = {name: round(peak_live_mb(step)) for name, step in steps.items() if name != AGAIN}
-        report(f"peak MiB of live tensors, {title}", [], peaks, chosen.json)
+        peak_mb = peak_live_mb if chosen.device == "cpu" else peak_allocated_mb
+        peaks = {name: round(peak_mb(step)) for name, step in steps.items() if name != AGAIN}
+        report(f"peak MiB, {title}", [], peaks, chosen.json)
     if chosen.only in (None, "times"):
         torch.set_num_threads(chosen.threads)
+        if chosen.device == "cuda":
+            steps = {name: partial(run_and_wait, step) for name, step in steps.items()}
         rows = compare(interleave(steps, chosen.rounds, warmup=1), BASE)
         report(f"forward and backward, {title}", rows, {"noise": round(noise_of(rows, AGAIN), 3)}, chosen.json)
 
