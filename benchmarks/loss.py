@@ -101,20 +101,18 @@ def contestants(microbatch: Microbatch) -> dict[str, Callable[[], None]]:
     return result
 
 
-def peak_allocated_mb(step: Callable[[], None]) -> float:
-    """Returns the MiB by which `step` raises the bytes of the CUDA allocator, in its second call."""
-    step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
 def run_and_wait(step: Callable[[], None]) -> None:
     step()
     torch.cuda.synchronize()
+
+
+def peak_allocated_mb(step: Callable[[], None]) -> float:
+    """Returns the MiB by which `step` raises the bytes of the CUDA allocator, in its second call."""
+    run_and_wait(step)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run_and_wait(step)
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def main() -> None:

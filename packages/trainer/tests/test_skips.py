@@ -177,6 +177,16 @@ def test_a_state_is_gone_on_from_and_the_smallest_scale_is_the_end():
         smallest.update(2, overflowed=True)
 
 
+def test_scale_grows_after_a_resume_with_a_shorter_interval():
+    ours = LossScale(LossScaleTable(init_scale=64.0, growth_interval=3))
+    ours.restore({"value": 64.0, "num_good": 7, "num_skipped": 0})
+    values = []
+    for step in range(5):
+        ours.update(step, overflowed=False)
+        values.append(ours.value)
+    assert values == [64.0, 128.0, 128.0, 128.0, 256.0]
+
+
 def go_on(tables, folder, spoilt=(), num=5):
     """`num` steps, of which those that fail are told and passed over: what was told, the rows, the weights."""
     told, rows = [], []

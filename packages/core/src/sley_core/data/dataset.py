@@ -72,7 +72,7 @@ class DataInfo:
 
 @dataclass(frozen=True)
 class DataContext:
-    """Describes what a dataset is built for.
+    """Describes the run for which a dataset is built.
 
     seed: the run's seed. split: the split to read. num_samples: the number of samples in all steps of the run, over all ranks;
     None if it is unknown.

@@ -375,7 +375,7 @@ class ExactTotals(Totals):
         self._norm_type = norm_type
         self._loss = loss
         stage = groups["pp"].coord
-        # Of the ranks that hold copies of the same elements, only one counts them.
+        # Only one of the ranks that hold copies of the same elements counts them.
         self._counted: list[Tensor] = []
         for group in gradients:
             if groups[group.reduce_group].coord < group.num_shards and stage == group.stages[0]:
