@@ -29,10 +29,10 @@ from sley_testing.ranks import Ranks
 from sley_testing.runs import RunRecord, assert_equal_replicas, assert_parity, assert_same_run, record
 from sley_testing.weight_contract import model_plan
 
-Case = tuple[int, int, bool]  # the number of query heads, that of key heads, and whether rows hold several documents
+Case = tuple[int, int, bool]  # the numbers of query heads and key heads, and whether rows hold several documents
 
-NUM_STEPS = 2
-BATCH, LENGTH, WIDTH = 2, 8, 3
+NUM_STEPS = 2  # optimizer steps per run
+BATCH, LENGTH, WIDTH = 2, 8, 3  # rows, positions per row, elements per head
 BOUNDS = torch.tensor([[0, 3, 7, 8], [0, 6, 8, 8]], dtype=torch.int32)
 """The document bounds `cu_seqlens` of each row. One document of each row lies in both halves."""
 
@@ -66,7 +66,7 @@ def _build_attention(sequence: Tables, group: Group) -> SequenceCommunicator:
 
 
 def run_cases(sequence: Tables, cases: Sequence[Case]) -> list[CaseResult]:
-    """Runs each case on this rank: the attention over a slice of two inputs, then full attention after `detach`."""
+    """Returns this rank's result of each case, from attention over slices of two inputs and full attention after `detach`."""
     results = []
     with World.join("cpu") as world:
         group = _make_group(world)
@@ -101,8 +101,8 @@ class SequenceAttentionContract:
     sequence: ClassVar[Tables]
 
     def test_slice_results_equal_full_attention(self, ranks: Callable[..., Ranks]) -> None:
-        """Compares context and gradients. All ranks must issue the same collectives, and `detach` must undo `attach`. The
-        attention may refuse numbers of heads that two ranks cannot split evenly, but then on all ranks.
+        """Compares contexts and gradients. All ranks must issue the same collectives, and `detach` must undo `attach`. The
+        attention may refuse numbers of heads that two ranks cannot split evenly, but then all ranks must refuse.
         """
         cases = DIVISIBLE_CASES + INDIVISIBLE_CASES
         for case, results in zip(cases, zip(*ranks(2, 120)(run_cases, self.sequence, cases), strict=True), strict=True):
@@ -131,7 +131,7 @@ class SequenceAttentionContract:
         assert_same_sequence([[call for calls in rank.calls for call in calls] for rank in recorded])
 
     def test_dropout_is_repeatable_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
-        """Compares two equal runs. One process drops other elements than slices do, so only its evaluation is compared."""
+        """Compares two equal runs. One process drops other elements than the slices, so only its evaluation is compared."""
         initial_loss = record(sequence_plan(None, dropout=0.3), 0).held_out
         results = ranks(2, 120)(train_twice, sequence_plan(self.sequence, dropout=0.3))
         for rank_initial_loss, first, second in results:
@@ -164,7 +164,7 @@ def _draw_inputs(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[st
 
 
 def _relative_errors(attention: nn.Module, group: Group, case: Case, seed: int) -> list[float]:
-    """Returns the relative errors (see `CaseResult`) of this rank's context, without and with autograd, and its gradients."""
+    """Returns the errors (see `CaseResult`) of this rank's contexts without and with autograd, and of its gradients."""
     *inputs, bounds = _draw_inputs(case, seed)
     (output_gradient, *_) = _draw_inputs(case, seed + 100)  # the context has the shape of q
 

@@ -92,6 +92,7 @@ def _skip_reason(record: records.Record) -> str:
 
 
 def _run_contract(record_type: type[records.Record], table: Tables) -> "_ReportCollector":
+    """Runs a contract with pytest in this process, and returns its report. table: names the record to test."""
     module, contract, attribute = CONTRACTS[record_type]
     text = f"from sley_testing.{module} import {contract}\n\n\nclass TestIt({contract}):\n    {attribute} = {table!r}\n"
     collector = _ReportCollector()

@@ -37,21 +37,21 @@ from sley_trainer import assemble
 from sley_trainer.assemble import build_meta_model
 
 _POINT_TO_POINT_OPS = ("send", "recv", "recv_any")
-_UNEVEN_OPS = ("all_to_all", "all_to_all_single")
-_ROOT_PREPOSITIONS = {"send": "to", "recv": "from"}
+_UNEVEN_OPS = ("all_to_all", "all_to_all_single")  # the ranks may have inputs of different sizes
+_ROOT_PREPOSITIONS = {"send": "to", "recv": "from"}  # by operation, the text before the peer's rank in messages
 
 
 @dataclass(frozen=True)
 class Collective:
     """Describes one collective call of one rank.
 
-    op: the name in `torch.distributed` (2.13). Every send or receive is `send`, `recv` or `recv_any`. group: the label of the
-    group of Sley that issued the call, else `communicator`. ranks: the global ranks of the members. communicator: the
-    description or name of torch's process group, which groups of the same members share. numel, dtype: the number of elements
-    and the dtype of this rank's input (of its output for a scatter). A barrier has 0, "". is_async: False for calls with
-    `async_op=False` and for `monitored_barrier`. Sends and receives count as asynchronous. peer: the global rank of the root,
-    destination or source; None if the operation has none. site: the innermost frames outside torch and the kit, as `file:line
-    function`.
+    op: the name in `torch.distributed` (2.13). Every send or receive is `send`, `recv` or `recv_any`. group: the label of
+    Sley's group that issued the call, or `communicator` if no group of Sley did. ranks: the global ranks of the members.
+    communicator: the description or name of torch's process group, which groups with the same members share. numel, dtype: the
+    number of elements and the dtype of this rank's input (for a scatter, of its output); 0 and "" for a barrier. is_async:
+    False for calls with `async_op=False` and for `monitored_barrier`. Sends and receives count as asynchronous. peer: the
+    global rank of the root, destination or source; None if the operation has none. site: the innermost frames outside torch and
+    the kit, as `file:line function`.
     """
 
     op: str
@@ -80,8 +80,8 @@ class Collective:
 
 def assert_same_sequence(sequences: Sequence[Sequence[Collective]]) -> None:
     """Asserts that all members of each group issued the same collectives in the same order, and that sends match receives.
-    sequences: the recorded calls of ranks 0, 1 and so on. Ranks without a sequence are not compared. Raises AssertionError for
-    the first call that differs, with the calls of the ranks and their lines of code, and for a receive from any source.
+    sequences: the recorded calls of ranks 0, 1 and so on; other ranks are not compared. Raises AssertionError for the first
+    call that differs, with the calls of the ranks and their lines of code, and for a receive from any source.
     """
     for (group, _), members in _calls_by_communicator(sequences).items():
         for call in (call for calls in members.values() for call in calls):
@@ -103,7 +103,7 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]]) -> None:
 def _calls_by_communicator(
     sequences: Sequence[Sequence[Collective]],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
-    """Returns for each communicator, in order of first use, the calls of each recorded member."""
+    """Returns the calls of each recorded member of each communicator. The communicators are in the order of their first use."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = {}
     for rank, calls in enumerate(sequences):
         for call in calls:
@@ -151,8 +151,8 @@ _TORCH_NAMES = {
 """The names in `torch.distributed` of operations that torch dispatches under other names."""
 
 
-_HIDDEN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_NUM_SITES = 3
+_HIDDEN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))  # messages omit frames in these folders
+_NUM_SITES = 3  # the maximum number of frames in `Collective.site`
 
 
 @contextmanager
@@ -213,6 +213,7 @@ class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _describe_call(name: str, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> Collective:
+    """Returns the description of a call. name, arguments: the name and the arguments of the operation that torch dispatches."""
     base_name = name.partition("::")[2].strip("_")
     op = _TORCH_NAMES.get(base_name, base_name)
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -237,7 +238,7 @@ def _describe_call(name: str, group: dist.ProcessGroup, arguments: Mapping[str, 
 
 
 def _caller_label(communicator: str) -> str:
-    """Returns the label of the group of Sley that issued the call, or `communicator` if there is none. Groups of the same
+    """Returns the label of Sley's group that issued the call, or `communicator` if no group of Sley did. Groups with the same
     members share a communicator, which has the label of the first group. Only `run_guarded`, which starts every exchange, knows
     the labels of the other groups.
     """
@@ -258,11 +259,11 @@ def _user_frames() -> tuple[str, ...]:
 
 
 Traces = dict[str, dict[str, Any]]
-"""By name of a module: its class and attributes, as `traces` returns them."""
+"""Maps the name of each module to the plain data of its class and attributes. `traces` returns such a dict."""
 
 
 def traces(layers: Iterable[Layer]) -> Traces:
-    """Returns by module name the class and the attributes of each module of `layers`, as plain data that can be compared. The
+    """Returns the class and the attributes of each module of `layers`, by module name, as plain data that can be compared. The
     data of a parameter are its class, attributes, `requires_grad`, numbers of hooks, and whether it has a gradient. Values,
     dtype and device are omitted, since a run sets them. A stand-in for a sharded or remote weight is described as that weight.
     """
@@ -288,6 +289,7 @@ def record_built_models() -> Iterator[list[tuple[Model, Traces]]]:
 
 
 def _describe_attribute(value: Any) -> Any:
+    """Returns the plain data for an attribute of a module; see `traces`."""
     if isinstance(value, Mapping):
         return {
             key if isinstance(key, str) else index: _describe_attribute(item) for index, (key, item) in enumerate(value.items())
@@ -325,7 +327,7 @@ def assert_untouched(expected: Traces, layers: Iterable[Layer]) -> None:
 
 
 def can_read_peers() -> bool:
-    """Returns whether sley-cma is installed and can read the memory of peers: on x86-64 Linux, as root or if Yama allows."""
+    """Returns whether sley-cma is installed and may read other processes: on x86-64 Linux, as root or without Yama's limits."""
     if find_spec("sley_cma") is None or platform.machine() != "x86_64" or sys.platform != "linux":
         return False
     yama_file = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -352,6 +354,8 @@ def late_exchanges() -> Iterator[None]:
 
 
 class _LateWork(Work):
+    """Starts an exchange when the program waits for it."""
+
     def __init__(self, start: Callable[[], Work]) -> None:
         self._start = start
 
@@ -376,6 +380,8 @@ class _LateWork(Work):
 
 
 class _LateTransport(Transport):
+    """Delays the exchanges of another transport; see `late_exchanges`."""
+
     def __init__(self, transport: Transport, group: Group) -> None:
         self._transport = transport
         self._group = group

@@ -3,8 +3,8 @@
     class TestTopK(GradientHandlerContract):
         handler = {"use": "topk.compressed", "ratio": 0.1}
 
-Two ranks train a small model. Gradients of the first layer are reduced over a group of one rank, and all others over both. If
-the reducer leaves shards, all gradients are reduced over both ranks, and gathered for comparisons.
+Two ranks train a small model. Gradients of the first layer are reduced over a group of one rank, and all other gradients over
+both ranks. If the reducer leaves shards, all gradients are reduced over both ranks, and gathered for comparisons.
 
 The gradients of a reducer are compared with those of `core.each`. If its record declares no tolerance, every step must match.
 Otherwise, the first step and the sum over all steps must match within the tolerance. The learning rate is tiny, so that weights
@@ -32,11 +32,11 @@ from sley_testing.ranks import Ranks
 from sley_testing.runs import RunRecord, assert_same_runs, fail_once, record
 from sley_trainer.run import Run
 
-EACH: Tables = {"use": "core.each"}
-NUM_STEPS = 3
-MICRO_SIZE = 2
-WIDTH = 6
-LR = 1e-6
+EACH: Tables = {"use": "core.each"}  # the reference reducer
+NUM_STEPS = 3  # optimizer steps per run
+MICRO_SIZE = 2  # samples per microbatch
+WIDTH = 6  # features of each layer's input and output
+LR = 1e-6  # so small that the weights of compared runs stay almost equal
 UNREDUCED_LAYER = "first"  # its gradients are reduced over a group of one rank
 
 
@@ -114,11 +114,12 @@ class TanhLinear(nn.Linear):
 
 
 def layers() -> list[tuple[str, nn.Module]]:
+    """Returns the contract's two layers with their names."""
     return [(UNREDUCED_LAYER, TanhLinear(WIDTH, WIDTH)), ("second", UnevenBlock(WIDTH))]
 
 
 def handler_plan(handlers: list[Tables], num_microbatches: int, *, dp: int = 2, reduction: str = "fast") -> Tables:
-    """Returns the contract's fp64 plan, whose batch has `num_microbatches` microbatches for each of two ranks."""
+    """Returns the contract's fp64 plan with `handlers`. Its batch has `num_microbatches` microbatches for each of two ranks."""
     return contract_plan(
         __name__,
         run={"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
@@ -133,7 +134,8 @@ def handler_plan(handlers: list[Tables], num_microbatches: int, *, dp: int = 2, 
 def observe(
     handlers: list[Tables], num_microbatches: int, fails: bool, has_unreduced_layer: bool = True, reduction: str = "fast"
 ) -> RunRecord:
-    """Runs the contract's plan on this rank and returns its record. Raises AssertionError if hooks are left on parameters.
+    """Runs the contract's plan on this rank and returns its record. Raises AssertionError if autograd hooks are left on
+    parameters.
 
     fails: whether a failing step precedes the first and the last step. It raises in its last backward after handlers have
     received the gradients of the second layer, so that reductions are in flight or pending. has_unreduced_layer: whether
@@ -173,7 +175,7 @@ class GradientHandlerContract:
 
     @pytest.mark.parametrize("num_microbatches", [1, 3])
     def test_reduction_matches_record(self, ranks: Callable[..., Ranks], num_microbatches: int) -> None:
-        """Compares gradients with `core.each` within the record's tolerance. A transform must only keep their shapes."""
+        """Compares gradients with those of `core.each` within the record's tolerance. A transform must only keep shapes."""
         baseline = self._observe(ranks, num_microbatches, [EACH])
         results = self._observe(ranks, num_microbatches)
         record, config = self._handler_record()
@@ -223,7 +225,9 @@ class GradientHandlerContract:
         assert_same_runs(self._observe(ranks, 3), failed)
 
     def test_canonical_sums_match_one_process(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects weights and states that are bit-identical to one process, and that a failed step does not change a run."""
+        """Expects weights and states that are bit-identical to those of one process, and that a failed step does not change a
+        run.
+        """
         record, config = self._handler_record()
         if not record.fixed_order or record.role != "reducer" or record.tolerance_for(config):
             pytest.skip("the record declares no fixed order")
@@ -238,7 +242,7 @@ class GradientHandlerContract:
     def _observe(
         self, ranks: Callable[..., Ranks], num_microbatches: int, handlers: list[Tables] | None = None
     ) -> list[RunRecord]:
-        """Returns the records of both ranks from a cache. handlers: the handlers of the plan, by default `_handlers()`."""
+        """Returns the records of both ranks, which are cached. handlers: the handlers of the plan, by default `_handlers()`."""
         return ranks(2).once(observe, handlers or self._handlers(), num_microbatches, False, self._has_unreduced_layer())
 
     def _handlers(self) -> list[Tables]:
@@ -249,10 +253,13 @@ class GradientHandlerContract:
         return [self.handler, EACH] if "reducer" in record.before else [EACH, self.handler]
 
     def _has_unreduced_layer(self) -> bool:
-        """Returns whether the handler leaves no shards, whose layout is fixed before the test could change reduce groups."""
+        """Returns whether tests may reduce the first layer over one rank: not if the handler leaves shards, whose layout is
+        fixed.
+        """
         return self._handler_record()[0].result == "full"
 
     def _handler_record(self) -> tuple[GradientHandlerRecord, Table]:
+        """Returns the record and the options of the tested handler."""
         (*_, component) = plan_from_dict(handler_plan([self.handler], 1)).gradient_handlers
         assert isinstance(component.record, GradientHandlerRecord)
         return component.record, component.config

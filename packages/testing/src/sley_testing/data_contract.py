@@ -39,10 +39,9 @@ from sley_testing.parity import relative_error
 from sley_testing.plain import split_batch
 from sley_testing.plans import Tables, small_plan
 
-GLOBAL_SIZE = 4  # the samples of a batch; each of two ranks has half of them
-
-NUM_BATCHES = 6
-SEED = 7
+GLOBAL_SIZE = 4  # samples per batch; each of two ranks has half of them
+NUM_BATCHES = 6  # batches that each test reads from a feed
+SEED = 7  # the seed of the datasets and feeds
 
 
 class DatasetContract:
@@ -146,8 +145,8 @@ class DatasetContract:
     def _read_batches(
         self, folder: Path, rows: range, state: Mapping[str, Any] | None = None, notes: list[str] | None = None
     ) -> "Iterator[_FedBatch]":
-        """Yields the batches of a rank, which has `rows` of each. state: the feed's state to resume from, if any. notes: a list
-        that receives the feed's notes, for example about a dataset state that cannot be restored.
+        """Yields the batches of a rank that has the rows `rows` of each batch. state: the feed's state to resume from, if any.
+        notes: a list that receives the feed's notes, for example about a dataset state that cannot be restored.
         """
         with Feed(self._open_dataset(folder), seed=SEED, batch_size=GLOBAL_SIZE, rows=rows, timeout_s=60) as feed:
             if state is not None:
@@ -159,7 +158,7 @@ class DatasetContract:
                 yield _FedBatch(batch, feed.samples, feed.state())
 
     def _read_samples(self, dataset: AnyDataset) -> Iterator[tuple[int, Sample]]:
-        """Yields indices and samples: the first samples of a stream, or evenly spaced ones with the first and the last."""
+        """Yields indices and samples: the first samples of a stream, or evenly spaced samples with the first and the last."""
         if is_stream(dataset):
             yield from enumerate(islice(cast(Any, dataset), self.num_samples))
             return
@@ -168,12 +167,12 @@ class DatasetContract:
             yield index, indexed[index]
 
     def _copy_samples(self, dataset: AnyDataset) -> dict[int, Sample]:
-        """Returns copies of samples by index, each made before the next is read."""
+        """Returns copies of samples by index. Copies each sample before it reads the next."""
         return {index: {name: value.clone() for name, value in sample.items()} for index, sample in self._read_samples(dataset)}
 
 
 class _FedBatch(NamedTuple):
-    """Holds a batch, and the feed's state after it."""
+    """Holds a batch of a feed, its sample numbers, and the feed's state after the batch."""
 
     batch: Batch
     sample_numbers: tuple[int, ...]
@@ -203,11 +202,11 @@ class LossContract:
     loss: ClassVar[Tables]
 
     def batch(self) -> tuple[Tensor, Batch]:
-        """Returns an fp64 model output and its batch. Dim 0 of all tensors is the samples: an even number of at least four."""
+        """Returns an fp64 model output and its batch. Dim 0 of each tensor is the samples: an even number, at least four."""
         raise NotImplementedError("implement `batch`: the output and batch to test the loss with")
 
     def weightless_batch(self) -> "Batch | None":
-        """Returns a batch of the size of `batch` with weight 0, for example with ignored labels only. None skips the test."""
+        """Returns a batch of the size of `batch` with weight 0, for example with ignored labels only; None to skip the test."""
         return None
 
     def test_weight_is_sum_over_microbatches(self) -> None:
@@ -286,7 +285,7 @@ class LossContract:
         assert second == first, f"weight and loss of a batch are {first}, but {second} after another batch"
 
     def test_loss_reads_only_its_fields(self) -> None:
-        """Passes only the fields in the loss's `fields`, since a run moves no others to the device."""
+        """Passes only the fields that the loss names in `fields`, since a run moves only these fields to the device."""
         loss, (output, batch) = self._loss(), self.batch()
         fields = getattr(loss, "fields", None)
         if fields is None:
@@ -312,7 +311,7 @@ class LossContract:
         return loss
 
     def _micro_sizes(self) -> tuple[int, int]:
-        """Returns the microbatch sizes to test: 1, and half the batch."""
+        """Returns the microbatch sizes to test, in samples: 1, and half of the batch."""
         num_samples = len(self.batch()[0])
         is_valid = num_samples >= 4 and num_samples % 2 == 0
         assert is_valid, f"`batch` must have an even number of samples, at least four, but has {num_samples}"

@@ -63,17 +63,17 @@ class DrawnDevice(Device):
         return memory
 
     def mark_host_memory(self, tensor: Tensor) -> None:
-        """Marks the memory of `tensor` as host memory, like that of `host_memory`."""
+        """Marks the memory of `tensor` as host memory, as `host_memory` does for new memory."""
         self.copies.detector.mark_host_memory(tensor.detach())
 
     def watching(self) -> AbstractContextManager[None]:
-        """Returns a context manager that treats operations of this thread as the device's. At its end, all copies complete."""
+        """Returns a context manager in which this thread's operations are the device's. At its end, all copies complete."""
         return self.copies.watching()
 
 
 @dataclass
 class _Copy:
-    """Holds a pending copy. dependencies: the work of the device and of other streams that must precede it."""
+    """Holds a pending copy. dependencies: the work of the device and of other streams that must be complete before the copy."""
 
     target: "Span"
     source: "Span"
@@ -100,7 +100,7 @@ class DrawnCopies:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches operations in the block. Then completes all copies, and checks for memory that was freed too early."""
+        """Watches the operations in the block. Then completes all copies, and checks for memory that was freed too early."""
         with _CopyWatch(self).watching():
             yield
         while self._execute_next():
@@ -108,8 +108,8 @@ class DrawnCopies:
         self.apply_rule(self.detector.check_freed_memory)
 
     def apply_rule(self, rule: Callable[..., Any], *args: Any) -> None:
-        """Calls a rule of the detector. If `is_strict`, the first broken rule raises AssertionError. Later ones do not, since
-        the cleanup of a failed run is not ordered.
+        """Calls a rule of the detector. If `is_strict`, the first broken rule raises AssertionError. Later broken rules do not,
+        since the cleanup of a failed run is not ordered.
         """
         try:
             rule(*args)
@@ -146,8 +146,8 @@ class DrawnCopies:
         self.execute_some()
 
     def poll(self, clock: happens_before.Clock) -> bool:
-        """Executes some copies, and returns whether the host sees that those in `clock` are complete. May return False although
-        they are complete. Repeated calls eventually return True.
+        """Executes some copies, and returns whether the host sees that all copies in `clock` are complete. It may return False
+        although they are complete, but repeated calls eventually return True.
         """
         if not _streams_behind(clock, self.detector.host):
             return True
@@ -158,7 +158,7 @@ class DrawnCopies:
         return not _streams_behind(clock, self._num_done)
 
     def wait_for(self, clock: happens_before.Clock) -> None:
-        """Executes the copies in `clock`, their dependencies, and a random number of others."""
+        """Executes the copies in `clock`, the copies that they depend on, and a random number of other copies."""
         self.handle_call()
         while streams := _streams_behind(clock, self._num_done):
             assert self._execute_next(streams), f"copies wait for each other: {self._queues}"
@@ -218,7 +218,7 @@ class DrawnStream(CopyStream):
 
 
 class DrawnEvent(CopyEvent):
-    """Marks a point in a stream. clock: the work that precedes the point."""
+    """Marks a point in a stream. clock: the work of the device and the streams that precedes the point."""
 
     def __init__(self, copies: DrawnCopies, clock: happens_before.Clock) -> None:
         self.clock = clock
@@ -297,7 +297,7 @@ class Span:
 
 
 def fill_with_nan(tensor: Tensor) -> None:
-    """Fills `tensor` with NaN, or with the maximum of its dtype if that is an integer. Leaves bools unchanged."""
+    """Fills `tensor` in place with NaN, or with the maximum of its dtype if that is an integer. Leaves bools unchanged."""
     with torch.no_grad(), _disable_current_modes():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
@@ -352,7 +352,7 @@ class Site(NamedTuple):
 
 
 def wait_sites(program: Callable[[], object]) -> list[Site]:
-    """Calls `program`, and returns the lines that call waits in the order of their first calls."""
+    """Calls `program`, and returns each line that called a wait, in the order of the first calls."""
     sites: dict[Site, None] = {}
 
     def record_site(site: Site) -> bool:

@@ -1,6 +1,7 @@
-"""Builds small models whose blocks each use one coding habit: `factory = "sley_testing.habits:model"`, `options.habit`.
+"""Builds small models with unusual code, such as writes to outputs in place. A plan selects one by `options.habit`.
 
-A package that replaces linears can compare a run of each of the `HABITS` with a plain loop (`runs.assert_by_hand`).
+A package that replaces linears can compare a run of each of the `HABITS` with a plain loop (`runs.assert_by_hand`). The factory
+is `sley_testing.habits:model`.
 """
 
 import warnings
@@ -37,7 +38,7 @@ class InPlace(Block):
 
 
 class Adaptive(Block):
-    """Applies its linears one to three times, depending on the first token."""
+    """Applies its linears one to three times. The first token of the batch determines how often."""
 
     def depth(self, tokens: Tensor) -> int:
         return 1 + int(tokens[0, 0]) // 4 % 3
@@ -49,7 +50,7 @@ class Adaptive(Block):
 
 
 class AdaptiveAgain(Adaptive):
-    """Repeats linears like `Adaptive`, under reentrant checkpointing."""
+    """Repeats linears like `Adaptive`, but under reentrant checkpointing."""
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Any:
         for _ in range(self.depth(tokens)):
@@ -126,7 +127,7 @@ class Mapped(Block):
 
 
 class NoGradient(torch.autograd.Function):
-    """Adds the sum of a weight, and returns no gradient for the weight."""
+    """Adds the sum of a weight to its input. Its backward returns no gradient for the weight."""
 
     @staticmethod
     def forward(_ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ class Silent(Block):
 
 
 class Hooked(Block):
-    """Registers a tensor hook on the output of one linear, and a forward hook on the other."""
+    """Registers a tensor hook on the output of one linear, and a forward hook on the other linear."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -187,7 +188,7 @@ class Clamping(torch.autograd.Function):
 
 
 class WrittenGradients(Block):
-    """Modifies gradients in place that linears have also received."""
+    """Modifies gradients in place that its linears also receive."""
 
     def forward(self, hidden: Tensor) -> Any:
         residual = hidden * 1.0

@@ -33,12 +33,12 @@ Clock = dict[int, int]
 """Maps a worker to the number of its operations before some point. The device is worker 0; streams are numbered from 1."""
 
 DEVICE = 0
-_SWEEP_EVERY = 4096
+_SWEEP_EVERY = 4096  # after this number of device operations, the records of freed storages are removed
 _MAX = 1 << 62  # more than any number of bytes or operations
 
 
 def merge_clocks(clock: Clock, event_clock: Clock) -> None:
-    """Raises each entry of `clock` to at least that of `event_clock`, in place."""
+    """Updates `clock` in place: sets each entry to the maximum of itself and the same entry of `event_clock`."""
     for worker, number in event_clock.items():
         clock[worker] = max(clock.get(worker, 0), number)
 
@@ -72,8 +72,8 @@ class CopyEnd:
 
 @dataclass
 class _Accesses:
-    """Holds the accesses to one storage. reference: a weak reference that prevents reuse of the storage's address.
-    device_accesses: for each byte range, the numbers of the device's last read and last write.
+    """Holds the accesses to one storage. reference: a weak reference that prevents reuse of the storage's address. copies: the
+    ends of copies that may be in flight. device_accesses: for each byte range, the numbers of the device's last read and write.
     """
 
     reference: Any
@@ -235,7 +235,7 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises AssertionError before an operation that uses freed memory.
+    """Watches torch operations within `watching()`, and raises AssertionError before an operation that uses freed memory.
 
     Subclasses may override the methods `before_operation`, `after_allocation` and `before_resize`, whose errors propagate to
     the caller of the operation.
@@ -246,8 +246,8 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
 
     def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
-        """Is called before the operation `name` with its accesses; a view has none. Raises AssertionError if the memory of a
-        tensor was freed.
+        """Checks the operation `name` before it runs. accesses: its accesses; a view has none. Raises AssertionError if the
+        memory of a tensor was freed.
         """
         for access in accesses:
             needed, allocated = needed_and_allocated_bytes(access.tensor)
@@ -256,10 +256,10 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def after_allocation(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Is called with the new tensors of the operation `name`. Does nothing by default."""
+        """Does nothing. A subclass can override it to receive the new tensors of the operation `name`."""
 
     def before_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None] | None:
-        """Is called before `storage` is resized to `num_bytes`. Returns a function to call after the resize, or None."""
+        """Is called before `storage` is resized to `num_bytes`. May return a function, which is called after the resize."""
         return None
 
     @contextmanager
@@ -305,6 +305,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _wrap_read(self, name: str) -> Callable[..., Any]:
+        """Returns a replacement for the method `name` of Tensor that calls `before_operation` first."""
         method = getattr(Tensor, name)
 
         def check_and_call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -331,8 +332,8 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _describe_arguments(func: Any) -> tuple[list[str], set[str] | None]:
-    """Returns the names of an operation's arguments, and of those that it writes. The latter is None if the operation accesses
-    no memory.
+    """Returns the names of all arguments of an operation, and the names of the arguments that it writes. The second result is
+    None if the operation accesses no memory.
     """
     names = [argument.name for argument in func._schema.arguments]
     operation = func._schema.name.partition("::")[2]
@@ -345,7 +346,7 @@ def _describe_arguments(func: Any) -> tuple[list[str], set[str] | None]:
 
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested lists and tuples."""
+    """Yields `value` if it is a tensor, or the tensors in it if it is a list or tuple, which may be nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

@@ -37,8 +37,8 @@ from sley_testing.runs import RunRecord, assert_same_runs, fail_once, read_count
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
-NUM_STEPS = 3
-FAILING_STEP = 1  # the index of the step that a failing step precedes
+NUM_STEPS = 3  # optimizer steps per run
+FAILING_STEP = 1  # an extra step fails before the step with this index
 
 PLAN = small_plan(
     run__steps=NUM_STEPS,
@@ -50,8 +50,8 @@ PLAN = small_plan(
 
 @dataclass
 class Observation:
-    """Holds one rank's results. recorded: the record of the run. graph_tensors: descriptions of the live tensors with a
-    graph, after each step but the last. counts: the hook's counts after each step but the last.
+    """Holds one rank's results. recorded: the record of the run. graph_tensors: descriptions of the live tensors with an
+    autograd graph, after each step except the last. counts: the hook's counts after each step except the last.
     """
 
     recorded: RunRecord = field(default_factory=RunRecord)
@@ -60,8 +60,8 @@ class Observation:
 
 
 def observe(hooks: Sequence[Tables], folder: Path, *, fails: bool = False) -> Observation:
-    """Takes NUM_STEPS steps on this rank. Raises AssertionError if the closed run has changed a module or parameter. fails:
-    whether a step that raises in its first backward precedes step FAILING_STEP.
+    """Takes NUM_STEPS steps on this rank and returns the results. Raises AssertionError if the closed run has changed a module
+    or parameter. fails: whether a step that raises in its first backward precedes step FAILING_STEP.
     """
     observation = Observation()
 
@@ -166,7 +166,7 @@ class MetricsWriterContract:
         self._assert_rows(tmp_path, rows)
 
     def test_rows_with_different_names(self, tmp_path: Path) -> None:
-        """Writes numbers that occur only in some steps, and integer, negative and tiny values."""
+        """Writes numbers that occur only in some steps, and values that are large, negative or tiny."""
         rows: list[dict[str, float | int]] = [
             {"step": 1, "loss": 2.5},
             {"step": 2, "loss": -1e-30, "held_out_loss": 3.0, "tokens": 10**9},
@@ -211,7 +211,7 @@ class MetricsWriterContract:
             self._assert_rows(folder, [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 7.0}])
 
     def test_rows_are_on_disk_after_write_and_close(self, tmp_path: Path) -> None:
-        """Reads the folder directly after `write`, as after a kill, and after two closes. The second must do nothing."""
+        """Reads the folder directly after `write`, as after a kill, and after two closes. The second close must do nothing."""
         writer = self._build_writer(tmp_path)
         writer.write({"step": 1, "loss": 1.0})
         points = self._read_points(tmp_path) if self.writes_at_once else [(1, "loss", 1.0)]

@@ -50,7 +50,7 @@ def memory_profile() -> Iterator[list[Allocation]]:
 
 
 def peak_bytes(events: list[Allocation]) -> int:
-    """Returns the maximum number of live bytes among those allocated within the profile."""
+    """Returns the maximum number of bytes that were live at a time. Only memory allocated within the profile counts."""
     live: dict[int, int] = {}  # by address, since the profiler's own total misses memory that gloo's threads free
     total = peak = 0
     for _, address, num_bytes in events:
@@ -64,8 +64,8 @@ def peak_bytes(events: list[Allocation]) -> int:
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """Holds the measured bytes of a rank. states: the bytes of each part of the run after the last step. peak: the maximum of
-    live bytes above those before assembly. It excludes samples, since the profiler does not record their thread (see
+    """Holds the measured bytes of a rank. states: the bytes of each part of the run after the last step. peak: the maximum
+    number of live bytes allocated since assembly. It excludes samples, since the profiler does not record their thread (see
     `RankBytes.batch`). plan_values: values of the plan that only the run could determine, such as a partition.
     """
 
@@ -87,7 +87,7 @@ def measure_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path
 
 
 class Figure(NamedTuple):
-    """A line of the table of `nox -s gpu`. figure: the value with its unit. target: "" for none. is_met: None without one."""
+    """Holds a line of the table of `nox -s gpu`. target: "" if the figure has no target; then `is_met` is None."""
 
     name: str
     figure: str
@@ -100,7 +100,7 @@ class Figure(NamedTuple):
 
 
 def note(figure: Figure) -> None:
-    """Appends a line to the file that the environment variable SLEY_FIGURES names, if set. `nox -s gpu` prints that file."""
+    """Appends a line to the file that the environment variable SLEY_FIGURES names, if it is set. `nox -s gpu` prints it."""
     if path := os.environ.get("SLEY_FIGURES"):
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(f"{figure}\n")

@@ -37,19 +37,20 @@ from sley_testing.runs import RunRecord, Tensors, assert_equal_replicas, assert_
 from sley_trainer.optimizer_probe import try_optimizer
 from sley_trainer.run import Run
 
-NUM_STEPS = 7
-SAVED_AT = 3
+NUM_STEPS = 7  # optimizer steps per run
+SAVED_AT = 3  # the step after which checkpoints are saved
 EXACT_TOLERANCE = 1e-9  # the relative tolerance of weights in fp64
 
 
 def layers(has_biases: bool = True) -> list[tuple[str, nn.Module]]:
+    """Returns the contract's two layers with their names."""
     return [(name, TanhLinear(WIDTH, WIDTH, bias=has_biases)) for name in ("first", "second")]
 
 
 @dataclass
 class Observation:
-    """Holds the results of a run. recorded: its record. initial_parameters, final_parameters: by name, the values of the
-    optimizer's parameters before the first step and after the last. step_gradients: the gradients of each step, by name.
+    """Holds the results of a run. recorded: its record. initial_parameters, final_parameters: the optimizer's parameters by
+    name, before the first step and after the last. step_gradients: the gradients of each step, by name.
     """
 
     recorded: RunRecord = field(default_factory=RunRecord)
@@ -87,7 +88,7 @@ def train(tables: Tables, *, save: Path | None = None, steps_separately: bool = 
 
 
 def resume(tables: Tables, checkpoint: Path) -> RunRecord:
-    """Resumes from `checkpoint` in this process, and takes the steps after SAVED_AT. Evaluates before the last one."""
+    """Resumes from `checkpoint` in this process, takes the steps after SAVED_AT, and evaluates before the last one."""
     num_steps = NUM_STEPS - SAVED_AT
 
     def evaluate_before_last_step(run: Run, number: int) -> None:
@@ -134,7 +135,7 @@ class OptimizerContract:
     only_matrices: ClassVar[bool] = False
 
     def test_optimizer_probe_passes(self) -> None:
-        """Runs the check of each run's start: full and partial parameters, joint and separate steps, a resume, other rates."""
+        """Runs the check of a run's start: full and partial parameters, joint and separate steps, a resume, and rates."""
         for dtype in (torch.float32, torch.float64):
             _, faults = self._run_probe(dtype)
             messages = "; ".join(f"{fault.message} ({fault.hint})" for fault in faults)
@@ -164,7 +165,7 @@ class OptimizerContract:
 
     @pytest.mark.parametrize("compute", ["fp64", "bf16"])
     def test_resumed_run_is_bit_identical(self, compute: str, tmp_path: Path) -> None:
-        """Compares an uninterrupted run with a resumed one that also evaluates."""
+        """Compares an uninterrupted run with a resumed run that also evaluates."""
         tables = self._plan(precision={"compute": compute})
         uninterrupted = record(tables, NUM_STEPS, prepare=partial(save_at, SAVED_AT, tmp_path / "saved"))
         # If they differ, the optimizer has state outside the checkpoint.
@@ -172,8 +173,8 @@ class OptimizerContract:
 
     @pytest.mark.parametrize("handler", ["core.each", "dp.sharded"])
     def test_two_ranks_match_one_process(self, ranks: Callable[..., Ranks], handler: str, tmp_path: Path) -> None:
-        """Compares two ranks with one process, which also resumes their checkpoint. The ranks are replicas (`core.each`), or
-        each updates a part of the parameters (`dp.sharded`).
+        """Compares two ranks with one process, and with one process that resumes their checkpoint. The ranks are replicas
+        (`core.each`), or each rank updates a part of the parameters (`dp.sharded`).
         """
         tables = self._plan()
         if handler == "dp.sharded":
@@ -231,11 +232,12 @@ class OptimizerContract:
         assert torch.equal(parameters[1].parameter, torch.ones(3, 4)), "a parameter without a gradient has changed"
 
     def _can_step_separately(self) -> bool:
+        """Returns whether the optimizer's scope lets it update one parameter at a time."""
         optimizer = plan_from_dict(self._plan()).optimizer
         return scope_of(optimizer.record, optimizer.config) not in ("global", "unknown")
 
     def _run_probe(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Returns the traits and the faults of the optimizer that the check of each run's start finds."""
+        """Returns the traits and the faults of the optimizer, as the check at the start of each run finds them."""
         ndims = (2,) if self.only_matrices else (2, 1)
         return try_optimizer(plan_from_dict(self._plan()), ndims, dtype, torch.device("cpu"))
 
@@ -263,7 +265,7 @@ class LRScheduleContract:
     num_steps: ClassVar[int] = 100
 
     def test_every_step_has_finite_rate(self) -> None:
-        """Expects finite, non-negative factors, even after the plan's last step. One within the run must be above 0."""
+        """Expects finite, non-negative factors, even after the last step. One factor within the run must be above 0."""
         rates = self._compute_factors(self.num_steps)
         for step, rate in enumerate(rates):
             is_number = isinstance(rate, int | float) and not isinstance(rate, bool)

@@ -1,4 +1,4 @@
-"""Compares two sets of gradients or weights by name, and reports those that differ most.
+"""Compares two sets of gradients or weights by name, and reports the parameters that differ most.
 
 The error of a parameter is ||actual - reference|| / ||reference|| in float64. Each parameter has its own error, so that large
 correct parameters cannot hide a small wrong one.
@@ -19,7 +19,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
-_MAX_LINES = 5
+_MAX_LINES = 5  # the maximum number of parameters that a message lists
 
 
 def relative_errors(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor], *, floor: float = 0.0) -> dict[str, float]:
@@ -34,8 +34,8 @@ def relative_errors(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor
 def assert_close_gradients(
     reference: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, *, floor: float = 0.0
 ) -> None:
-    """Asserts that the relative error of each tensor is at most `tolerance`. The message lists the largest errors. floor: as
-    for `relative_errors`.
+    """Asserts that the relative error of each tensor is at most `tolerance`. The message lists the largest errors. floor: see
+    `relative_errors`. Raises AssertionError if names or shapes differ.
     """
     errors = relative_errors(reference, actual, floor=floor)
     failures = sorted(((error, name) for name, error in errors.items() if not error <= tolerance), reverse=True)
@@ -71,7 +71,7 @@ def _assert_same_names_and_shapes(reference: Mapping[str, Tensor], actual: Mappi
 
 
 def relative_error(reference: Tensor, actual: Tensor, floor: float = 0.0) -> float:
-    """Returns the norm of the difference divided by that of the reference, or by `floor` if larger; inf if not finite."""
+    """Returns ||actual - reference|| / max(||reference||, floor) in float64; inf if that is not finite."""
     expected, actual = (tensor.detach().to("cpu", torch.float64) for tensor in (reference, actual))
     difference = (actual - expected).norm().item()
     if difference == 0.0:
@@ -106,8 +106,8 @@ def train_tensors(tables: Mapping[str, Any], num_steps: int, *, folder: Path | N
 
 
 def full_tensors(run: Run) -> dict[str, Tensor]:
-    """Returns the full trained weights (master weights if there are any), their averages and optimizer states, by their names
-    in a checkpoint. All ranks must call it. Raises AssertionError if ranks hold different bits of the same part.
+    """Returns full tensors by their names in a checkpoint: the trained weights (or master weights, if any), their averages, and
+    the optimizer states. All ranks must call it. Raises AssertionError if ranks hold different bits of the same part.
     """
     run.parts.weights.settle()
     pieces = [

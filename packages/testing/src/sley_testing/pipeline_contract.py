@@ -50,8 +50,8 @@ from sley_testing.runs import assert_parity_of_parts, random_action_lists, recor
 from sley_trainer.assemble import build_parts
 from sley_trainer.execute import StageBoundaries
 
-NUM_STEPS = 2
-NUM_MICRO_BATCHES = 5  # of the runs on two stages
+NUM_STEPS = 2  # optimizer steps of the runs on two stages
+NUM_MICRO_BATCHES = 5  # microbatches per step of these runs
 
 
 class ScheduleContract:
@@ -88,7 +88,7 @@ class ScheduleContract:
             simulate(lower(forwards, placement, num_microbatches, training=False), placement, costs)
 
     def test_each_micro_batch_visits_each_chunk_once(self) -> None:
-        """Expects a forward, then a full backward, or an input-gradient and a weight-gradient action, in this order."""
+        """Expects one forward, then a full backward, or an input-gradient action and then a weight-gradient action."""
         for num_stages, num_microbatches, _ in self._sizes():
             placement, lists = self._placement_and_lists(num_stages, num_microbatches)
             chunks = placement.num_positions // num_stages
@@ -129,7 +129,7 @@ class ScheduleContract:
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
     def _sizes(self) -> Iterator[tuple[int, int, Random]]:
-        """Yields pairs of numbers of stages and microbatches, each with a random generator. The first pair is the smallest."""
+        """Yields numbers of stages and microbatches, each pair with a random generator. The first pair is the smallest."""
         yield min(self.stages), min(self.micros), Random(0)
         for seed in range(1, self.num_draws):
             generator = Random(seed)
@@ -148,14 +148,14 @@ class ScheduleContract:
 
 class TieContract:
     """Tests a handler of tied weights. Subclass it, set `pipeline` to the table `[pipeline]`, and set `tables` to the other
-    tables, including that of the handler. The schedule must have one chunk per stage, so that two stages share the tied weight.
+    tables, including the handler's table. The schedule must have one chunk per stage, so that two stages share the tied weight.
     """
 
     pipeline: ClassVar[Tables]
     tables: ClassVar[Tables] = {}
 
     def test_tied_weight_matches_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Compares with one process, without clipping, which would hide a common factor of all gradients."""
+        """Compares with one process. Gradients are not clipped, since clipping would hide a common factor of all gradients."""
         plan = _decoder_plan(2, 2, model__tie_embeddings=True, optimizer__clip_norm=None)
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
@@ -185,20 +185,21 @@ def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_microbatch
 
 
 ROUTES = {"two stages": (0, 1), "a wave": (0, 1, 1, 0, 0, 1, 1, 0), "three stages in random order": (2, 0, 1, 1, 0, 2)}
-"""For each tested placement, the stage of each position."""
+"""The tested placements. Each is the tuple of the stages that hold position 0, 1 and so on."""
 
 LENGTHS = ((3, 5, 1, 3), (5,), (1, 1, 8), (3, 3, 3, 3))
-"""For each walk, the length of each microbatch."""
+"""The lengths of the microbatches of each walk."""
 
 MISMATCHES = (((3, 3), (3, 3, 3)), ((3, 3), (3, 4)), ((3, 4), (4, 3)))
-"""Pairs of different microbatch lengths: those of the first stage, and those of the second."""
+"""Pairs of microbatch lengths that differ: the lengths on the first stage, and the lengths on the second stage."""
 
 WAIT_S = 10.0  # the time limit of a collective in seconds
 
 
 def run_walks(link: Tables, route: tuple[int, ...], lengths_by_walk: Sequence[Sequence[int]]) -> None:
     """Executes walks on this rank, and repeats every second walk with its forwards only. Raises AssertionError if a received
-    tensor is wrong, or changes in a later walk. route: the stage of each position. lengths_by_walk: the microbatch lengths.
+    tensor is wrong, or changes in a later walk. route: the stage of each position. lengths_by_walk: each walk's microbatch
+    lengths.
     """
     placement = Placement(route)
     with open_link(link) as (stage_link, stage):
@@ -226,7 +227,7 @@ def run_mismatched_walks(link: Tables) -> list[str]:
 
 
 def time_aborts(link: Tables, timeout_s: float) -> float:
-    """Begins and aborts two walks on the first stage only. Returns the elapsed seconds. timeout_s: that of a collective."""
+    """Begins and aborts two walks on the first stage only. Returns the elapsed seconds. timeout_s: a collective's limit."""
     placement, key = Placement((0, 1, 1, 0)), ("tokens", (2, 3))
     steps = lower(random_action_lists(placement, 2, Random(1)), placement, 2)[0]
     with open_link(link, timeout_s) as (stage_link, stage):
@@ -361,6 +362,7 @@ class Walker:
         self._boundaries.send(flow, action.chunk, action.micro, (description, tensors))
 
     def _keep(self, tensors: list[Tensor], expected: list[Tensor], micro_batch: int) -> None:
+        """Keeps the received tensors, to check them later. If `micro_batch` is odd, overwrites the first tensor before that."""
         versions = [tensor._version for tensor in tensors[1:]]
         if tensors and micro_batch % 2:
             tensors[0].fill_(7)
@@ -373,7 +375,7 @@ class Walker:
 
     def _output(self, position: int, micro_batch: int) -> tuple[Description, list[Tensor]]:
         """Returns the output of the chunk at `position`: tensors of several dtypes, including an empty tensor, a repeated
-        tensor and two that overlap.
+        tensor, and two tensors that overlap in memory.
         """
         generator, length = self._generator(position, micro_batch, 0), self._lengths[micro_batch]
         hidden = torch.randn(length + 2, 3, generator=generator)
@@ -386,7 +388,7 @@ class Walker:
         return Description(tuple(leaves), {"tuple": list(range(6))}), tensors
 
     def _gradients(self, position: int, micro_batch: int, description: Description) -> list[Tensor]:
-        """Returns the input gradients of the chunk at `position`, with the dtypes and shapes in `description`."""
+        """Returns random input gradients for the chunk at `position`, with the dtypes and shapes in `description`."""
         generator = self._generator(position, micro_batch, 1)
         return [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in description.leaves]
 

@@ -32,8 +32,8 @@ MIN_WEIGHT_NORM = 1e-3
 
 @dataclass(frozen=True)
 class PlainStep:
-    """Holds the results of one step. loss: the mean loss. grad_norm: the norm before clipping. gradients: the gradients by
-    name, after clipping. weights: the updated weights by name.
+    """Holds the results of one step. loss: the mean loss. grad_norm: the gradient norm before clipping. gradients: the clipped
+    gradients by name. weights: the updated weights by name.
     """
 
     loss: float
@@ -118,7 +118,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:
-        """Returns the mean loss of these microbatches; 0 if their weight is 0."""
+        """Returns the mean loss of the microbatches, or 0 if their total weight is 0."""
         total = sum(self.loss.weight(micro_batch) for micro_batch in micro_batches)
         loss = sum(self.loss.loss(self.forward(micro_batch), micro_batch).item() for micro_batch in micro_batches)
         return loss / total if total > 0 else 0.0
@@ -173,14 +173,14 @@ def assert_step(
 
 
 def split_batch(batch: Batch, size: int) -> list[dict[str, Tensor]]:
-    """Splits all fields of a batch along dim 0 into microbatches of `size` samples."""
+    """Splits all fields of a batch along dim 0 into microbatches of `size` samples. The last microbatch may be smaller."""
     parts = zip(*(torch.split(value, size) for value in batch.values()), strict=True)
     return [dict(zip(batch, values, strict=True)) for values in parts]
 
 
 def _select_fields(module: nn.Module, batch: Batch, num_skipped: int) -> dict[str, Tensor]:
-    """Returns the batch fields that a layer's forward names. num_skipped: the number of its first parameters that get the
-    output of the previous layer.
+    """Returns the batch fields that a layer's forward names. num_skipped: the number of leading parameters of the forward that
+    get the output of the previous layer.
     """
     # the forward of a module that torch.compile wraps accepts any argument
     parameters = list(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters.values())

@@ -81,7 +81,7 @@ TOKENS = DataInfo(
 
 
 def build_meta_model(function: Callable[[DataInfo], Any], info: DataInfo = TOKENS, seed: int = 0) -> Model:
-    """Builds the model that the factory `function(info)` returns on the meta device."""
+    """Builds the model of the factory `function(info)` on the meta device, and returns it."""
     component: Any = SimpleNamespace(build=function, name="function")  # stands in for the component of a plan
     return build_on_meta(component, info, seed)
 
@@ -93,8 +93,8 @@ def build_model_with_values(
     seed: int = 0,
     info: DataInfo = TOKENS,
 ) -> Model:
-    """Builds the model of the factory `function(info)` on the CPU. owned: the names of layers that get initial values; None
-    for all.
+    """Builds the model of the factory `function(info)` on the CPU, and returns it. owned: the names of the layers that get
+    initial values; the other layers stay on the meta device. None means all layers.
     """
     model = build_meta_model(function, info, seed)
     names = {layer.name for layer in model.layers} if owned is None else owned

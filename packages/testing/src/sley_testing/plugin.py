@@ -93,8 +93,8 @@ def install_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Returns a TCP port of 127.0.0.1 that the system assigns to no other program while the test runs. Nothing listens on it. A
-    bound socket reserves the port. A listener that sets SO_REUSEADDR, such as torch's TCPStore, can still use the port.
+    """Returns a TCP port of 127.0.0.1 that the system assigns to no other program while the test runs. A bound socket reserves
+    the port, but does not listen. A listener that sets SO_REUSEADDR, such as torch's TCPStore, can use the port.
     """
     import socket
 
@@ -110,7 +110,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def no_children() -> Iterator[None]:
-    """Fails the test if a process that it started is still running one second after the test ends."""
+    """Fails a test if a child process of this process is still running one second after the test ends."""
     from sley_testing.processes import assert_none_left
 
     yield

@@ -69,7 +69,7 @@ def descendants(pid: int | None = None) -> list[Process]:
 
 
 def processes_with(variable: str, value: str) -> list[Process]:
-    """Returns every process that was started with `variable=value` in its environment, including orphans."""
+    """Returns all processes that were started with `variable=value` in their environment, including orphans."""
     entry = f"{variable}={value}".encode()
     name = f"{value[-_NAME_LENGTH:]}\n" if variable == MARK else None
     result = []
@@ -109,7 +109,7 @@ def _processes() -> Iterator[Process]:
 
 class ForkedProgram:
     """Runs `python -m module` in a forked process, with the methods of `subprocess.Popen` that tests need. stdout, stderr: text
-    streams, which the caller must read to the end and close. returncode: None while the program runs, -n after signal n.
+    streams, which the caller must read to the end and close. returncode: None while the program runs; -n if signal n ended it.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> None:
@@ -168,14 +168,14 @@ def _run_forked_program(
     run_module(module, arguments, env, [cwd], path)
 
 
-_MAX_FILES = 65536
+_MAX_FILES = 65536  # a forked child closes all file descriptors from 3 to this number
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # private
 _EXECUTE_PARAMETERS = list(inspect.signature(_execute_child).parameters)
-_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # the parameters of `Popen._close_pipe_fds`
 
 
 def fork_children(path: Sequence[str]) -> None:
-    """Makes `subprocess` fork this process for `python -m module` commands. path: the `sys.path` of a fresh process."""
+    """Makes `subprocess` fork this process instead of starting `python -m module`. path: the `sys.path` of a fresh process."""
     initial_modules = frozenset(sys.modules)
 
     def execute(self: Any, *args: Any) -> None:
@@ -200,8 +200,8 @@ def fork_children(path: Sequence[str]) -> None:
 
 
 def _parse_module_command(command: Any) -> tuple[bool, str, list[str]] | None:
-    """Returns whether the command has the option `-P` (no current folder in `sys.path`), the module, and its arguments; None if
-    the command is not `python -m module` of this interpreter, or has other options than `-P` and `-u`.
+    """Returns whether the command has the option `-P` (no current folder in `sys.path`), the module, and its arguments. Returns
+    None if the command is not `python -m module` of this interpreter, or has options other than `-P` and `-u`.
     """
     if not isinstance(command, list | tuple) or "-m" not in command or command[0] != sys.executable:
         return None

@@ -41,7 +41,7 @@ import pytest
 
 GRACE_S = 1.0  # how long other ranks may run after the first failure, in seconds
 
-_EXIT_S = 2.0
+_EXIT_S = 2.0  # how long to wait until a process ends, in seconds
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,6 +119,7 @@ class Ranks:
         return [pickle.loads(value) for value in _cached_results[key]]
 
     def _call_ranks(self, call: bytes) -> list[bytes]:
+        """Returns the pickled results of the ranks for a pickled call, or raises the first failure."""
         __tracebackhide__ = True
         with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
             world.start(self, call)
@@ -192,7 +193,7 @@ class _World:
             rank_end.close()
 
     def collect(self, timeout_s: float) -> list[Outcome]:
-        """Returns one outcome per rank, shortly after `timeout_s` at the latest."""
+        """Returns one outcome per rank. Raises RankTimeoutError if a rank runs for `timeout_s` and no rank has failed."""
         __tracebackhide__ = True
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout_s
@@ -217,7 +218,7 @@ class _World:
         return [outcomes[rank] for rank in range(len(self.processes))]
 
     def _receive(self, rank: int) -> Outcome:
-        """Returns the outcome of a rank. If its process ended without one, returns a failure that describes how."""
+        """Returns the outcome of a rank. If its process ended without an outcome, returns a failure with its exit code."""
         try:
             outcome = pickle.loads(self.connections[rank].recv_bytes())
             assert isinstance(outcome, Outcome), outcome
@@ -279,7 +280,7 @@ def kill(process: ForkServerProcess) -> None:
 
 
 def rank_main(connection: Connection, job: Job) -> None:
-    """Runs `job` and sends its outcome. If the job succeeds, then waits until the parent closes the connection."""
+    """Runs `job` in this process and sends its outcome. After a success, waits until the parent closes the connection."""
     # A process group of its own lets the parent kill the rank with its children, and keeps Ctrl-C from the rank.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
@@ -294,6 +295,7 @@ def rank_main(connection: Connection, job: Job) -> None:
 
 
 def _run_job(job: Job) -> Outcome:
+    """Calls the function of `job` on this rank. Returns its result, or a failure if it raises any exception."""
     try:
         function, args, kwargs = pickle.loads(job.call)
         if job.init_timeout_s is not None:
@@ -370,7 +372,7 @@ def _end_with_parent() -> None:
 
 
 def _pickle_error(error: BaseException) -> bytes:
-    """Returns a pickle of `error` that loads as an exception of the same type and text, or b"" if there is none."""
+    """Returns a pickle of `error` that loads as an exception of the same type and text, or b"" if it cannot be pickled so."""
     try:
         data = pickle.dumps(error)
         loaded = pickle.loads(data)

@@ -50,8 +50,8 @@ GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, BF16_SU
 class RunRecord:
     """Holds one rank's results. rows: the metrics of each step. initial_weights, weights: the full weights before the first
     step and after the last. gradients: the full clipped gradients of each step. calls: the collectives of each step, empty
-    unless requested. states: this rank's final master weights and optimizer states. held_out: the final held-out loss, or None
-    without held-out data. notes: the notes of the loaded checkpoint.
+    unless requested. states: this rank's final master weights and optimizer states. held_out: the final held-out loss; None if
+    the run has no held-out data. notes: the notes of the loaded checkpoint.
     """
 
     rows: list[dict[str, float | int]] = field(default_factory=list)
@@ -139,8 +139,8 @@ _cached_references: dict[str, RunRecord] = {}
 
 
 def gradients(run: Run) -> Tensors:
-    """Returns host copies of this rank's accumulated gradients by name. Gathers the gradients of sharded weights and those
-    that a reducer leaves as shards, so all ranks must call it.
+    """Returns host copies of this rank's accumulated gradients by name. Gathers gradients if a reducer leaves shards or if
+    weights are sharded, so all ranks must call it.
     """
     gathered: dict[Param, Tensor] = {}
     for buffer in run.store.buffers:
@@ -194,7 +194,7 @@ def assert_same_run(reference: RunRecord, actual_run: RunRecord) -> None:
 
 
 def assert_same_runs(references: Sequence[RunRecord], actual_runs: Sequence[RunRecord]) -> None:
-    """Asserts on each rank that two runs are bit-identical, as `assert_same_run` does."""
+    """Asserts for each rank that its two records are bit-identical, as `assert_same_run` does."""
     for reference, actual_run in zip(references, actual_runs, strict=True):
         assert_same_run(reference, actual_run)
 
@@ -220,7 +220,7 @@ def assert_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision:
 
 
 def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
-    """Asserts parity of ranks that may each hold only a part of the model, and that each parameter is on a rank."""
+    """Asserts parity of ranks that may each hold only a part of the model. Each parameter must be on at least one rank."""
     weight_tolerance, floor = WEIGHTS[precision], noise_floor(reference.gradients[0])
     for rank, layout in enumerate(layouts):
         assert_same_bits(_select(reference.initial_weights, layout.initial_weights), layout.initial_weights)
@@ -239,7 +239,7 @@ def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], p
 def _assert_close_rows(
     expected_rows: Sequence[Mapping[str, float]], actual_rows: Sequence[Mapping[str, float]], precision: str, rank: int
 ) -> None:
-    """Asserts that in each step loss and norm are close, and learning rate and number of tokens are equal."""
+    """Asserts that losses and norms of each step are close, and that learning rates and numbers of tokens are equal."""
     for expected, actual in zip(expected_rows, actual_rows, strict=True):
         label = f"rank {rank}, step {expected['step']}"
         limit = (GRADIENTS if expected["step"] == 1 else WEIGHTS)[precision]
@@ -272,7 +272,7 @@ def assert_by_hand(
 ) -> None:
     """Trains a plain loop on `batches`, one per step, and asserts that losses, norms, gradients and weights match `recorded`
     within the relative `tolerance`. named: new layers by name, which are converted to the dtype of the run. micro_size: the
-    samples per microbatch. first: the initial weights of the full model, if `recorded` has only a part of them.
+    samples per microbatch. first: the initial weights of the full model, if `recorded` has only a part of the model.
     """
     start = recorded.initial_weights if first is None else first
     for _, module in named:
@@ -326,7 +326,7 @@ def read_counts(part: object) -> dict[str, float]:
 
 
 def random_action_lists(placement: Placement, num_microbatches: int, generator: Random) -> list[list[Action]]:
-    """Returns a random valid action list for each stage. Each backward is full or split at random."""
+    """Returns a random valid action list for each stage of `placement`. Each backward is full or split at random."""
     lists: list[list[Action]] = [[] for _ in range(placement.stages)]
     last = placement.num_positions - 1
     ready = [(Kind.FORWARD, 0, micro_batch) for micro_batch in range(num_microbatches)]

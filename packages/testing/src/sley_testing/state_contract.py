@@ -34,7 +34,7 @@ from sley_trainer.assemble import assemble
 from sley_trainer.loop import Row
 from sley_trainer.run import Run
 
-NUM_STEPS = 2
+NUM_STEPS = 2  # optimizer steps of a run; checkpoints are saved after this number of steps
 PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # two microbatches
 
 
@@ -48,7 +48,7 @@ class OffloadManagerContract:
 
     def test_round_trip_preserves_all_bits(self, texts: Path) -> None:
         """Offloads and reloads all movable parts after each step, one of which fails, in random copy orders. Parts on the host
-        must be bit-identical to those on the device, and the run to one without the manager.
+        must be bit-identical to parts on the device, and the run must be bit-identical to a run without the manager.
         """
         with assemble(plan_from_dict(PLAN, texts), World.alone("cpu")) as run:
             rows = _train(run, lambda: None)
@@ -124,6 +124,7 @@ class OffloadManagerContract:
         ]
 
     def _round_trip(self, run: Run) -> None:
+        """Offloads and reloads all movable parts. Asserts that this frees their device memory and keeps their bits."""
         parts = self._movable_parts(run)
         if not parts:
             return
@@ -140,7 +141,7 @@ class OffloadManagerContract:
 
 
 def _train(run: Run, between_steps: Callable[[], None]) -> list[Row]:
-    """Takes NUM_STEPS steps, and a failing one before the last. Returns the rows of those that do not fail."""
+    """Takes NUM_STEPS steps, with a failing step before the last. Returns the rows of the NUM_STEPS steps."""
     rows = []
     for number in range(NUM_STEPS):
         if number == NUM_STEPS - 1:
@@ -186,7 +187,7 @@ class CheckpointerContract:
         assert_resumed_parity(record(plan, 2 * NUM_STEPS, folder=texts), [resumed], plan["precision"]["compute"])
 
     def test_auto_loads_newest_checkpoint(self, texts: Path, tmp_path: Path) -> None:
-        """Expects `auto` to load the newest checkpoint, and to return None before the first."""
+        """Expects `load_checkpoint("auto")` to load the newest checkpoint, and to return None if there is none."""
         plan = plan_from_dict(self._plan(), texts)
         with assemble(plan, World.alone("cpu"), folder=tmp_path) as run:
             assert run.load_checkpoint("auto") is None
@@ -201,7 +202,7 @@ class CheckpointerContract:
             assert_same_bits(saved_weights, weights(run))
 
     def test_damaged_checkpoint_is_refused(self, texts: Path, tmp_path: Path) -> None:
-        """Truncates, then removes each checkpoint file in turn. A load must raise RunError and leave the weights unchanged."""
+        """Truncates each checkpoint file, then removes it. A load must raise RunError and leave the weights unchanged."""
         plan = self._plan()
         record(plan, 1, folder=texts, save=tmp_path / "saved")
         files = [path for path in sorted((tmp_path / "saved").rglob("*")) if path.is_file()]

@@ -32,8 +32,8 @@ Quantity = Literal["first value", "loss", "gradient", "gradient norm", "held-out
 QUANTITIES: tuple[Quantity, ...] = ("first value", "loss", "gradient", "gradient norm", "held-out loss", "weight")
 """The compared quantities in causal order within a step."""
 
-_MAX_NAMES = 5
-
+_MAX_NAMES = 5  # the maximum number of parameters that a line of the report names
+# For each quantity, the hint that the report gives if this quantity is the first that differs.
 _LIKELY_CAUSES: dict[Quantity, str] = {
     "first value": "the initial weights of ranks differ from those of one process",
     "loss": "the forward computes something else, or uses other samples",
@@ -69,10 +69,10 @@ class Limits:
 class Comparison:
     """Holds the comparison of a number or tensor on one rank with one process.
 
-    step: 0 before the first step. name: that of the parameter, or "" for a number. error: ||actual - expected|| / ||expected||,
-    without elements that are noise. expected, actual: the numbers, or the norms of the tensors. factor: the ratio actual /
-    expected if all elements share it, as with a wrong scale, else None. num_noise: the number of elements that were not
-    compared, since their gradient is only rounding noise.
+    step: counted from 1; 0 for values before the first step. name: the name of the parameter, or "" for a number. error:
+    ||actual - expected|| / ||expected||, without elements that are noise. expected, actual: the numbers, or the norms of the
+    tensors. factor: the ratio actual / expected if all elements share it, as with a wrong scale, else None. num_noise: the
+    number of elements that were not compared, since their gradient is only rounding noise.
     """
 
     quantity: Quantity
@@ -87,7 +87,7 @@ class Comparison:
 
 @dataclass
 class RankFindings:
-    """Holds the comparisons of one rank in order. skipped_steps: those that it skipped because of non-finite gradients."""
+    """Holds the comparisons of one rank in order. skipped_steps: the steps that it skipped because of non-finite gradients."""
 
     rank: int
     stage: int
@@ -96,11 +96,12 @@ class RankFindings:
 
 
 def read_findings(folder: Path, num_ranks: int) -> list[RankFindings]:
+    """Returns the findings that `compare_steps` has written into `folder`, by rank."""
     return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(num_ranks)]
 
 
 def find_largest_errors(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Comparison, int]]:
-    """Returns for each compared quantity the comparison with the largest error relative to its limit, and how many names."""
+    """Returns for each quantity the comparison with the largest ratio of error to limit, and the number of compared tensors."""
 
     def share_of_limit(comparison: Comparison) -> tuple[float, float]:
         limit = limits.limit_for(comparison.quantity, comparison.step)
@@ -119,7 +120,9 @@ def _all_comparisons(ranks: Sequence[RankFindings]) -> Iterator[Comparison]:
 
 
 def find_differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[RankFindings, Comparison]]:
-    """Returns the comparisons whose error exceeds the limit, with their ranks, by step, quantity, model position and rank."""
+    """Returns the comparisons whose error exceeds the limit, with their ranks, sorted by step, quantity, model position and
+    rank.
+    """
     keyed = [
         ((comparison.step, QUANTITIES.index(comparison.quantity), rank.stage, position, rank.rank), rank, comparison)
         for rank in ranks
@@ -223,6 +226,7 @@ An example is the bias of a key projection, which softmax cancels. Adam turns no
 so the weight of such a gradient cannot be compared. In a fused weight of queries, keys and values, only some elements of the
 gradient may be noise."""
 
+# Maps the keys of a step's row of metrics to quantities.
 _ROW_QUANTITIES: dict[str, Quantity] = {"loss": "loss", "grad_norm": "gradient norm", "held_out_loss": "held-out loss"}
 
 
@@ -257,7 +261,7 @@ def compare_steps(run: Run, num_steps: int, folder: Path) -> None:
 
 
 class StepComparer:
-    """Compares the numbers and tensors of this rank with those that one process saved in `folder`, step by step."""
+    """Compares the numbers and tensors of this rank with the values that `save_reference` saved in `folder`, step by step."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         precision = run.plan.precision.compute
@@ -314,7 +318,7 @@ class StepComparer:
         return Comparison(quantity, step, name, error, *norms, factor, num_noise)
 
     def _record_noise(self, step: int, gradients: Mapping[str, Tensor]) -> None:
-        """Records which gradients are rounding noise: those with a small norm, and elements whose relative error exceeds the
+        """Records gradients that are rounding noise: gradients with a small norm, and elements whose relative error exceeds the
         limit of weights.
         """
         with safe_open(tensor_file(self._folder, step, "gradients"), "pt") as tensors:
@@ -353,7 +357,7 @@ def find_dropout_modules(run: Run) -> list[str]:
 
 
 def _take_steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | int]]]:
-    """Takes `num_steps` steps and yields the number and the row of each. Ends early if all ranks agree to stop."""
+    """Takes `num_steps` steps and yields the number and the metrics of each. Ends early if all ranks agree to stop."""
     for number in range(1, num_steps + 1):
         yield number, run.step()
         if run.was_stopped:
@@ -361,6 +365,7 @@ def _take_steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float
 
 
 def _compare_numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Comparison]:
+    """Yields the comparison of each number of a step that the reference row also has. Two NaNs are equal."""
     for key, quantity in _ROW_QUANTITIES.items():
         if key in reference:
             expected, actual = float(reference[key]), float(row[key])
@@ -383,19 +388,21 @@ def _common_factor(expected: Tensor, actual: Tensor, error: float) -> float | No
 
 
 def full_weights(run: Run) -> dict[str, Tensor]:
-    """Returns the full parameters of this rank's layers on the host, in registry order, without buffers."""
+    """Returns the full parameters of this rank's layers on the host, in registry order, without buffers. All ranks must call
+    it.
+    """
     all_weights = weights(run)
     return {name: all_weights[name].detach().contiguous() for name in run.registry.names}
 
 
 def _undo_clipping(gradients: Mapping[str, Tensor], row: Mapping[str, float], limit: float | None) -> dict[str, Tensor]:
-    """Returns the gradients as they were before clipping, which hides a wrong scale. limit: the clip norm; None for none."""
+    """Returns the gradients before clipping, which hides a wrong scale. limit: the clip norm; None without clipping."""
     factor = 1.0 if limit is None else min(1.0, limit / (row["grad_norm"] + CLIP_EPSILON))
     return {name: (gradient / factor).contiguous() for name, gradient in gradients.items()}
 
 
 def tensor_file(folder: Path, step: int, file_name: str) -> str:
-    """Returns the path of the file of a step. file_name: `gradients` or `weights`. Step 0 is before the first step."""
+    """Returns the path of the tensors of a step. file_name: `gradients` or `weights`. Step 0 has the initial weights."""
     return str(folder / f"{file_name}-{step}.safetensors")
 
 

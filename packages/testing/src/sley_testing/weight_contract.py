@@ -49,15 +49,16 @@ from sley_trainer.run import Run
 BeforeStep = Callable[[Run, int], None]
 """A function that is called before each step with the run and the number of steps taken so far."""
 
-NUM_STEPS = 3
+NUM_STEPS = 3  # optimizer steps per run
 MICRO_SIZE = 2  # samples per microbatch
 GLOBAL_SIZE = 4 * MICRO_SIZE  # the samples of two ranks with two microbatches each
 
 
 @dataclass
 class Inspection:
-    """Holds one rank's results. calls: all collectives. counts: the communicator's counts after each step. is_sharded: whether
-    a parameter of the model is sharded. errors: messages about weights after the last step and layer calls after the run.
+    """Holds the findings of `inspect_run` on one rank. calls: the collectives of the run, in order. counts: the communicator's
+    counts after each step. is_sharded: whether at least one parameter of the model is sharded. errors: messages about wrong
+    weights after the last step, and about calls of layers after the run.
     """
 
     calls: list[Collective] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Inspection:
 
 
 def inspect_run(plan: Tables) -> Inspection:
-    """Takes NUM_STEPS steps, evaluates, and closes the run on this rank. Raises AssertionError if `counts` communicates."""
+    """Takes NUM_STEPS steps on this rank, evaluates, and closes the run. Raises AssertionError if `counts` communicates."""
     inspection = Inspection()
     with World.join("cpu") as world, collectives() as inspection.calls:
         with assemble(plan_from_dict(plan), world) as run:
@@ -84,8 +85,8 @@ def inspect_run(plan: Tables) -> Inspection:
 
 
 def change_weights(run: Run, num_steps_done: int) -> None:
-    """Loads different weights and freezes one after the first step. After the second, changes all in place and unfreezes it.
-    Evaluates before each change.
+    """Halves all weights with `load_weights` and freezes `second.wide.weight` after the first step. After the second step,
+    unfreezes it and multiplies all weights by 1.25 in place. Evaluates before each change.
     """
     if num_steps_done in (1, 2):
         run.evaluate()
@@ -99,7 +100,7 @@ def change_weights(run: Run, num_steps_done: int) -> None:
 
 
 def delay_weights(run: Run, num_steps_done: int) -> None:
-    """Sets weights to zero before each step but the first. Each layer's weights are restored when the run waits for them."""
+    """Sets weights to zero before each step except the first. A wait before each layer restores the weights of the layer."""
     if num_steps_done == 0:
         return
     pending = {param: param.parameter.detach().clone() for param in run.registry}
@@ -117,7 +118,7 @@ def delay_weights(run: Run, num_steps_done: int) -> None:
 
 
 def fail_steps(run: Run, num_steps_done: int) -> None:
-    """Adds a step that raises in its forward before step 0, and one that raises in its backward before step 1."""
+    """Takes a step that fails in its forward before the first step, and a step that fails in its backward before the second."""
     if num_steps_done in (0, 1):
         fail_once(run, in_forward=num_steps_done == 0)
 
@@ -131,7 +132,7 @@ class WeightCommunicatorContract:
     def test_layouts_match_unsharded_weights(
         self, ranks: Callable[..., Ranks], world_size: int, wp: int, num_microbatches: int
     ) -> None:
-        """Compares losses, norms, gradients, weights and held-out loss with one process. Replicas must be bit-identical."""
+        """Compares losses, norms, gradients and weights with those of one process. Replicas must be bit-identical."""
         self._skip_rounded_weights()
         size = num_microbatches * MICRO_SIZE * world_size
         _assert_parity(record_reference(weight_plan(None, 1, size), NUM_STEPS), self._record(ranks, world_size, wp, size))
@@ -149,9 +150,9 @@ class WeightCommunicatorContract:
         self._assert_same_run(ranks, fail_steps)
 
     def test_exchanges_counts_reads_and_closed_run(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects the same collectives on all ranks, finite counts, and gathered weights within the record's tolerance. Reading
-        a sharded weight must return the full weight or raise RunError with its name. Calling a sharded layer after the run must
-        raise RunError.
+        """Expects the same collectives on all ranks, finite counts, and gathered weights within the record's tolerance. A read
+        of a sharded weight must return the full weight or raise RunError with its name. After the run, a call of a sharded
+        layer must raise RunError.
         """
         inspections = ranks(2, 120)(inspect_run, weight_plan(self.weights, 2, GLOBAL_SIZE))
         assert inspections[0].is_sharded, f"{self.weights} shards no parameter of the model"
@@ -173,6 +174,7 @@ class WeightCommunicatorContract:
         global_size: int = GLOBAL_SIZE,
         before_step: BeforeStep | None = None,
     ) -> list[RunRecord]:
+        """Returns the records of all ranks. Runs without `before_step` are cached."""
         launch = ranks(world_size, 120)
         call = launch.once if before_step is None else launch
         return call(record, weight_plan(self.weights, wp, global_size), NUM_STEPS, before_step=before_step)
@@ -182,6 +184,9 @@ class WeightCommunicatorContract:
 
 
 def _assert_parity(baseline: RunRecord, recorded: Sequence[RunRecord]) -> None:
+    """Asserts that all ranks match `baseline` in fp64, that replicas are bit-identical, and that all steps have close
+    gradients.
+    """
     assert_parity(baseline, recorded, "fp64")
     assert_equal_replicas(recorded)
     for rank in recorded:
@@ -200,9 +205,9 @@ def _tolerance(plan: Plan) -> float:
 
 @torch.no_grad()
 def _weight_errors(run: Run) -> Iterator[str]:
-    """Yields a line for each sharded parameter whose read returns a wrong weight or a refusal without its name, and for each
-    plain linear and embedding that computes with a wrong weight. The error of an element may be the record's tolerance times
-    the sum of its size and 2^-14 of the largest element's size.
+    """Yields a message for each sharded parameter that reads as a wrong weight, for each refused read whose error does not name
+    the parameter, and for each linear and embedding that computes with a wrong weight. An element may differ by the record's
+    tolerance times the sum of its own size and 2^-14 of the largest size. All ranks must call it.
     """
     tolerance = _tolerance(run.plan)
     shards = {param: param.parameter for param in run.registry if param.shard is not None}
@@ -231,7 +236,7 @@ def _weight_errors(run: Run) -> Iterator[str]:
 
 
 def _closed_call_errors(run: Run) -> Iterator[str]:
-    """Calls each sharded layer after the run. Yields a line for each that does not raise RunError, or that communicates."""
+    """Calls each sharded layer after the run. Yields a message for each call that communicates or raises no RunError."""
     sharded = {id(holder.module) for param in run.registry if param.shard is not None for holder in param.holders}
     tokens, hidden = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH, WIDTH, dtype=torch.float64)
     inputs = {"embed": (tokens, tokens), "head": (hidden,)}
@@ -250,8 +255,8 @@ def _closed_call_errors(run: Run) -> Iterator[str]:
 
 
 def weight_plan(weights: Tables | None, wp: int, global_size: int) -> Tables:
-    """Returns the contract's plan, which recomputes one of two blocks. weights: the table `[weights]` of a plan for `wp` ranks;
-    None for one process. global_size: the number of samples per step.
+    """Returns the contract's plan, which recomputes one of two blocks. weights: the table `[weights]`; if None, the plan is for
+    one process, and `wp` is ignored. wp: the number of shards of each weight. global_size: the number of samples per step.
     """
     plan = model_plan(
         batch={"global_size": global_size, "micro_size": MICRO_SIZE},
@@ -264,11 +269,13 @@ def weight_plan(weights: Tables | None, wp: int, global_size: int) -> Tables:
 VOCABULARY, WIDTH, LENGTH = 11, 6, 8
 """The sizes of the model. VOCABULARY is not divisible by 2 and WIDTH not by 4, so that weight shards are padded."""
 
-HEADS, KV_HEADS, HEAD_WIDTH = 4, 2, 3
+HEADS, KV_HEADS, HEAD_WIDTH = 4, 2, 3  # query heads, key heads, and elements per head
 
 
 class Data(Samples):
-    """Provides rows of two documents, whose boundary depends on the index. The targets `y` are [LENGTH, VOCABULARY]."""
+    """Provides LENGTH random tokens in two documents, and targets `y` [LENGTH, VOCABULARY]. The index sets the documents'
+    boundary.
+    """
 
     info = DataInfo(
         {
@@ -305,7 +312,7 @@ class Embed(nn.Module):
 
 
 class Block(UnevenBlock):
-    """Has a norm, attention with two query heads per key head, dropout, `UnevenBlock`, and two linears."""
+    """Applies a norm, attention with two query heads per key head, dropout, `UnevenBlock` and two linears."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__(WIDTH)
@@ -341,13 +348,13 @@ class Head(nn.Module):
 
 
 def layers(dropout: float = 0.0) -> list[tuple[str, nn.Module]]:
-    """Returns the layers by name. The embedding of the tokens and the head share their weight."""
+    """Returns the layers with their names. The embedding of the tokens and the output linear of the head share their weight."""
     embed, head = Embed(), Head()
     head.out.weight = embed.table.weight
     return [("embed", embed), ("first", Block(dropout)), ("second", Block(dropout)), ("head", head)]
 
 
 def model_plan(dropout: float = 0.0, **tables: Any) -> Tables:
-    """Returns a one-process plan that trains this model, extended by `tables`."""
+    """Returns a one-process plan that trains `layers`, extended by `tables`."""
     model = {"factory": f"{__name__}:layers", "options": {"dropout": dropout}}
     return contract_plan(__name__, model=model, loss=SQUARES, evaluation={"every": 99, "steps": 2}, **tables)
