@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan as Plan
 
 _HOME = {"Plan": "sley_core.plan.plan", "hookimpl": "sley_core.hookspecs", "load_plan": "sley_core.plan.load"}
+"""The module of each public name."""
 
 __all__ = ["Plan", "hookimpl", "load_plan"]
 

@@ -1,5 +1,5 @@
-"""What a run and its checkpointer exchange: pieces of tensors, a description of the run, and its state. Also reads the weights
-in checkpoints and run folders without a run, for exports, samples and later runs.
+"""Defines the data that a run and its checkpointer exchange: pieces of tensors, a description of the run, and its state. Also
+reads the weights in checkpoints and run folders without a run, for exports, samples and later runs.
 
 elements 2 to 9 of a [3, 4]     . . a a      three rectangles, each contiguous in the flattened tensor
                                 b b b b
@@ -52,7 +52,7 @@ parameters, and of the checksum of a frozen parameter of a model with adapters.
 
 
 class Rectangle(NamedTuple):
-    """A rectangular part of a tensor. Along each dim, it has `sizes` elements from `offsets` on; both are () for a scalar."""
+    """A rectangular part of a tensor: along dim d, `sizes[d]` elements from `offsets[d]` on. Both are () for a scalar."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -67,7 +67,7 @@ class Rectangle(NamedTuple):
         return prod(self.sizes)
 
     def intersection(self, other: "Rectangle") -> "Rectangle | None":
-        """Returns the intersection, or None if it is empty."""
+        """Returns the elements that are in this rectangle and in `other`, or None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self.ends, other.ends)
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -118,7 +118,7 @@ def split_into_rectangles(shape: Sequence[int], first: int, last: int) -> Iterat
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A piece to save of the tensor `name` of `shape`, at `rectangle`. `tensor` is often a view of live memory."""
+    """The part `rectangle` of a tensor, to save. shape: the shape of the whole tensor. tensor: often a view of live memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -231,7 +231,7 @@ def _merge_mappings(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class CheckpointReader(TensorReader, Protocol):
-    """Reads a checkpoint. `names` has the names of tensors in `TrainingState.pieces`."""
+    """Reads a checkpoint. `names` contains the names of the tensors that `TrainingState.pieces` returned on any rank."""
 
     @property
     def description(self) -> SavedRun: ...
@@ -268,7 +268,7 @@ class WholeTensors:
 
 
 class TrainingState(Protocol):
-    """The state of one rank of a run, which a checkpointer saves and restores. All methods must be called between two steps.
+    """The state of a run on one rank, which a checkpointer saves and restores. All methods must be called between two steps.
 
     attempt: the present attempt of the run. folder: the checkpoint folder, or None. notes: messages for the user, to which the
     checkpointer may add.
@@ -284,8 +284,8 @@ class TrainingState(Protocol):
         """Raises RunError "ranks-differ" unless all ranks call it with the same `label`. A collective of all ranks."""
 
     def all_or_none(self, work: Callable[[], T], label: str, code: str = "checkpoint-load") -> T:
-        """Returns the result of `work`. A collective; raises RunError `code` on all ranks if `work` fails on any. label: what
-        `work` does, such as "load the checkpoint".
+        """Calls `work` and returns its result. A collective of all ranks. If `work` fails on any rank, raises RunError `code`
+        on all ranks. label: a verb phrase such as "load the checkpoint", for the message.
         """
         ...
 
@@ -303,7 +303,7 @@ class TrainingState(Protocol):
         ...
 
     def describe(self, step: int) -> SavedRun:
-        """Returns the description of the run after `step` steps, the same on all ranks. Only rank 0 has the lineage."""
+        """Returns the description of the run after `step` steps. All ranks return the same, but only rank 0 has the lineage."""
         ...
 
     def restore(self, saved: CheckpointReader) -> list[str]:
@@ -320,8 +320,8 @@ class TrainingState(Protocol):
 def checkpoint_files(loader: PluginLoader, plan: Plan | None = None) -> CheckpointFiles | None:
     """Returns the `CheckpointFiles` of the plan's checkpointer, or None if the checkpointer has no such class.
 
-    If `plan` is None or has no table `[checkpoint]`, uses the default checkpointer. Raises PluginError "plugin-missing" if it
-    is not installed.
+    If `plan` is None or has no table `[checkpoint]`, uses the default checkpointer. Raises PluginError "plugin-missing" if the
+    default is not installed.
     """
     if plan is not None and plan.checkpoint is not None:
         record = plan.checkpoint.record
@@ -354,7 +354,7 @@ def open_run_weights(path: Path, run: Path) -> TensorReader:
 
 
 def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
-    """Returns the name in the checkpoint of each module's extra state, by the state's name; of several ranks', the first."""
+    """Returns the saved name of each module's extra state, on the first rank that has it, by the name of the state."""
     names: dict[str, str] = {}
     for saved_name in saved.names:
         prefix, separator, name = saved_name.partition("/extra/")
@@ -364,7 +364,7 @@ def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
 
 
 def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointReader, name: str) -> None:
-    """Restores the saved state of the parameter `name` in `optimizer`, whose only parameter it is, whole and on the host."""
+    """Restores the saved state of the parameter `name` into `optimizer`, which has only this parameter, whole, on the host."""
     (parameter,) = optimizer.param_groups[0]["params"]
     values = saved.description.values
     leaves = {
@@ -386,7 +386,7 @@ def shared_states(saved: CheckpointReader) -> optimizers.SharedValues:
 
 
 def state_names_by_parameter(saved: CheckpointReader) -> dict[str, dict[str, str]]:
-    """Returns, by the names of a parameter and of a leaf of its optimizer state, the leaf's name in the checkpoint."""
+    """Returns the name in the checkpoint of each leaf of an optimizer state, by its parameter's name and its own name."""
     names: dict[str, dict[str, str]] = {}
     for name in (*saved.names, *saved.description.values):
         if name.startswith(OPTIMIZER):
@@ -396,8 +396,8 @@ def state_names_by_parameter(saved: CheckpointReader) -> dict[str, dict[str, str
 
 
 class SavedWeights:
-    """Reads the weights and buffers of a checkpoint by their names in the registry. The weights are the averages if there are
-    any, else the full-precision weights; if the optimizer has modes, those after its `eval()`.
+    """Reads the weights and buffers of a checkpoint by their names in the model. The weights are the averages if there are any,
+    or else the full-precision weights. If the optimizer has modes, these weights are returned as its `eval()` leaves them.
 
     plan: the plan of the run that wrote the checkpoint. base: a function that returns the reader of the frozen parameters,
     which the checkpoint of a model with adapters does not contain.
@@ -424,8 +424,8 @@ class SavedWeights:
         return self.saved.kind(self._saved_names[name])
 
     def tensor(self, name: str) -> Tensor:
-        """Returns the weight or buffer `name`. Raises RunError "adapters-base" if it is a frozen parameter whose value differs
-        from the one in the run that wrote the checkpoint.
+        """Returns the weight or buffer `name`. Raises RunError "adapters-base" for a frozen parameter if its value is not the
+        value that it had in the run that wrote the checkpoint.
         """
         if self._saved_names[name].startswith(BASE):
             value = self._base().tensor(name)
@@ -445,7 +445,7 @@ class SavedWeights:
 
 
 class BaseWeights:
-    """Reads the initial parameters of the model of `plan`. Of layers with builders, only one is in memory at a time."""
+    """Reads the initial parameters of the model of `plan`. Builds one layer at a time, and keeps only the last one."""
 
     def __init__(self, plan: Plan) -> None:
         info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
@@ -464,7 +464,7 @@ class BaseWeights:
 
 
 def base_error(place: str, name: str) -> RunError:
-    """Returns RunError "adapters-base" for a parameter `name` whose value differs from that in the run of the checkpoint."""
+    """Returns RunError "adapters-base" for the parameter `name`, which has another value than in the run of `place`."""
     hint = "restore the files and the seed of the base model; a checkpoint of adapters does not contain its weights"
     message = f"{place} was trained on a different base model: {name!r} has other values"
     return RunError("adapters-base", message, hint=hint)
@@ -482,5 +482,5 @@ def load_plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
 
 
 def join_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """Returns the nested state of `leaves`, by name. tree: the structure with names as leaves; None for a flat dict."""
+    """Returns an optimizer state with `leaves`, by name. tree: its structure with names as leaves; None for a flat dict."""
     return dict(leaves) if tree is None else tree_map(leaves.__getitem__, tree)

@@ -15,14 +15,14 @@ from pathlib import Path
 KeyPath = tuple[str | int, ...]
 """The path to a value in a plan: `("gradient_handlers", 0, "bucket_mb")`."""
 
-EXIT_OK = 0
+EXIT_OK = 0  # the exit codes of `train-cli`
 EXIT_RUN_FAILED = 1
 EXIT_USAGE = 2
 EXIT_PLAN_INVALID = 3
 EXIT_PLUGIN = 4
-EXIT_HUNG_UP = 129
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
+EXIT_HUNG_UP = 129  # 128 + SIGHUP, as shells report it
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
+EXIT_TERMINATED = 143  # 128 + SIGTERM
 
 
 def format_path(path: KeyPath) -> str:
@@ -45,7 +45,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One problem. message: a sentence without the final period. path: in the plan, or (). source_line: the text at `place`."""
+    """A problem to report. message: without a final period. path: a key of a plan, or (). source_line: that of `place`."""
 
     code: str
     message: str
@@ -98,7 +98,7 @@ class StateError(RunError):
 
     @staticmethod
     def offloaded_error(part: str, caller: str) -> "StateError":
-        """Returns StateError "memory-away". part: the offloaded part, such as "weights". caller: its user, such as "a step"."""
+        """Returns StateError "memory-away". part: the offloaded part, such as "weights". caller: for example "a step"."""
         message = f"{caller} needs the run's {part.replace('_', ' ')}, but they are offloaded"
         hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
         return StateError("memory-away", message, hint=hint)
@@ -127,12 +127,12 @@ class PluginError(SleyError):
     exit_code = EXIT_PLUGIN
 
 
-_FOREIGN = "sley_is_foreign"
+_FOREIGN = "sley_is_foreign"  # the attribute by which `note_origin` marks an error
 
 
 def note_origin(error: BaseException, origin: str, component: object = None) -> None:
-    """Adds the note "in `origin`" to an error of code that the plan names, on the first call for the error. If the class of
-    `component`, whose code raised the error, is not part of Sley, `is_foreign` is true for the error.
+    """Adds the note "in `origin`" to `error`, and marks for `is_foreign` whether the class of `component`, which raised it, is
+    outside Sley. Does nothing for a SleyError, or if an earlier call has marked the error.
     """
     if isinstance(error, SleyError) or hasattr(error, _FOREIGN):
         return
@@ -142,7 +142,7 @@ def note_origin(error: BaseException, origin: str, component: object = None) -> 
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Returns whether the error came from code outside Sley that the plan names, according to `note_origin`."""
+    """Returns whether `note_origin` marked `error` as raised by code outside Sley; False for an AssertionError."""
     return bool(getattr(error, _FOREIGN, False)) and not isinstance(error, AssertionError)
 
 
@@ -163,7 +163,7 @@ def format_cause(error: BaseException) -> str:
     return text
 
 
-_STDLIB = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+_STDLIB = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]  # folders of the standard library
 
 
 def is_installed(file: str) -> bool:

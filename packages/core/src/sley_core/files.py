@@ -17,7 +17,7 @@ COPIED_FILES = {
     ("model", "weights"): "start",
     ("model", "config"): "start",
 }
-"""The plan's keys that name files, each with the file or folder in the run's folder to which the run copies the small files."""
+"""The keys of a plan that name files, each with the path in the run's folder to which the run copies the small files."""
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Seeds the random generators of this process before each use: those of torch, `random` and numpy, and those in modules.
+"""Seeds the random generators of this process before each use: of torch, `random`, numpy, and of the modules of a model.
 
 A use is the forward of a layer for a microbatch, or the read of a sample. Its seed does not depend on the layout, so every
 layout, and every recomputation, draws the same numbers. `GENERATOR_LOCK` keeps two threads from using the generators at once.
@@ -49,13 +49,13 @@ _outer_states: list[HostState] = []
 
 
 def host_state() -> HostState:
-    """Returns the states of the generators of `seed_host`; during another thread's seeded use, those before it."""
+    """Returns the states of the generators of `seed_host`; during a seeded use, the states that its end will restore."""
     with _STATE_LOCK:
         return _outer_states[-1] if _outer_states else _read_state()
 
 
 def set_host_state(state: HostState) -> None:
-    """Restores a result of `host_state`. During a seeded use in another thread, the states take effect when that use ends."""
+    """Restores a result of `host_state`. During a seeded use, the states take effect when the use ends."""
     with _STATE_LOCK:
         if _outer_states:
             _outer_states[-1] = state
@@ -127,8 +127,8 @@ def seed_generators(generators: Iterable[Any], seed: int) -> None:
 
 
 def find_module_generators(module: nn.Module, name: str) -> list[Any]:
-    """Returns the generators reachable from the attributes and functions of a module and its submodules. name: its name, for
-    errors. Raises PlanError "model-random" for a generator that cannot be seeded.
+    """Returns the generators reachable from the attributes and functions of a module and its submodules. name: the module's
+    name, for errors. Raises PlanError "model-random" for a generator that cannot be seeded.
     """
     visited: set[int] = set()
     return [
@@ -158,7 +158,7 @@ def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[i
 
 
 def iterate_leaves(value: Any, visited: set[int], depth: int = 6) -> Iterator[Any]:
-    """Yields the generators, modules and tensors within `depth` steps of `value`. visited: the ids to skip; is extended."""
+    """Yields the generators, modules and tensors within `depth` steps of `value`. Skips ids in `visited`, and adds new ids."""
     if id(value) in visited or depth == 0:
         return
     visited.add(id(value))

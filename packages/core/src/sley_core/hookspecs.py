@@ -1,9 +1,9 @@
 """The hooks of Sley, with which plugins take part in the assembly of a run.
 
-Every rank calls every hook. It calls the three notifications at the end of this module while the run takes its steps, and all
-other hooks before the first step. A hook must not communicate unless its documentation allows it. Hooks return records, which
-core finds by their class and name. The parts of a run have the order of the plan, whatever the order in which plugins are
-discovered or registered.
+Every rank calls every hook. The three notifications at the end of this module are called when the run starts, after each step
+and when the run ends; all other hooks are called before the run starts. A hook must not communicate unless its documentation
+allows it. Core finds the records that hooks return by their class and name. The parts of a run have the order of the plan, not
+the order in which plugins are discovered or registered.
 
 Compatibility: a minor version may add a hook or a trailing argument, because pluggy passes only the arguments that an
 implementation declares. A hook or an argument is removed only after a version that warns about its use.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sley_core.topology import Topology
     from sley_trainer.run import Run
 
-PROJECT_NAME = "sley"
+PROJECT_NAME = "sley"  # pluggy uses it to recognise the hooks of Sley
 
 NOTIFICATION_HOOKS = ("sley_run_started", "sley_step_finished", "sley_run_finished")
 """The hooks that notify plugins of the progress of a run."""
@@ -56,7 +56,7 @@ def sley_records() -> Iterable[records.Record]:  # type: ignore[empty-body]
 
 @hookspec
 def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type: ignore[empty-body]
-    """Returns the gradient handlers that a `[[gradient_handlers]]` table can name.
+    """Returns the records of gradient handlers, which a `[[gradient_handlers]]` table can name.
 
     The builder of each record is `build(config) -> GradientHandler`.
 
@@ -74,7 +74,7 @@ def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type
 
 @hookspec
 def sley_scheduler_hooks() -> Iterable[records.SchedulerHookRecord]:  # type: ignore[empty-body]
-    """Returns scheduler hooks, which observe every action before and after it runs.
+    """Returns the records of scheduler hooks, which observe every action before and after it runs.
 
     The builder of each record is `build(config, parts: Parts) -> SchedulerHook`.
 
@@ -92,10 +92,10 @@ def sley_scheduler_hooks() -> Iterable[records.SchedulerHookRecord]:  # type: ig
 
 @hookspec
 def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.ProcessGroupRecord]:  # type: ignore[empty-body]
-    """Returns extra process groups as lists of ranks. All ranks create the groups, in the plan's order of plugins; plugins must
-    not call `torch.distributed.new_group`.
+    """Returns extra axes of process groups. All ranks create the groups, in the plan's order of plugins; plugins must not call
+    `torch.distributed.new_group`.
 
-    `parts.groups[axis]` is this rank's group. A rank that is in no list has a group that contains only itself.
+    `parts.groups[axis]` is this rank's group on `axis`. A rank that no group contains gets a group of only itself.
 
     Called: after the topology is known and the model is built on meta
     Ranks: all, with equal results
@@ -166,7 +166,7 @@ def sley_run_finished(run: Run, outcome: str) -> None:
     """Tells the plugin that the run has ended. outcome: `"finished"`, `"interrupted"` or `"failed"`.
 
     Called: once, when a run that has taken steps is closed, before its process groups are destroyed
-    Ranks: all that are alive
+    Ranks: all living ranks
     May communicate: no, since other ranks may have failed
     Returns: nothing
     Since: core 0.1

@@ -31,11 +31,11 @@ def _replace_nonfinite(value: Any) -> Any:
     return value
 
 
-_TAG = "sley:"
+_TAG = "sley:"  # begins the only key of a dict that represents another type
 
 
 def encode_value(value: Any) -> Any:
-    """Returns `value` as JSON types, which `decode_value` converts back to an equal value.
+    """Returns `value` as JSON types, which `decode_value` converts back to an equal value with tensors on the host.
 
     Supports None, numbers, strings, bytes, tensors, and lists, tuples and dicts of these. Raises TypeError for other types.
     """

@@ -220,7 +220,7 @@ def view_in_copy(tensor: Tensor, copy: Tensor) -> Tensor:
 
 
 ALIGNMENT_BYTES = 256
-"""The alignment of views in a buffer, which equals that of memory from CUDA. It allows vector loads and NCCL's fast copies."""
+"""The alignment of views in a buffer, as of memory that CUDA allocates. It allows vector loads and NCCL's fast copies."""
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -229,8 +229,8 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def block_bytes(num_bytes: int) -> int:
-    """Returns the smallest block size that fits `num_bytes`. Block sizes are multiples of 256 bytes. Between two powers of two,
-    there are eight of them, so a large block wastes at most an eighth.
+    """Returns the smallest block size that fits `num_bytes`. Block sizes are the multiples of 256 bytes up to 2048, and then
+    eight sizes from each power of two to the next, so a large block wastes at most an eighth.
     """
     power = 1 << max(num_bytes - 1, 1).bit_length() - 1  # the largest power of two below `num_bytes`
     return round_up(max(1, num_bytes), max(ALIGNMENT_BYTES, power // 8))
@@ -264,7 +264,7 @@ class DevicePool:
     """Lends tensors of any shape and dtype, aligned to 256 bytes, in blocks whose sizes are rounded up.
 
     All blocks use at most twice the largest number of bytes lent at the same time. At this limit, the pool lends a larger free
-    block or, if there is none, releases the blocks that have been unused the longest. A block whose lease is lost leaves it.
+    block or, if there is none, releases the blocks that have been unused the longest. A lost block leaves the pool.
     """
 
     def __init__(self) -> None:
@@ -348,7 +348,7 @@ class DevicePool:
         return None
 
     def _pop_free(self, key: tuple[torch.device, int], index: int = -1) -> _Block:
-        """Removes a free block with the key `key` and returns it; by default, the one that was returned last."""
+        """Removes a free block with the key `key` and returns it; by default, the block that was used last."""
         block = self._free[key].pop(index)
         if not self._free[key]:
             del self._free[key]

@@ -43,14 +43,12 @@ class CrossEntropyConfig(Table):
     """The batch field with the class of every position. For next-token prediction, the dataset must shift the labels."""
 
     copying: bool = False
-    """Whether all labels may equal the tokens at the same positions. If false, the run rejects such a first batch, because its
-    labels have not been shifted.
+    """Whether all labels of a batch may equal the tokens at the same positions. If false, the run rejects a first batch of this
+    kind, because its labels were not shifted.
     """
 
     ignore_index: int = -100
-    """The label of positions without a target. Positions with this label or a negative label count neither in the loss nor in
-    its weight.
-    """
+    """The label of positions without a target. This label and negative labels count neither in the loss nor in its weight."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The fraction of the target probability that is spread evenly over all classes."""

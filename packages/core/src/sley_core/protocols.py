@@ -1,5 +1,5 @@
-"""The interfaces of the objects that a run is made of. The run builds the objects once, from records; its step loop calls their
-methods directly.
+"""The interfaces of the parts of a run. The run builds each part once, from a record; its step loop calls the methods of the
+parts directly.
 
 Plugins define classes with these methods. A class that inherits from a protocol gets the protocol's empty methods as defaults.
 """
@@ -34,8 +34,8 @@ LayerCall = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class StageLink(Protocol):
-    """Moves outputs and their gradients between pipeline stages. The plan's table `[link]` names the link; the default is the
-    one that the schedule's record names.
+    """Moves outputs and their gradients between pipeline stages. The plan's table `[link]` names the link; by default, the
+    record of the schedule names it.
 
          prepare ──> begin ──> post_receive | send | receive ... ──> drain ─┐
                        ^                                                    │
@@ -208,7 +208,7 @@ class SchedulerHook(Protocol):
     """
 
     def before_forward(self, micro: MicroStep, inputs: Any) -> None:
-        """Called before each forward. inputs: of the chunk, or None for the first; of the layer in a recomputation."""
+        """Called before each forward. inputs: of the chunk (None for the first), or of the recomputed layer."""
 
     def after_forward(self, micro: MicroStep, output: Any) -> None:
         """Called after the forward of each microbatch. output: the output of the chunk."""
@@ -455,7 +455,7 @@ class CheckpointFiles(Protocol):
         ...
 
     def describe(self, path: str) -> SavedRun | None:
-        """Returns the description of the checkpoint, or None. Raises RunError "checkpoint-damaged" if it cannot be read."""
+        """Returns the description of the checkpoint `path`, or None if there is none. Raises RunError "checkpoint-damaged"."""
         ...
 
     def is_intact(self, path: str) -> bool:

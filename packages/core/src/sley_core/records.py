@@ -25,7 +25,7 @@ Scope = Literal["elementwise", "per_matrix", "global"]
 
 
 def import_object(name: str) -> Any:
-    """Returns the object that `name`, which is `"module:attribute"`, names. Imports the module."""
+    """Imports and returns the object `name`, which has the form `"module:attribute"`."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -46,15 +46,15 @@ class Record:
     def load(self, target: str | None = None) -> Any:
         """Imports and returns the object that `target` names, by default the builder.
 
-        Raises ImportError or AttributeError if it does not exist; the loader adds the plugin's name.
+        Raises ImportError or AttributeError if the object does not exist; `Plugin.load_builder` makes them a PluginError.
         """
         return import_object(target or self.build)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord(Record):
-    """`build(config, data: DataInfo) -> layers`, which returns a list of modules or of (name, module) pairs, on the meta
-    device.
+    """Describes a model for `[model]`. `build(config, data: DataInfo)` returns its layers, a list of modules or of
+    (name, module) pairs on the meta device.
 
     hugging_face: `"module:attribute"` of `hugging_face(plan, source) -> api.files.HuggingFaceModel`, which describes the
         transformers model that has the weights in `source` (an `api.files.TensorReader`), for `train-cli export`, `sample` and
@@ -72,12 +72,12 @@ class ModelRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptersRecord(Record):
-    """`build(config, layer_names) -> Callable[[nn.Module, str], None]`, a function that adds adapters to a layer's module in
-    place.
+    """Describes adapters for `[adapters]`. `build(config, layer_names)` returns a function `(module, name) -> None`, which adds
+    adapters to a layer's module in place.
 
     The function is called with the module and the name of each layer, on meta and when the layer has its base values, and with
-    generators that are seeded for this layer. All parameters are frozen before the call; those that the function adds or
-    unfreezes are trained.
+    generators that are seeded for this layer. All parameters are frozen before the call. The run trains the parameters that
+    the function adds or unfreezes.
 
     merge: `"module:attribute"` of `merge(plan, source) -> api.files.TensorReader`, which returns the weights in `source` with
         the adapters merged in, under the names of the model without adapters; None if the adapters cannot be merged.
@@ -92,7 +92,7 @@ class AdaptersRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecord(Record):
-    """`build(config, context: DataContext)` returns an `api.data.Dataset` or an `api.data.Stream`.
+    """Describes data for `[data]`. `build(config, context: DataContext)` returns an `api.data.Dataset` or `api.data.Stream`.
 
     Each other field is `"module:attribute"` of a function, or None:
 
@@ -112,7 +112,7 @@ class DatasetRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LossRecord(Record):
-    """`build(config) -> Loss` (see `protocols.Loss`).
+    """Describes a loss for `[loss]`. `build(config)` returns a `protocols.Loss`.
 
     split_logits: whether the loss also accepts `protocols.SplitLogits` in place of a logits tensor.
     sequence: "whole" for a loss that needs whole sequences. If ranks hold slices, the run gathers them for the loss.
@@ -138,7 +138,7 @@ class ParameterRole(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRecord(Record):
-    """`build(config, groups, device) -> torch.optim.Optimizer`.
+    """Describes an optimizer for `[optimizer]`. `build(config, groups, device)` returns a `torch.optim.Optimizer`.
 
     scope: the gradients on which the update of one element depends: only its own ("elementwise"), those of its parameter
         ("per_matrix") or all ("global"). With "per_matrix", one rank gets each matrix whole, in every layout. The plan check
@@ -153,11 +153,11 @@ class OptimizerRecord(Record):
 
 
 class LRScheduleRecord(Record):
-    """`build(config, num_steps) -> Callable[[int], float]`: the factor of every group's `lr` at step 0, 1, ..."""
+    """Describes a learning rate. `build(config, num_steps)` returns a function from the step, from 0, to a factor of `lr`."""
 
 
 class AveragingRecord(Record):
-    """`build(config, num_steps) -> rule`, with `rule(step, age) -> float`, which averages the weights over steps.
+    """Describes how `[averaging]` averages weights over steps. `build(config, num_steps)` returns `rule(step, age) -> float`.
 
     After each update, core sets every average to `average + weight * (value - average)` with `weight = rule(step, age)`, a
     number from 0 to 1 that is the same on all ranks. step: the number of the step, from 0. age: the number of updates since the
@@ -168,7 +168,7 @@ class AveragingRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionerRecord(Record):
-    """`build(config) -> (costs, num_chunks) -> boundaries`.
+    """Describes how `[partition]` cuts the model. `build(config)` returns a function `(costs, num_chunks) -> boundaries`.
 
     costs: the cost of each layer: its number of parameters, or its seconds if the partitioner has a timer. boundaries: the
     index of the first layer of each chunk, and the number of layers at the end.
@@ -184,10 +184,10 @@ class PartitionerRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRecord(Record):
-    """`build(config) -> Schedule` (see `sley_core.actions.action`).
+    """Describes a schedule for `[pipeline]`. `build(config)` returns a `sley_core.actions.action.Schedule`.
 
-    The fields name the default parts of a plan that uses this schedule. Each is the full name of a record (`"pp.link"`), of
-    this plugin or another one:
+    The fields name the default parts of a plan that uses this schedule. Each field is the full name of a record, such as
+    `"pp.link"`, of any plugin:
 
     link: the stage link.
     partition: the partitioner.
@@ -220,7 +220,7 @@ class RoundingRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientHandlerRecord(RoundingRecord):
-    """`build(config) -> GradientHandler`.
+    """Describes a handler for `[[gradient_handlers]]`. `build(config)` returns a `GradientHandler`.
 
     role: "reducer" sums gradients over the reduce group; "tie" sums them over the pipeline stages that share a parameter;
         "transform" changes gradients; "observer" only reads them.
@@ -243,12 +243,12 @@ class GradientHandlerRecord(RoundingRecord):
 
 
 class SchedulerHookRecord(Record):
-    """`build(config, parts: Parts) -> SchedulerHook`."""
+    """Describes a hook for `[[scheduler_hooks]]`. `build(config, parts: Parts)` returns a `SchedulerHook`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCommunicatorRecord(RoundingRecord):
-    """`build(config) -> WeightCommunicator`.
+    """Describes how `[weights]` gathers weights. `build(config)` returns a `WeightCommunicator`.
 
     fixed_order: whether the communicator supports plans that require a fixed order of summation. It then passes the gradients
         of the microbatches in `parts.store.reduction.concurrent_microbatches(group)` to `store.add_microbatches`, one for each
@@ -266,12 +266,14 @@ class WeightCommunicatorRecord(RoundingRecord):
 
 
 class SequenceAttentionRecord(Record):
-    """`build(config, group) -> SequenceCommunicator`; group: the ranks that hold slices of the same samples."""
+    """Describes how attention works on slices of sequences. `build(config, group)` returns a `SequenceCommunicator`; `group`
+    contains the ranks that hold slices of the same samples.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadManagerRecord(Record):
-    """`build(config) -> OffloadManager`.
+    """Describes a manager for `[[offload]]`. `build(config)` returns an `OffloadManager`.
 
     parts: a function that takes the manager's config and returns the parts of the run's memory (`memory.Part`) that the manager
         offloads. Two managers of a plan must not share a part.
@@ -287,7 +289,7 @@ class OffloadManagerRecord(Record):
 
 
 class ActivationPolicyRecord(Record):
-    """`build(config, layer_names) -> ActivationPolicy`."""
+    """Describes which activations layers save. `build(config, layer_names)` returns an `ActivationPolicy`."""
 
 
 def steps_on_host(record: Record | None) -> bool:
@@ -296,13 +298,13 @@ def steps_on_host(record: Record | None) -> bool:
 
 
 class MetricsWriterRecord(Record):
-    """`build(config, folder: Path) -> MetricsWriter`, on rank 0 only."""
+    """Describes a writer of metrics. `build(config, folder: Path)` returns a `MetricsWriter`; only rank 0 calls it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerRecord(Record):
-    """`build(config, state: TrainingState) -> Checkpointer` (see `api.state`). `config` is None if the plan has no table
-    `[checkpoint]`; such a run saves and loads only when a program asks for it.
+    """Describes a checkpointer. `build(config, state: TrainingState)` returns a `Checkpointer` (see `api.state`). `config` is
+    None if the plan has no table `[checkpoint]`; such a run saves and loads only when a program asks for it.
 
     files: `"module:attribute"` of a class that implements `protocols.CheckpointFiles`. The command line uses it to resume,
         export and sample. If it is None, only runs can read the checkpoints.
@@ -349,9 +351,9 @@ class TransportRecord:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a plan, which `sley_check_plan` returns; core adds the file, line and column.
+    """A problem of a plan, which `sley_check_plan` returns. Core adds the file, line and column.
 
-    path: the path of the key with the problem.
+    path: the path of the key with the problem. code: the error code.
     """
 
     path: tuple[str | int, ...]
@@ -363,9 +365,9 @@ class Problem:
 def call_factory(
     name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], run_arguments: Mapping[str, Any]
 ) -> Any:
-    """Returns the result of the callable `name` (see `import_factory`) for the keyword arguments `options`, and those of
-    `run_arguments` that its signature has and `options` lacks. Raises PlanError "factory-import" if the import fails, and
-    "factory-failed" if the call raises anything except a SleyError.
+    """Calls `name` (see `import_factory`) with the keyword arguments `options` and with each of `run_arguments` that its
+    signature has, and returns the result. `options` take precedence. Raises PlanError "factory-import" if the import fails,
+    and "factory-failed" if the call raises anything except a SleyError.
     """
     function = import_factory(name, path, folder)
     try:
@@ -386,7 +388,7 @@ def call_factory(
 
 def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..., Any]:
     """Imports and returns the callable `name`, which is `"package.module:attribute"`. Adds `folder` to `sys.path` first. Raises
-    PlanError "factory-import" if there is no such callable. path: the path of its table, for the error.
+    PlanError "factory-import" if there is no such callable. path: the path of the table that names it, for the error.
     """
     if folder and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

@@ -28,7 +28,7 @@ from sley_core.protocols import MetricsWriter
 
 
 def use_copied_files(document: Document, folder: Path) -> Document:
-    """Returns the plan's document in which copies of files in the run's `folder` replace the originals."""
+    """Returns a copy of the plan's document that names the copied files in the run's `folder` instead of the originals."""
     tables: dict[str, Any] = deepcopy(dict(document.tables))
     for (table, key), name in COPIED_FILES.items():
         content = tables.get(table, {})
@@ -45,7 +45,7 @@ METRICS_FILE = "metrics.jsonl"
 class JsonlWriter(MetricsWriter):
     """The metrics writer `core.jsonl`. When `write` returns, the row is in the file, so a killed run keeps its rows.
 
-    Appends to an existing file, whose partial last line, if any, it ends first. Infinities and NaN become null.
+    Appends to an existing file, after it ends a partial last line. Infinities and NaN become null.
     """
 
     def __init__(self, config: JsonlConfig, folder: Path) -> None:
@@ -115,7 +115,7 @@ class AttemptStart(NamedTuple):
 
 
 Lineage = tuple[AttemptStart, ...]
-"""The attempts that ran the steps of a run, the latest last. Each ran the steps from its start to the start of the next."""
+"""The attempts that ran the steps of a run, from first to last. Each attempt ran the steps up to the start of the next."""
 
 
 def parse_lineage(pairs: Iterable[Sequence[Any]]) -> Lineage:

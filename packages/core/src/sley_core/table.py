@@ -46,7 +46,7 @@ class Table(BaseModel):
     )
 
 
-_VARIABLE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")
+_VARIABLE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")  # $$, $NAME or ${NAME}
 
 
 def expand_path(text: str, quote: Callable[[str], str] = str) -> str:
@@ -76,11 +76,11 @@ def escape_path(text: str) -> str:
     return ("./" if text.startswith("~") else "") + text.replace("$", "$$")
 
 
-_URL = re.compile("[a-z][a-z0-9]+:/")
+_URL = re.compile("[a-z][a-z0-9]+:/")  # the beginning of a URL
 
 
 def _parse_path(value: Any, info: ValidationInfo, *, quote: Callable[[str], str] = str) -> Any:
-    """Returns the Path for a string, which starts in the plan's folder if it is relative and no URL. Keeps other values."""
+    """Returns a Path for a string; a relative path starts in the plan's folder, a URL does not. Keeps other values."""
     folder = (info.context or {}).get("folder")
     if not isinstance(value, str):
         return value
@@ -134,7 +134,7 @@ class PartTable(Table):
     """A table of an array such as `[[data.sources]]`. It names a record by `use`, or code by `factory`, and has the keys of
     this model and those of the record or factory.
 
-    record_type: the class of the records. shared: the keys of the enclosing table that each record whose config has them gets.
+    record_type: the class of the records. shared: keys of the enclosing table, which each record gets if its config has them.
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -164,11 +164,11 @@ class PartTable(Table):
         return {**write(self), **record_keys}
 
 
-TYPE_DESCRIPTIONS = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}
+TYPE_DESCRIPTIONS = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}  # for `describe_type`
 
 
 def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Describes the values that a field accepts. annotation: the field's type. metadata: its pydantic metadata."""
+    """Returns a phrase for the values that a field accepts. annotation: the field's type. metadata: its pydantic metadata."""
     for item in reversed(metadata):
         if isinstance(item, ValueDescription):
             return item.text
@@ -197,7 +197,7 @@ def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Describes a value of a plan for messages; shortens long strings."""
+    """Returns a phrase for a value of a plan, for messages; shortens strings to 40 characters."""
     if isinstance(value, bool):
         return f"the boolean {str(value).lower()}"
     if isinstance(value, str):

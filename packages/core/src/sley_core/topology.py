@@ -39,9 +39,7 @@ GATHER, REDUCE = "gather", "reduce"
 """The channels of the axis `wp`."""
 
 CHANNELS = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
-"""The channels of an axis. Separate channels keep a posted receive from blocking a later send, and a gather from blocking a
-reduction.
-"""
+"""The channels of an axis. With two, a posted receive does not block a later send, and a gather does not block a reduction."""
 
 DEFAULT_CHANNEL = "main"
 """The only channel of every axis that is not in `CHANNELS`."""
@@ -144,7 +142,7 @@ class Topology:
                     yield GroupEntry(axis, channel, ranks, backend)
 
     def partition(self, axis: str, stage: int | None = None) -> list[tuple[int, ...]]:
-        """Returns the ranks of every group of `axis`, by first rank. stage: only groups with ranks of this stage."""
+        """Returns the ranks of each group of `axis`, in the order of first ranks. stage: selects groups by stage."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for coordinates in map(self.coordinates, range(self.world_size)):
             shared = tuple(getattr(coordinates, name) for name in SHARED_COORDINATES[axis])

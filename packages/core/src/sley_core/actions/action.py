@@ -52,7 +52,7 @@ INPUT_GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 class Action(NamedTuple):
-    """An entry of a rank's list: `kind` on its chunk `chunk` and microbatch `micro`, from 0. CHUNK_DONE has the `micro` -1."""
+    """An entry of a rank's list: `kind` on the rank's chunk `chunk` and microbatch `micro`, from 0; -1 for CHUNK_DONE."""
 
     kind: Kind
     chunk: int
@@ -79,9 +79,9 @@ class Transfer(NamedTuple):
     """Describes one end of a transfer between two stages.
 
     op: `post` prepares a buffer and starts the receive; the action that needs the value waits for it, so waiting has no entry
-    of its own. `send` starts to send the result of the action before it. Neither blocks. chunk: the chunk of this stage. A post
+    of its own. `send` starts to send the result of the preceding action. Neither blocks. chunk: the chunk of this stage. A post
     receives its input (forward flow) or output gradient (backward flow); a send sends its output or input gradient. micro: the
-    microbatch. peer: the stage at the other end. peer_chunk: the chunk there.
+    microbatch. peer: the stage at the other end. peer_chunk: the chunk of that stage.
     """
 
     op: Literal["post", "send"]
@@ -110,15 +110,16 @@ def sequential_actions(num_microbatches: int) -> list[Action]:
 
 
 def select_forwards(actions: Iterable[Action]) -> list[Action]:
-    """Returns the forwards of a training list, for an evaluation. They keep their order, in which they cannot deadlock."""
+    """Returns the forwards of a training list, for an evaluation. They keep their order, so they cannot deadlock."""
     return [action for action in actions if action.kind is Kind.FORWARD]
 
 
 def select_actions(steps: Sequence[Step]) -> tuple[Action, ...]:
+    """Returns the entries of a lowered list that are not transfers."""
     return tuple(step for step in steps if isinstance(step, Action))
 
 
-_KIND_TEXTS = {
+_KIND_TEXTS = {  # names for messages
     "F": "forward",
     "B": "backward",
     "I": "backward for inputs",
@@ -137,7 +138,7 @@ def describe_action(entry: str) -> str:
 
 
 class Delivery(NamedTuple):
-    """Names a value that one chunk computes for a neighbouring one: its flow, the receiver's position, and its microbatch."""
+    """Identifies a value that a chunk computes for the next or previous chunk. position: the position of the receiver."""
 
     flow: Flow
     position: int
@@ -150,7 +151,7 @@ class Delivery(NamedTuple):
 
 
 class StageChunk(NamedTuple):
-    """Names the holder of a position: chunk `chunk` of stage `stage`, both counted from 0."""
+    """Identifies a chunk by its stage and its number in the stage, both from 0."""
 
     stage: int
     chunk: int
@@ -158,7 +159,7 @@ class StageChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Assigns the positions of a model to stages; a stage numbers its chunks in model order.
+    """Assigns the positions of a model to stages. A stage numbers its chunks in the order of their positions.
 
     route: the stage of each position, in model order. Neighbouring positions may be on any two stages, or on the same one. The
     constructor raises PlanError "placement-wrong" unless the stages are 0, 1, 2, ... without a gap, and each of them holds
@@ -187,13 +188,13 @@ class Placement:
         return len(self.route)
 
     def position(self, stage: int, chunk: int) -> int:
-        """Returns the position of a stage's chunk along the model, from 0."""
+        """Returns the position of chunk `chunk` of `stage` in the model, from 0."""
         assert 0 <= stage < self.stages, f"stage {stage} of {self.stages}"
         assert 0 <= chunk < self.chunks, f"chunk {chunk} of {self.chunks}"
         return self._positions[stage][chunk]
 
     def positions(self, stage: int) -> Sequence[int]:
-        """Returns the positions of a stage's chunks along the model, by chunk."""
+        """Returns the positions of the chunks of `stage` in the model, in the order of the chunks."""
         return self._positions[stage]
 
     def holder(self, position: int) -> StageChunk:
@@ -246,7 +247,7 @@ def loop(stages: int, chunks: int = 1) -> Placement:
 
 
 def v_placement(stages: int, chunks: int = 2) -> Placement:
-    """Returns the V placement: up all stages, then down. Raises PlanError "placement-wrong" unless `chunks` is 2."""
+    """Returns the placement "v" in the diagram above. Raises PlanError "placement-wrong" unless `chunks` is 2."""
     if chunks != 2:
         raise placement_error(f"is a V, which needs two chunks per stage, not {chunks}")
     return Placement((*range(stages), *reversed(range(stages))))
@@ -263,8 +264,8 @@ ScheduleGenerator = Callable[[int, int, int], list[list[Action]]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of the plan. generate: returns every stage's compute actions. chunks: the number of chunks per stage. place:
-    returns the placement, as `loop` and `v_placement` do.
+    """A pipeline schedule. generate: returns every stage's compute actions. chunks: the number of chunks per stage. place: a
+    function such as `loop` or `v_placement`, which returns the placement.
     """
 
     generate: ScheduleGenerator
@@ -280,5 +281,5 @@ class Schedule:
         return placement
 
     def lists(self, stages: int, micros: int) -> list[list[Action]]:
-        """Returns every stage's compute actions in a training step, for `lower`."""
+        """Returns the compute actions of each stage in a training step of `micros` microbatches, for `lower`."""
         return [list(actions) for actions in self.generate(stages, self.chunks, micros)]

@@ -52,12 +52,12 @@ NEEDED_KIND = {
 """The type of the action that must precede each type on the same chunk and microbatch; None if none must."""
 
 EXCLUDED_KIND = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWARD}
-"""By type, the type that it excludes on the same chunk and microbatch: a backward is either whole or split."""
+"""The type that each type excludes on the same chunk and microbatch, because a backward is either whole or split."""
 
 
 def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool) -> None:
-    """Raises PlanError "schedule-wrong" unless there is one list per stage, and each has every action of a step exactly once,
-    after the actions of the same chunk and microbatch that it needs. training: as in `lower`.
+    """Raises PlanError "schedule-wrong" unless there is one list per stage, and each list contains every action of its stage
+    once, in an order in which no action needs a later action of its list. training: as in `lower`.
     """
     if len(lists) != placement.stages:
         message = f"the schedule must have {placement.stages} action lists, one per stage, but has {len(lists)}"
@@ -77,6 +77,7 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
 
 
 def _find_fault(action: Action, earlier_actions: set[Action], chunks: int, micros: int, training: bool) -> str:
+    """Returns why `action` is wrong after `earlier_actions`, as the end of a sentence; "" if it is right."""
     kind, chunk, micro = action.kind, action.chunk, action.micro
     if kind not in NEEDED_KIND:
         return "is not a compute action"
@@ -114,7 +115,7 @@ ends, but not the link (docs/adr/0014).
 
 
 def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
-    """Returns the index of each transfer in the global order, the same for all stages. sent_s: the time at which each is sent.
+    """Returns the index of each transfer in the order of all stages. sent_s: the time at which each value is sent, in seconds.
 
     Transfers that are sent at the same time are ordered by flow, then by position along the flow, so a stage posts a receive
     before it sends its own value to the neighbour that is about to send.
@@ -130,9 +131,9 @@ def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
 class _TransferEnd(NamedTuple):
     """One end of a transfer in one stage's list.
 
-    order: the index of the transfer in the global order. action_index: the index of the action that computes or uses the value.
-    post: the entry to insert; None for a send, whose position is fixed. latest_index: the index of the last action before which
-    the post may stand: the first action that needs this transfer or a later one.
+    order: the index from `order_transfers`. action_index: the index of the action that computes or uses the value. post: the
+    entry to insert; None for a send, whose position is fixed. latest_index: the index of the last action before which the post
+    may be inserted, which is the first action that needs this transfer or a later one.
     """
 
     order: int
@@ -144,8 +145,8 @@ class _TransferEnd(NamedTuple):
 def schedule_posts(
     actions: Sequence[Action], outputs: list[Delivery | None], stage: int, placement: Placement, order: Mapping[Delivery, int]
 ) -> dict[int, list[Transfer]]:
-    """Returns, by the index of an action, the transfers that `stage` starts before that action. outputs: the value that each
-    action sends to a neighbouring chunk, or None. order: the position of each transfer in the order of all transfers.
+    """Returns the posts of `stage` by the index of the action before which they are inserted. outputs: for each action, the
+    value that it computes for a neighbouring chunk, or None. order: the result of `order_transfers`.
     """
     ends: dict[Direction, list[_TransferEnd]] = {"up": [], "down": []}
     max_orders: list[int] = []  # after each action, the latest transfer that the list has needed so far
@@ -170,10 +171,10 @@ def schedule_posts(
 
 
 def _place_posts(ends: Sequence[_TransferEnd]) -> Iterator[tuple[int, Transfer]]:
-    """Yields the index of the action that each post precedes, and the post. ends: sorted, and of one direction.
+    """Yields the index of the action that each post precedes, and the post. ends: of one direction, sorted by `order`.
 
-    The backward pass over `ends` puts a post `NUM_AHEAD` actions before its use, but not after its latest index nor after a
-    later end. The forward pass keeps it from overtaking an earlier end.
+    The backward loop over `ends` puts a post `NUM_AHEAD` actions before its use, but not after its latest index or a later end.
+    The forward loop moves a post after all earlier ends.
     """
     indices: list[int] = []
     following = max((end.action_index for end in ends), default=0)
@@ -196,9 +197,9 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
     lists: each stage's compute actions over its chunks and `micros` microbatches. training: whether every forward must have a
     full or split backward; if False, no forward may have one.
 
-    An action is followed by the send of its result, then by posts, then by CHUNK_DONE if it was its chunk's last gradient
-    action. Raises PlanError "schedule-wrong" with the first bad action and its index, and "schedule-deadlock" with the actions
-    for which the blocked stages wait.
+    An action is followed by the send of its result, then by posts, and then by CHUNK_DONE if it was the last gradient action
+    of its chunk. Raises PlanError "schedule-wrong" with the first bad action and its index, and "schedule-deadlock" with the
+    actions for which the blocked stages wait.
     """
     check_lists(lists, placement, micros, training=training)
     simulator = ScheduleSimulator(lists, placement, Costs.uniform(placement.num_positions), is_lowered=False)

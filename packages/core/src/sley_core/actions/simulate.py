@@ -26,10 +26,10 @@ from sley_core.errors import PlanError
 
 
 class ScheduleSimulator:
-    """Simulates one run of `lists`, one list per stage.
+    """Simulates one step, in which each stage runs its list in `lists`.
 
     is_lowered: whether the lists have sends and posts. If not, a value arrives when the action that computes it ends. spans:
-    the actions that have run. sent_s, posted_s: the times at which values were sent, and at which their receives were posted.
+    the actions that have run. sent_s, posted_s: the seconds at which values were sent, and at which their receives were posted.
     """
 
     def __init__(self, lists: Sequence[Sequence[Step]], placement: Placement, costs: "Costs", *, is_lowered: bool) -> None:
@@ -90,6 +90,7 @@ class ScheduleSimulator:
         return True
 
     def _record_transfer(self, stage: int, step: Transfer) -> None:
+        """Records a send or post at the present time of `stage`, and the arrival of a value that has both."""
         if step.op == "post":
             delivery = Delivery(step.flow, self._positions[stage][step.chunk], step.micro)
             channel = step.peer, stage
@@ -133,7 +134,7 @@ class Peaks(NamedTuple):
 
 
 _COUNT_CHANGES = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT_GRADIENT: (-1, 1), Kind.WEIGHT_GRADIENT: (0, -1)}
-"""By the type of an action, the changes that it makes to the number of graphs and to the number of queues."""
+"""The changes that each type of action makes to the number of graphs and to the number of queues."""
 
 
 def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs: "Costs") -> Peaks:
@@ -164,7 +165,7 @@ def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The predicted `timeline` of all actions, and the `peaks` of each stage."""
+    """The prediction of `simulate`: the timeline of all actions, and the memory peaks of each stage."""
 
     timeline: "Timeline"
     peaks: tuple[Peaks, ...]
@@ -248,7 +249,7 @@ class Costs:
         weight_gradient: float = 1.0,
         link: float = 0.0,
     ) -> "Costs":
-        """Returns equal costs for all `positions`, with 0 bytes. A full backward takes as long as its two halves together."""
+        """Returns equal times, in seconds, for all of `positions` positions, and 0 bytes. A full backward costs both halves."""
         seconds = {
             Kind.FORWARD: forward,
             Kind.BACKWARD: input_gradient + weight_gradient,

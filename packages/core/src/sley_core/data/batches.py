@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 
 def open_dataset(component: "Component", context: DataContext) -> AnyDataset:
-    """Builds the dataset of the plan's table `component`, and gives it an `info`. Reads no sample. Raises PlanError
-    "data-factory" for no dataset, and "held-out" if the factory of held-out data has no parameter `context`.
+    """Returns the dataset of the plan's table `component`, with an `info`. Reads no sample. Raises PlanError "data-factory" if
+    a factory returns no dataset, and "held-out" if the factory of held-out data has no parameter `context`.
     """
     dataset = component.build(context)
     if component.record is not None:
@@ -78,8 +78,8 @@ def count_samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
 
 
 def wrap_dataset(dataset: Any, config: FactoryDataConfig, name: str) -> AnyDataset:
-    """Wraps `dataset`, and gives it an `info`. name: the factory's name, for errors. Raises PlanError "data-factory" for an
-    object that is neither a map-style dataset nor a stream that can start over.
+    """Returns a wrapper of `dataset` with an `info`. name: the factory's name, for errors. Raises PlanError "data-factory" for
+    an object that is neither a map-style dataset nor a stream that can start over.
     """
     if is_stream(dataset):
         type_name = type(dataset).__name__
@@ -295,8 +295,8 @@ POSITIONS = "positions"
 def check_additive(
     loss: Loss, batch: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], name: str, path: KeyPath, hint: str
 ) -> None:
-    """Raises RunError "loss-not-additive" unless the loss weights of `parts` add up to that of `batch`: integers (counts)
-    exactly, others within the rounding of fp32. name: what the error calls the parts. path, hint: of the error.
+    """Raises RunError "loss-not-additive" with `path` and `hint` unless the loss weights of `parts` add up to the weight of
+    `batch`: exactly if all are integers, or else within a relative error of 1e-5. name: the name of the parts in the message.
     """
     total, weights = loss.weight(batch), [loss.weight(part) for part in parts]
     are_counts = all(float(weight).is_integer() for weight in (*weights, total))

@@ -87,7 +87,7 @@ class DataContext:
 class Dataset(Protocol):
     """Returns samples by index, in any order and from any thread.
 
-    Reading a sample may draw from torch's default generator, `random` and numpy. These are seeded by the sample's number, so
+    Reading a sample may draw from torch's default generator, `random` and numpy. The run seeds them by the sample's number, so
     every layout and every resumed run reads the same samples. A read that draws from these generators waits for the model's
     forward in progress, and a forward waits for the read. To avoid the waits, draw from your own generator, seeded by the
     index.
@@ -235,7 +235,7 @@ class FactoryDataConfig(DataConfig):
 
 
 NUM_ROUNDS = 10
-"""The number of rounds of the Feistel network of `Order`."""
+"""The number of rounds of the Feistel network of `Order`, as in NIST SP 800-38G for small domains."""
 
 
 class Order:
@@ -246,7 +246,7 @@ class Order:
 
     With n samples and a = ceil(sqrt(n)), the permutation is a Feistel network over pairs (left, right) in [0, a)^2, applied
     again until the result is below n (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). The round
-    function is BLAKE2b. Small domains need ten rounds, as in NIST SP 800-38G.
+    function is BLAKE2b.
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> None:

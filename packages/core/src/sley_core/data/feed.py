@@ -88,6 +88,8 @@ CLOSE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class _PrefetchedBatch:
+    """A batch, with `Feed.samples` and the state of the feed after it."""
+
     batch: Batch
     samples: tuple[int, ...]
     state: dict[str, Any]
@@ -168,7 +170,7 @@ class Feed:
         self._state = deepcopy(dict(state))
 
     def describe_change(self, state: Mapping[str, Any]) -> str:
-        """Describes how the data differ from those of `state`; "" if they are equal or not comparable."""
+        """Returns how the data differ from the data of `state`, for a message; "" if they are equal or cannot be compared."""
         old, new = state.get("digest"), None if "digest" not in state else self.digest
         if None in (old, new) or old == new:
             return ""
@@ -326,7 +328,7 @@ def compute_digest(samples: Iterable[Any]) -> str:
 
 
 def update_digest(digest: blake2b, value: Any) -> None:
-    """Adds a sample or value to `digest`. Of values other than dicts, tensors, numbers, text and bytes, adds only the type."""
+    """Adds to `digest` a sample or value of dicts, tensors, numbers, text and bytes; of other values, adds only the type."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             digest.update(f"{key}=".encode())

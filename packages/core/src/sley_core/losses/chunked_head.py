@@ -3,12 +3,12 @@
     hidden [n, h] ──chunk──> logits [c, v] ──in place──> their gradient G ──> G W, the gradient of the hidden states
                                                                           └─> G^T hidden, added to the gradient of the weight
 
-Here n is the number of tokens, c that of a chunk, h the hidden size, v the number of classes, and W [v, h] the weight. The
+Here n is the number of all tokens, c of a chunk's tokens, v of classes, h the hidden size, and W [v, h] the weight. The
 forward computes the gradients, so each product runs once, as with the plain head. Recomputing the logits in the backward would
 need a fourth product (1.3 to 1.6 times the time). `torch.nn.functional.linear_cross_entropy` and Liger's kernel also compute
 the gradients in the forward, but keep the weight's gradient until the backward, since they do not know the gradient of the
 loss. A run knows it before the forward: it is the inverse of the batch's weight. So the weight's gradient is accumulated at
-once, and only that of the hidden states is kept. The backward checks that the gradient of the loss is the expected one.
+once, and only the gradient of the hidden states is kept. The backward checks the gradient of the loss.
 """
 
 from __future__ import annotations
@@ -34,12 +34,10 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import BatchWeight
 
-CHUNK_TOKENS_PATH = ("loss", "chunk_tokens")
+CHUNK_TOKENS_PATH = ("loss", "chunk_tokens")  # the plan key that selects chunks
 
 AUTO_CHUNK_BYTES = 1 << 27
-"""The bytes of a chunk's logits with `chunk_tokens = "auto"` (128 MiB). Smaller chunks read the weight and its gradient too
-often.
-"""
+"""The bytes of a chunk's logits with `chunk_tokens = "auto"`. Smaller chunks read the weight and its gradient too often."""
 
 ELEMENTWISE_METHODS = frozenset(
     {"tanh", "float", "double", "to", "contiguous", "mul", "div", "add", "sub", "neg"}
@@ -122,7 +120,7 @@ class LogitsHead:
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Returns the weight and the bias (or None) as leaves of the autograd graph."""
+        """The weight and the bias (or None) as leaves of the autograd graph."""
         return self.linear.weight, self.linear.bias
 
     def weights(self) -> AbstractContextManager[tuple[Tensor, Tensor | None]]:
@@ -143,7 +141,7 @@ class LogitsHead:
         return total
 
     def sum_losses(self, loss: HeadLoss, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sum of the losses of `hidden` [n, h] and `labels` int64 [n]; also computes gradients for `loss.scale`."""
+        """Returns the sum of the losses of `hidden` [n, h] and `labels` int64 [n], and the gradients for `loss`."""
         total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
         with self.weights() as (weight, bias):
             for tokens in self.chunks.slices(len(hidden), weight.shape[0], hidden.element_size()):
@@ -196,7 +194,7 @@ class DirectHead(LogitsHead):
 def patch_head(parts: Parts, chunks: HeadChunks) -> Callable[[], None]:
     """Patches the head if this rank has it and its weight is not sharded. Returns a function that removes the patch.
 
-    A communicator patches a head whose weight it shards. Raises PlanError "head-chunks" if it has not done so.
+    If a communicator shards the weight, it must already have patched the head. Raises PlanError "head-chunks" otherwise.
     """
     layer = next((layer for layer in parts.layers if layer.name == chunks.layer), None)
     if layer is not None and parts.registry[f"{chunks.name}.weight"].shard is None:
@@ -242,8 +240,8 @@ class LazyLogits(SplitLogits):
         return self._head().full_logits(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a function that applies the elementwise tensor method `name` to each chunk later. Raises RunError
-        `logits-split` for all other names, but AttributeError for those with a leading `__`.
+        """Returns a function that applies the elementwise tensor method `name` to each chunk later. Raises AttributeError for a
+        name that begins with `__`, and RunError "logits-split" for all other names.
         """
         if name.startswith("__"):
             raise AttributeError(name)
@@ -267,7 +265,7 @@ class LazyLogits(SplitLogits):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Applies an elementwise torch function to each chunk later. Raises RunError `logits-split` for all other functions."""
+        """Applies an elementwise torch function to each chunk later. Raises RunError "logits-split" for others."""
         logits = next(argument for argument in args if isinstance(argument, cls))
         rest = args[1:] if args[0] is logits else args
         return logits._apply_later(getattr(function, "__name__", str(function)), *rest, **(kwargs or {}))
@@ -306,7 +304,7 @@ class HeadLoss:
         return output.detach().clone(), lambda gradient: logits.copy_(torch.autograd.grad(output, leaf, gradient)[0])
 
     def replace_by_gradient(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sum of the losses of `logits` [n, v]. With `scale`, overwrites `logits` with their gradient times it."""
+        """Returns the sum of the losses of `logits` [n, v]. With a `scale`, replaces them by `scale` times their gradient."""
         output, run_backward = self.apply(logits)
         if self.scale is None:
             return sum_cross_entropy(output, labels, self.ignore_index, self.smoothing)

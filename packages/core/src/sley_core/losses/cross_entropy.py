@@ -22,13 +22,11 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
-"""The number of logits per chunk, by device type: few enough for the cache of a CPU, and enough to hide a GPU's launch
-overhead.
-"""
+"""The number of logits per chunk, by device type: they fit in the cache of a CPU, and hide the launch overhead of a GPU."""
 
 
 class CrossEntropy(Loss):
-    """The loss `core.cross_entropy`. The weights and losses of the parts of a batch sum to those of the batch.
+    """The loss `core.cross_entropy`. The weight and loss of a batch are the sums over its parts.
 
     Labels are int64 classes of any shape [...]. The output is a tensor of logits [..., classes], or `SplitLogits`, whose
     classes are split over ranks.
@@ -42,7 +40,7 @@ class CrossEntropy(Loss):
         self._compiled_sum: Any = None
 
     def attach(self, parts: Parts) -> None:
-        """Compiles the sum over many logits if the plan compiles the layers and the run is real."""
+        """Compiles the sum over many logits if the plan compiles the layers, except in a simulated run."""
         if parts.is_compiled and parts.world.simulation is None:
             self._compiled_sum = torch.compile(sum_cross_entropy)
 
@@ -127,8 +125,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Computes `sum_cross_entropy` in chunks of rows, and recomputes the softmax in the backward.
 
     Besides the logits, it needs memory for their gradient and for one chunk. `sum_cross_entropy` needs two more fp32 copies of
-    the logits, and on a CPU takes twice as long if the logits exceed the cache (2048 x 32000 in fp32, with it and with chunks:
-    500 and 25 MiB without the gradient, 430 and 180 ms).
+    the logits, and takes twice as long on a CPU if they exceed its cache: for 2048 x 32000 fp32 logits, it needs 500 MiB beside
+    the gradient and 430 ms, and the chunks need 25 MiB and 180 ms.
     """
 
     @staticmethod
@@ -171,6 +169,7 @@ def write_gradient(
 
 
 def softmax_dtype(logits: Tensor) -> torch.dtype:
+    """Returns the dtype in which to compute the softmax of `logits`: fp32, or fp64 for fp64 logits."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
@@ -179,8 +178,8 @@ def _chunk_elements(logits: Tensor) -> int:
 
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
-    """Yields slices of rows, each of one chunk's logits but at least one row. The caller must process all chunks in the same
-    way, since a memory estimate processes only a few of them (`model.tensors.uniform_items`).
+    """Yields slices of the rows of `logits` [n, classes] with at most `CHUNK_ELEMENTS` logits, but at least one row. The caller
+    must treat all chunks alike, because a memory estimate processes only a few of them (`model.tensors.uniform_items`).
     """
     num_rows = max(1, _chunk_elements(logits) // logits.shape[-1])
     return uniform_items(slice(first, first + num_rows) for first in range(0, len(logits), num_rows))
@@ -193,9 +192,9 @@ NON_TOKEN_FIELDS = frozenset({"positions", "cu_seqlens"})
 def check_shifted(batch: Mapping[str, Tensor], labels_name: str, has_weight: Tensor) -> None:
     """Raises RunError "labels-not-shifted" if the labels of `batch` are certainly not shifted.
 
-    That is the case if the labels that count equal the integers of another field at their own positions, but not those one
-    position later. Labels with fewer than 2 dims, and fewer than 2 labels that count, are not checked. The loss compares an
-    output with the label at the same position, whereas models of other libraries shift labels themselves, so data for them has
+    That is the case if the labels that count equal the integers of another field at their own positions, but not at the next
+    positions. Labels with fewer than 2 dims, and fewer than 2 labels that count, are not checked. The loss compares an output
+    with the label at the same position, but models of other libraries shift the labels themselves, so their data has
     `labels = tokens`. has_weight: whether each label counts, bool of the labels' shape.
     """
     labels = batch[labels_name]

@@ -11,7 +11,7 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class GroupConfig(Table):
-    """Options for the parameters whose names match a pattern. To each parameter, the first matching group applies."""
+    """Options for the parameters whose names match a pattern. If several groups match a name, the first group applies."""
 
     match: Annotated[str, Field(min_length=1)]
     """A pattern for parameter names, such as `blocks.0.*` or `*.bias`. `*` matches any text, including dots."""
@@ -47,14 +47,10 @@ class OptimizerConfig(Table):
     """The weight decay of matrices. Norms and biases have none unless a group sets it."""
 
     clip_norm: PositiveFloat | None = None
-    """The largest gradient norm of the whole model; gradients with a larger norm are scaled down to it. By default, gradients
-    are not clipped.
-    """
+    """The largest gradient norm of the whole model, to which a larger norm is scaled down. By default, there is no clipping."""
 
     clip_kind: Annotated[float, Field(ge=1)] | Literal["inf"] = 2.0
-    """The norm that clipping and the metric `grad_norm` use: a number p for the p-norm, or `"inf"` for the largest absolute
-    value.
-    """
+    """The norm for clipping and the metric `grad_norm`: a number p for the p-norm, `"inf"` for the largest absolute value."""
 
     groups: Array[GroupConfig] = ()
     """Options by parameter name. The first group that matches a name applies."""
@@ -103,8 +99,8 @@ class FactoryOptimizerConfig(OptimizerConfig):
     """Further keyword arguments of the class."""
 
     scope: Literal["elementwise", "matrix", "global"] | None = None
-    """The gradients on which the update of an element depends: only its own, those of its parameter, or all. The scope of
-    torch.optim's classes is known.
+    """The gradients on which the update of an element depends: only its own gradient ("elementwise"), all gradients of its
+    parameter ("matrix"), or all gradients ("global"). You need not set it for classes of torch.optim.
     """
 
 
@@ -112,9 +108,7 @@ class LearningRateConfig(Table):
     """The common keys of core's learning-rate tables."""
 
     warmup_steps: NonNegativeInt = 0
-    """The number of steps over which the rate rises to its full value. The first step has 1/warmup_steps of the full rate, not
-    0.
-    """
+    """The number of steps over which the rate rises to its full value, from 1/warmup_steps of it in the first step."""
 
 
 class ConstantConfig(LearningRateConfig):
@@ -157,10 +151,10 @@ PER_MATRIX = frozenset({"Adafactor", "Muon"})
 
 
 def scope_of(record: Record | None, config: Table) -> Scope | Literal["unknown"]:
-    """Returns the scope that the record or the factory's table declares, or else the known scope of a class of torch.optim;
-    "unknown" for any other class.
+    """Returns the optimizer scope that `record` or, without a record, the factory's table `config` declares; if neither does,
+    the known scope of a class of torch.optim, or "unknown" for any other class.
 
-    An update needs all gradients in its scope on one rank. In a layout that leaves a rank with fewer, its result would change.
+    An update needs all gradients in its scope on one rank. If a layout leaves some of them on other ranks, the result is wrong.
     """
     if isinstance(record, OptimizerRecord):
         return record.scope

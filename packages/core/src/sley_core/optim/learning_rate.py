@@ -28,7 +28,7 @@ Factor = Callable[[int], float]
 Shape = Callable[[float], float]
 """A function from the progress of a decay, in [0, 1], to the part of the decay that remains: it falls from 1 at 0 to 0 at 1."""
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, Shape] = {  # by their names in the key `shape`
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
@@ -36,12 +36,12 @@ SHAPES: dict[str, Shape] = {
 
 
 def constant_factor(config: ConstantConfig, _num_steps: int) -> Factor:
-    """Returns a function that is 1 after the warm-up."""
+    """Returns a function that rises to 1 in the warm-up and then stays 1."""
     return lambda step: _warmup(step, config.warmup_steps)
 
 
 def decay_factor(config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
-    """Returns a function that falls from 1 to `min_ratio` after the warm-up, by default until the run's last step."""
+    """Returns a function that falls from 1 to `min_ratio` after the warm-up, by default until the last of `num_steps` steps."""
     last_full_step = max(config.warmup_steps - 1, 0)
     decay_steps = config.decay_steps or max(num_steps - 1 - last_full_step, 1)
     shape = SHAPES["cosine" if isinstance(config, CosineConfig) else "linear"]
@@ -49,8 +49,8 @@ def decay_factor(config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
 
 
 def warmup_stable_decay_factor(config: WarmupStableDecayConfig, num_steps: int) -> Factor:
-    """Returns a function that is 1 after the warm-up and falls to `min_ratio` over the last `decay_steps` steps. Raises
-    PlanError "learning-rate-steps" if warm-up and decay are longer than the run.
+    """Returns a function that is 1 after the warm-up and falls to `min_ratio` over the last `decay_steps` of `num_steps` steps.
+    Raises PlanError "learning-rate-steps" if warm-up and decay are longer than the run.
     """
     decay_steps = config.decay_steps or math.ceil(num_steps / 10)
     if config.warmup_steps + decay_steps > num_steps:
@@ -84,8 +84,8 @@ def _warmup(step: int, warmup_steps: int) -> float:
 def learning_rate_factor(plan: "Plan") -> Factor:
     """Returns the plan's learning rate as a function from the step to the fraction of the full rate.
 
-    Raises PlanError "learning-rate" if the plan's factory does not return a function. The result raises the same error for a
-    fraction that is negative or not finite.
+    Raises PlanError "learning-rate" if the plan's factory does not return a function. The returned function raises the same
+    error if the factory's function returns a negative or infinite number, NaN, or no number.
     """
     factor: Factor = plan.learning_rate.build(plan.run.steps)
     if plan.learning_rate.record is not None:
@@ -116,7 +116,7 @@ def _rate_error(plan: "Plan", message: str) -> SleyError:
 
 
 def factor_digest(factor: Factor, num_steps: int) -> str:
-    """Returns a digest of the results of `factor` at up to 65 steps of the run. Ranks compare it."""
+    """Returns the SHA-256 digest of the results of `factor` at up to 65 steps of the run. Ranks compare their digests."""
     steps = sorted({num_steps * part // 64 for part in range(65)})
     return sha256(repr([factor(step) for step in steps]).encode()).hexdigest()
 

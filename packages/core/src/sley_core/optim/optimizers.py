@@ -28,24 +28,24 @@ from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, GroupCon
 from sley_core.records import ParameterRole, import_factory
 
 ParameterGroups = Sequence[dict[str, Any]]
-"""The parameter groups from `parameter_groups`."""
+"""The parameter groups that `parameter_groups` returns."""
 
 
 def build_adamw(config: AdamWConfig, groups: ParameterGroups, device: torch.device) -> Optimizer:
-    """Builds torch.optim.AdamW over `groups` by `_build_fastest`."""
+    """Returns torch.optim.AdamW over `groups`, fused if possible (see `_build_fastest`)."""
     return _build_fastest(AdamW, groups, device, lr=config.lr, betas=tuple(config.betas), eps=config.eps)
 
 
 def build_sgd(config: SGDConfig, groups: ParameterGroups, device: torch.device) -> Optimizer:
-    """Builds torch.optim.SGD over `groups` by `_build_fastest`."""
+    """Returns torch.optim.SGD over `groups`, fused if possible (see `_build_fastest`)."""
     options = {"momentum": config.momentum, "dampening": config.dampening, "nesterov": config.nesterov}
     return _build_fastest(SGD, groups, device, lr=config.lr, **options)
 
 
 def build_from_factory(config: FactoryOptimizerConfig, groups: ParameterGroups, _device: torch.device) -> Optimizer:
-    """Builds an optimizer of the class that the plan names over `groups`, with the plan's options.
+    """Returns an optimizer over `groups` of the class `config.factory`, built with `config.options`.
 
-    Raises PlanError "factory-import" if the class does not exist, and "optimizer-factory" if it is no subclass of
+    Raises PlanError "factory-import" if the class does not exist, and "optimizer-factory" if it is not a subclass of
     torch.optim.Optimizer, needs a closure, or does not accept the plan's options.
     """
     path = config.factory
@@ -57,7 +57,7 @@ def build_from_factory(config: FactoryOptimizerConfig, groups: ParameterGroups, 
         message = f"`{path}` evaluates the loss again within a step, which a run cannot do"
         raise _factory_error(message, hint="choose an optimizer whose `step()` needs no closure")
     if reserved := {"params", "lr", "weight_decay"} & config.options.keys():  # the groups' values would silently replace them
-        raise _factory_error(f"`{min(reserved)}` belongs into [optimizer] itself", "options")
+        raise _factory_error(f"`{min(reserved)}` belongs in [optimizer] itself", "options")
     parameters = inspect.signature(optimizer_class).parameters
     accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if "weight_decay" not in parameters and not accepts_any:
@@ -75,10 +75,10 @@ def build_from_factory(config: FactoryOptimizerConfig, groups: ParameterGroups, 
 def _build_fastest(
     optimizer_class: type[Optimizer], groups: ParameterGroups, device: torch.device, **options: Any
 ) -> Optimizer:
-    """Builds an optimizer with torch's fused implementation, which on a CPU takes a quarter of the time.
+    """Returns an optimizer with torch's fused implementation, which on a CPU takes a quarter of the time.
 
-    Uses the foreach implementation if `device` has no fused kernels, or if a group sets `foreach`, as plans do whose results
-    must not depend on the layout: a fused CPU kernel rounds the last elements of a tensor differently.
+    Uses the foreach implementation if `device` has no fused kernels or a group sets `foreach` (see `UNIFORM_ROUNDING`), because
+    a fused CPU kernel rounds the last elements of a tensor differently.
     """
     is_fused = device.type in ("cpu", "cuda") and not any(group.get("foreach") for group in groups)
     implementation: dict[str, Any] = {"fused": True} if is_fused else {"foreach": True}
@@ -94,8 +94,8 @@ def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping
     """Returns the subset of `names` that the plan freezes.
 
     names: the names of all parameters of the whole model. aliases: each further name of a tied weight, which groups cannot
-    match, with the weight's first name. Raises PlanError "group-unmatched" with every group that no parameter belongs to, and
-    "all-frozen" if all parameters are frozen.
+    match, with the weight's first name. Raises PlanError "group-unmatched" with a diagnostic for each group without parameters,
+    and "all-frozen" if all parameters are frozen.
     """
     all_names = list(names)
     group_index = {name: _first_match(name, config.groups) for name in all_names}
@@ -125,8 +125,8 @@ def parameter_groups(
     """Returns torch.optim's parameter groups, one for each combination of learning rate, weight decay and role, in the order of
     the parameters.
 
-    params: objects with `name`, `parameter` and `decays`, none of them frozen. `decays` says whether the optimizer's weight
-    decay applies: whether the parameter is a matrix and belongs to no norm. extra_options: options for every group.
+    params: objects with `name`, `parameter` and `decays` for all parameters that are not frozen. `decays` is true if the
+    parameter is a matrix outside norms, to which the optimizer's weight decay applies. extra_options: options for every group.
     roles: the role of each parameter by name, if the optimizer has roles.
 
     A weight decay that a group of the plan sets applies to all of its parameters. `initial_lr` is the full rate, of which
@@ -180,8 +180,8 @@ def split_late_gradients(optimizer: Optimizer) -> Optimizer:
     """Makes a fused SGD accept parameters whose first gradient comes late; returns the same `optimizer`.
 
     torch's fused SGD creates the momentum buffers of all parameters of a group in one step, and fails with a TypeError if some
-    of them already have one. A hook before each step moves the parameters without one into a new group. Does not change other
-    optimizers.
+    parameters already have a buffer. A hook before each step moves the parameters without a buffer into a new group. Other
+    optimizers do not change.
     """
     if isinstance(optimizer, SGD):
         optimizer.register_step_pre_hook(_split_groups)
@@ -202,7 +202,7 @@ def _split_groups(optimizer: Optimizer, _args: Any, _options: Any) -> None:
 
 
 def avoid_compiler_import() -> None:
-    """Lets a run call the methods of optimizers without importing torch's compiler.
+    """Patches torch.optim.Optimizer in this process so that calls of its methods do not import torch's compiler.
 
     torch wraps functions that its compiler must not trace, such as `add_param_group`, in a function that imports the compiler
     at its first call: 850 modules, and a second of processor time on every rank. The wrapper caches the function to call in an
@@ -218,7 +218,7 @@ def avoid_compiler_import() -> None:
 def compiler_free_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     """Returns a subclass of torch's `optimizer_class` whose `step` does not import the compiler.
 
-    The subclass does not support the option `differentiable`. Its instances are pickled and copied as those of its base class.
+    The subclass does not support the option `differentiable`. Copied or unpickled instances have the class `optimizer_class`.
     """
     unwrapped_step: Any = inspect.unwrap(optimizer_class.step)
 
@@ -235,13 +235,13 @@ def compiler_free_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
 
 
 SharedValues = dict[tuple[str, Any, Any], Any]
-"""Values by location: `("option", index of the group, key)`, `("state", "", key)` or `("attribute", path of the optimizer,
-name)`.
+"""Values that belong to no single parameter, by location: `("option", index of the group, key)`, `("state", "", key)`
+or `("attribute", path of the optimizer, name)`.
 """
 
 
 def shared_values(optimizer: Optimizer) -> SharedValues:
-    """Returns the optimizer's live values that are plain data, by location."""
+    """Returns the options, states and attributes of the whole optimizer that are plain data, by location, without copying."""
     values: SharedValues = {}
     for number, group in enumerate(optimizer.param_groups):
         values |= {("option", number, key): value for key, value in group.items() if key != "params" and is_plain_data(value)}
@@ -255,7 +255,7 @@ def shared_values(optimizer: Optimizer) -> SharedValues:
 
 
 def set_shared_values(optimizer: Optimizer, values: SharedValues) -> None:
-    """Puts `values` at their locations, and removes all other values. Dicts there stay the same objects."""
+    """Sets the results of `shared_values` to `values`, and removes all others. Updates a dict in place if it becomes a dict."""
     owners = dict(_wrapped_optimizers(optimizer))
     for location in shared_values(optimizer).keys() - values.keys():
         _find_containing_dict(optimizer, owners, location).pop(location[2])
@@ -277,10 +277,10 @@ def load_optimizer_state(
     initial: SharedValues,
     dtypes: Mapping[int, torch.dtype],
 ) -> None:
-    """Sets the whole state of the optimizer by its own `load_state_dict`, which chooses the devices.
+    """Sets the whole state of the optimizer, with its own `load_state_dict`, which moves states to the right devices.
 
     states: the state of each parameter, by its `id`. options: the restored options of each group. shared: the states under
-    other keys, and the attributes. initial: the initial attributes, which are used where `shared` has none. dtypes: the dtype
+    other keys, and the attributes. initial: the initial attributes, which replace missing ones in `shared`. dtypes: the dtype
     that each parameter had when its states were saved, by its `id`. States of this dtype are cast to the parameter's present
     dtype; other states keep their dtypes.
     """
@@ -307,7 +307,7 @@ def load_optimizer_state(
 
 
 PLAN_OPTIONS = ("params", "lr", "initial_lr", "weight_decay", "role")
-"""The options that always come from the present plan, not from a checkpoint."""
+"""The options of a parameter group that always come from the present plan, not from a checkpoint."""
 
 
 def _restore_dtypes(loaded: Any, saved: Any, parameter_dtype: torch.dtype) -> Any:
@@ -346,7 +346,7 @@ def shared_values_to_save(optimizer: Optimizer, initial: SharedValues) -> Shared
 
 
 def copy_attributes(optimizer: Optimizer) -> SharedValues:
-    """Returns copies of the attributes that are plain data."""
+    """Returns copies of the results of `extra_attributes` that are plain data, by location."""
     return copy.deepcopy({key: value for key, value in shared_values(optimizer).items() if key[0] == "attribute"})
 
 
@@ -360,14 +360,14 @@ def _find_containing_dict(
 
 
 def changed_values(before: SharedValues, after: SharedValues) -> SharedValues:
-    """Returns the values in `after` that `before` lacks or that differ from it. A tensor on a device counts as different."""
+    """Returns the values in `after` that are missing or different in `before`. A tensor on a device counts as different."""
     return {
         location: value for location, value in after.items() if location not in before or not is_equal(value, before[location])
     }
 
 
 def is_equal(first: Any, second: Any) -> bool:
-    """Returns whether two pieces of plain data are equal; False for tensors that are not on the host."""
+    """Returns whether two pieces of plain data are equal; NaN equals NaN, but tensors on a device are never equal."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         is_on_host = first.device.type == second.device.type == "cpu"
         return is_on_host and first.dtype == second.dtype and torch.equal(first, second)
@@ -395,12 +395,13 @@ def is_plain_data(value: Any) -> bool:
 
 
 def extra_states(optimizer: Optimizer) -> dict[Any, Any]:
+    """Returns the states that belong to no parameter, because their keys are not tensors."""
     return {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
 def extra_attributes(optimizer: Optimizer) -> Iterator[tuple[str, str, Any]]:
-    """Yields (path, name, value) of each attribute that is not torch's. path: that of the optimizer with the attribute; wrapped
-    optimizers are included.
+    """Yields (path, name, value) for each attribute of `optimizer` and of its wrapped optimizers that torch does not define.
+    path: "" for `optimizer` itself, and `"base."` for the optimizer that it wraps in its attribute `base`.
     """
     for path, owner in _wrapped_optimizers(optimizer):
         for name, value in list(vars(owner).items()):
@@ -429,8 +430,8 @@ class Traits:
     """Describes the behaviour of an optimizer.
 
     keeps_gradients: whether its states refer to gradient tensors instead of copies of them. draws_random: whether its steps
-    draw random numbers. has_modes: whether it has `train()` and `eval()`, as schedule-free optimizers do. Then the weights
-    after `eval()` are evaluated and saved.
+    draw random numbers. has_modes: whether it has `train()` and `eval()`, as schedule-free optimizers do. If so, runs evaluate
+    and save the weights after `eval()`.
     """
 
     keeps_gradients: bool = False
@@ -468,15 +469,15 @@ def copy_gradients_first(optimizer: Optimizer, step: Callable[[], Any]) -> Calla
 
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:
-    """Returns whether `step_if` can skip a step of `optimizer`, as is true of torch's fused optimizers.
+    """Returns whether `step_if` can skip a step of `optimizer`. It can for torch's fused optimizers.
 
-    It cannot skip the first step, in which SGD creates its momentum buffers from the kernel's output.
+    However, `step_if` cannot skip the first step, in which SGD creates its momentum buffers from the kernel's output.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def step_if(optimizer: Optimizer, is_allowed: Tensor) -> None:
-    """Calls `optimizer.step()`, which changes nothing if the bool tensor `is_allowed` is false. Does not synchronise."""
+    """Calls `optimizer.step()`, which changes nothing if the bool tensor `is_allowed` is false. Does not synchronize."""
     fused: Any = optimizer
     fused.grad_scale, fused.found_inf = None, (~is_allowed).float()
     try:

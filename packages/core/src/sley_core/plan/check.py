@@ -20,8 +20,8 @@ MAX_FORWARDS = 1_000_000
 
 
 def check_plan(plan: Plan, world_size: int) -> list[Diagnostic]:
-    """Returns all problems of `plan` on `world_size` ranks, sorted by place. If the layout fits them, includes the problems
-    that the plugins' hooks `sley_check_plan` return. Raises PluginError "plugin-failed" if a hook fails.
+    """Returns all problems of `plan` on `world_size` ranks, sorted by place. If the layout fits the ranks, includes the
+    problems that the plugins' hooks `sley_check_plan` return. Raises PluginError "plugin-failed" if a hook fails.
     """
     checks = (check_offload, check_canonical, _check_precision, _check_profile, _check_parts, _check_keep_best)
     problems = [problem for check in checks for problem in check(plan)]
@@ -106,7 +106,7 @@ def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
     return []
 
 
-SCOPE_DESCRIPTIONS = {"per_matrix": "needs whole matrices", "global": "needs all gradients at once"}
+SCOPE_DESCRIPTIONS = {"per_matrix": "needs whole matrices", "global": "needs all gradients at once"}  # for messages
 SCOPE_HINT = ', or set `scope = "elementwise"` or "matrix" if an update reads only its own gradient, or those of its parameter'
 
 
@@ -139,7 +139,7 @@ CANONICAL_NORMS = (1.0, 2.0, math.inf, "inf")
 
 
 def check_canonical(plan: Plan) -> Iterator[records.Problem]:
-    """With `reduction = "canonical"`, yields a problem for each part of the plan with which results depend on the layout."""
+    """Yields a problem for each part of the plan that does not support `parallel.reduction = "canonical"`, if it is set."""
     if plan.parallel.reduction != "canonical":
         return
     if plan.parallel.sp > 1:
@@ -182,7 +182,7 @@ SCOPE_RANKS = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
 
 
 def check_offload(plan: Plan) -> Iterator[records.Problem]:
-    """Yields the problems of `[[offload]]`."""
+    """Yields the problems of `[[offload]]` with parts that two managers offload, the optimizer and `[averaging]`."""
     manager_by_part: dict[str, str] = {}
     for number, component in enumerate(plan.offload):
         record = component.record
@@ -211,7 +211,7 @@ UNIQUE_ROLES: tuple[records.Role, ...] = ("reducer", "tie")
 
 def check_handlers(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
     """Yields the problems of the plan's gradient handlers: a missing reducer, a handler that is listed twice, two handlers for
-    one unique role, a wrong order, and a handler that needs whole gradients but gets shards.
+    one role in `UNIQUE_ROLES`, a wrong order, and a handler that needs whole gradients but gets shards.
     """
     handlers = [
         (("gradient_handlers", number, "use"), handler.name, handler.record)
@@ -255,7 +255,7 @@ def has_tie_handler(plan: Plan) -> bool:
 
 
 GRADIENT_DTYPES = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32",), "fp64": ("fp64",)}
-"""The supported dtypes of `gradients` for each dtype of `compute`, the default first."""
+"""The supported values of `precision.gradients` for each value of `precision.compute`; the first is the default."""
 
 
 def _check_precision(plan: Plan) -> Iterator[records.Problem]:

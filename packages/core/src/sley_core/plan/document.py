@@ -28,7 +28,7 @@ class Override(NamedTuple):
 
 
 class KeySpan(NamedTuple):
-    """The places of a key and of its value; equal for an array item, and for a name within a dotted key."""
+    """The places of a key and its value. They are equal for an array item and for a name before a dot."""
 
     key: Place
     value: Place
@@ -72,7 +72,7 @@ class Document:
         return Diagnostic(code, make_printable(message), path=path, place=place, source_line=line, hint=hint)
 
     def place(self, path: KeyPath, at: Literal["key", "value"] = "value") -> tuple[Place, str | None]:
-        """Returns the place of `path` or of its closest enclosing table, and its line; only the file and None if unknown."""
+        """Returns the place of `path` or of its closest enclosing table, and its line of text; the file and None if unknown."""
         for length in range(len(path), 0, -1):
             prefix = path[:length]
             if override := self._find_override(prefix):
@@ -84,7 +84,7 @@ class Document:
         return Place(self.file), None
 
     def _find_override(self, path: KeyPath) -> Override | None:
-        """Returns the last override of `path`, of an enclosing table, or of a key inside if the file lacks `path`; or None."""
+        """Returns the last override that sets `path`, a table around it, or, if the file lacks `path`, a key in it; or None."""
         for override in reversed(self.overrides):
             if path[: len(override.path)] == override.path:
                 return override
@@ -94,7 +94,7 @@ class Document:
 
 
 def sort_by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
-    """Returns the diagnostics without duplicates: first those in files, from top to bottom, then those of each `--set`."""
+    """Returns the diagnostics without duplicates: first problems in files from top to bottom, then problems of `--set`s."""
 
     def sort_key(diagnostic: Diagnostic) -> tuple[bool, int, Place]:
         place = diagnostic.place or Place("")
@@ -130,9 +130,9 @@ def to_plain_data(value: Any) -> Any:
 
 
 def index_keys(text: str, file: str) -> dict[KeyPath, KeySpan]:
-    """Returns the places of all keys, tables and array items in the TOML `text` of `file`, which tomli has validated but whose
-    positions it does not report. An implicit table, such as `a` in `[a.b]`, has the place of its name in the first such header
-    or key. Lines end with "\\n".
+    """Returns the places of all keys, tables and array items in the valid TOML `text` of `file`, since tomli does not report
+    places. An implicit table, such as `a` in `[a.b]`, has the place of its name in the first such header or key. Lines must end
+    with "\\n".
     """
     scanner = _Scanner(text, file)
     table: KeyPath = ()
@@ -145,10 +145,10 @@ def index_keys(text: str, file: str) -> dict[KeyPath, KeySpan]:
 
 
 _BLANK = re.compile(r"[ \t]*")
-_GAP = re.compile(r"(?:[\s,]|#[^\n]*)*")
-_BARE = re.compile(r"[^\s=.\[\]{}\"'#,]+")
-_SCALAR = re.compile(r"[^,\]}#\n]+")
-_STRING = re.compile(
+_GAP = re.compile(r"(?:[\s,]|#[^\n]*)*")  # white space, commas and comments
+_BARE = re.compile(r"[^\s=.\[\]{}\"'#,]+")  # a key without quotes
+_SCALAR = re.compile(r"[^,\]}#\n]+")  # a number, boolean or date
+_STRING = re.compile(  # a string with any of the four kinds of quotes
     r'"""(?:[^\\"]|\\[\s\S]|"{1,2}(?!"))*"{3,5}'
     r"|'''[\s\S]*?'{3,5}"
     r'|"(?:[^\\"\n]|\\.)*"'
@@ -157,6 +157,8 @@ _STRING = re.compile(
 
 
 class _Scanner:
+    """Finds the places of the keys in a valid TOML text, and collects them in `spans`."""
+
     def __init__(self, text: str, file: str) -> None:
         self.text, self.file = text, file
         self.offset = 0
@@ -236,14 +238,14 @@ class _Scanner:
         return self.line_span(start, self.offset)
 
     def skip(self, pattern: re.Pattern[str]) -> bool:
-        """Skips a match of `pattern` at the current offset; returns whether any text remains."""
+        """Moves `offset` behind a match of `pattern` at `offset`, if there is one. Returns whether any text remains."""
         match = pattern.match(self.text, self.offset)
         if match:
             self.offset = match.end()
         return self.offset < len(self.text)
 
     def line_span(self, start: int, end: int) -> Place:
-        """Returns the place of the characters from `start` to `end`, which ends with the first line."""
+        """Returns the place of the characters from `start` to `end`, or only to the end of the first line."""
         line = bisect_right(self.line_starts, start)
         newline = self.text.find("\n", start, end)
         stop = end if newline < 0 else newline
@@ -256,7 +258,7 @@ def printable_line(line: str) -> str:
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """Reads the plan at `path`. overrides: as for `--set`. Raises PlanError "plan-unreadable", "syntax" or "set-invalid"."""
+    """Reads the plan file `path`. overrides: as for `--set`. Raises PlanError "plan-unreadable", "syntax" or "set-invalid"."""
     try:
         text = Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:
@@ -288,7 +290,7 @@ def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides
 
 
 def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
-    """Applies the overrides in order and returns the document. Raises one PlanError with all invalid overrides."""
+    """Returns `document` with the overrides, which change its tables in place. Raises PlanError with all invalid overrides."""
     overrides: list[Override] = []
     problems: list[Diagnostic] = []
     for number, text in enumerate(texts, start=1):
@@ -305,7 +307,7 @@ def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
     return replace(document, overrides=tuple(overrides))
 
 
-_KEY = re.compile(r"[\w-]+")
+_KEY = re.compile(r"[\w-]+")  # a part of the path in an override
 _BARE_WORD = re.compile(r"[^\s\"'\[\]{}=,#](?:[^\"'\[\]{}=,#\n]*[^\s\"'\[\]{}=,#])?")
 _QUOTE_HINT = "write VALUE as TOML and protect the quotes of a string from the shell: --set 'run.name=\"first try\"'"
 

@@ -24,7 +24,7 @@ RECORD_TYPE_NAMES: dict[type[records.Record], str] = {
     records.AveragingRecord: "averaging rule",
     records.LRScheduleRecord: "learning-rate schedule",
 }
-
+"""The names in messages of record classes whose names `record_type_name` cannot derive."""
 
 CHECKPOINTER = "checkpoint.any_layout"
 """The default checkpointer."""

@@ -40,14 +40,14 @@ def plan_from_text(
     *,
     loader: PluginLoader | None = None,
 ) -> Plan:
-    """Loads the plan in `text`, as `load_plan` does. file: the file name for messages. folder: where relative paths start."""
+    """Loads the plan in `text`, as `load_plan` does. file: its name in messages. folder: the start of relative paths."""
     return resolve_plan(read_text(text, file, folder, overrides), loader or PluginLoader())
 
 
 def plan_from_dict(
     tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = (), *, loader: PluginLoader | None = None
 ) -> Plan:
-    """Loads the plan in `tables`, as `load_plan` does. They have the types of parsed TOML; values that are None are ignored."""
+    """Loads the plan in `tables`, as `load_plan` does. `tables` has the types of parsed TOML. A value None is ignored."""
     return resolve_plan(read_tables(tables, folder, overrides), loader or PluginLoader())
 
 
@@ -68,7 +68,7 @@ _SET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 SUGGESTED_RECORDS: dict[type[Record], str] = {DatasetRecord: "data.text", ModelRecord: "models.llama"}
 """The record of another Sley package to suggest, for classes of which core has no record."""
 
-NO_KEYS: Mapping[str, Any] = {}
+NO_KEYS: Mapping[str, Any] = {}  # the keys of an enclosing table that shares none
 
 TOP_LEVEL_KEYS = ("plan", "source_folder", *TABLES, *OPTIONAL_TABLES, *(table.key for table in COMPONENTS))
 """The keys that a plan may have at its top level."""
@@ -93,6 +93,8 @@ def resolve_plan(document: Document, loader: PluginLoader) -> Plan:
 
 
 class _Resolver:
+    """Resolves the tables of a document for `resolve_plan`, and collects the problems that it finds in `problems`."""
+
     def __init__(self, document: Document, loader: PluginLoader) -> None:
         self.document = document
         self.loader = loader
@@ -105,7 +107,7 @@ class _Resolver:
         self._load_plugin(CORE, ())
 
     def core_table(self, name: str, model: type[AnyTable]) -> AnyTable | None:
-        """Returns core's table `name`; None, with the problems recorded, if it is invalid, or missing with required keys."""
+        """Returns core's table `name`; None, with the problems recorded, if it is invalid, or if it is needed but missing."""
         required = [key for key, info in model.model_fields.items() if info.is_required()]
         if name not in self.tables and required:
             keys = ", ".join(f"`{key}`" for key in required)
@@ -114,7 +116,7 @@ class _Resolver:
         return self._validate(model, self.tables.get(name, {}), (name,), f"[{name}]")
 
     def component(self, spec: ComponentTable) -> Component | None:
-        """Returns the component of a table that is no array; None if it is optional and missing, or has a recorded problem."""
+        """Returns the component of a single table; None if the table has a recorded problem, or is optional and missing."""
         if spec.required_table is not None and spec.required_table not in self.tables:
             if spec.key in self.tables:
                 message = f"{spec.header} has no effect without [{spec.required_table}]"
@@ -226,6 +228,7 @@ class _Resolver:
     def _resolve_record(
         self, spec: ComponentTable, table: dict[str, Any], path: KeyPath, shared: Mapping[str, Any]
     ) -> Component | None:
+        """Returns the component of the record that `use` names, as `_resolve_component` does."""
         name = table["use"]
         use_path, prefix = (*path, "use"), ""
         record = self.schedule.record if self.schedule and not self.document.origin(use_path) else None
@@ -261,8 +264,8 @@ class _Resolver:
     def _resolve_parts(
         self, spec: ComponentTable, model: type[PartTable], enclosing: Mapping[str, Any], path: KeyPath
     ) -> tuple[Any, list[Component | None]]:
-        """Splits each table of the array at `path`, which is in the table `enclosing`, into the keys of `model`, which it
-        returns as tables, and the remaining keys, which it resolves to components.
+        """Splits each table of the array at `path` of the table `enclosing`. Returns the tables with only the keys of `model`,
+        and the components that the other keys specify.
         """
         tables = enclosing.get(str(path[-1]))
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
@@ -277,7 +280,7 @@ class _Resolver:
         return model_tables, components
 
     def _suggest_record(self, spec: ComponentTable) -> str | None:
-        """Returns a hint with core's records for a table, or else with another Sley package's; None if there is none."""
+        """Returns a hint that names core's records for a table, or else a record of another Sley package; None without any."""
         core = self.plugins.get(CORE)
         if core and (names := core.records_of(spec.record_type)):
             return "core has " + ", ".join(f'"{name}"' for name in names)
@@ -401,6 +404,7 @@ def _diagnostic(
 
 
 def _sibling_fields(model: type[Table], path: KeyPath) -> dict[str, FieldInfo]:
+    """Returns the fields, by name, of the table in `model` that contains the key at `path`."""
     models = [model]
     for part in path[:-1]:
         fields = [outer.model_fields[str(part)] for outer in models if part in outer.model_fields]
@@ -416,6 +420,7 @@ def _table_types(annotation: Any) -> Iterator[type[Table]]:
 
 
 def _key_path(location: tuple[str | int, ...], error_type: str, table: Any) -> KeyPath:
+    """Returns the path in `table` for the location of a pydantic error, in which members of unions may have entries."""
     path: KeyPath = ()
     value: Any = table
     for position, part in enumerate(location):

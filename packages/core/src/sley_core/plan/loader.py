@@ -56,7 +56,7 @@ class PluginSource:
 
 
 def find_plugins() -> Mapping[str, list[PluginSource]]:
-    """Returns all plugins on `sys.path` by name. Of several copies of a distribution, the first one counts, as in imports."""
+    """Returns all plugins on `sys.path` by name. If a distribution has several copies, the first one counts, as in imports."""
     return _find_plugins(tuple(sys.path))  # cached for each value of `sys.path`, since a search takes 20 ms
 
 
@@ -93,7 +93,7 @@ def core_version() -> str:
 
 
 def find_unmet_requirement(plugin: PluginSource) -> str | None:
-    """Returns the plugin's requirement on core if the installed core does not meet it; None otherwise."""
+    """Returns the requirement of `plugin` on core if the installed core does not meet it, and None otherwise."""
     if not plugin.requires or core_version() == "0":
         return None
     # This import takes 15 ms, and only third-party plugins need it.
@@ -149,9 +149,7 @@ class Plugin(PluginSource):
 
 
 class PluginLoader:
-    """Loads each plugin once. plugins: modules or other objects with hooks, by plugin name, which replace all installed plugins
-    except `core`.
-    """
+    """Loads each plugin once. plugins: objects with hooks, by name, which replace all installed plugins except `core`."""
 
     def __init__(self, plugins: Mapping[str, Any] | None = None) -> None:
         self._plugins = plugins
@@ -196,7 +194,7 @@ class PluginLoader:
         return self._loaded[name]
 
     def record(self, record_type: type[AnyRecord], name: str) -> AnyRecord:
-        """Returns the record `name`, such as "core.each". Raises PlanError "unknown-record", or the errors of `load`."""
+        """Returns the `record_type` with the full name `name`. Raises PlanError "unknown-record", or the errors of `load`."""
         plugin = self.load(name.partition(".")[0])
         records = plugin.records_of(record_type)
         if name in records:
@@ -273,7 +271,7 @@ def collect_records(hooks: Any, source: PluginSource) -> Mapping[str, Record]:
 
 
 def _find_record_fault(record: Any, record_type: type[Record], records: Mapping[str, Record]) -> str | None:
-    """Describes what is wrong with a record, or returns None. records: the plugin's records before it."""
+    """Returns a description of the fault of `record`, or None if it has none. records: the plugin's records before it."""
     if not isinstance(record, record_type):
         return f"a {type(record).__name__}, not a {record_type.__name__}"
     if not record.name.isidentifier():

@@ -186,14 +186,14 @@ class Plan:
                 yield plugin, result
 
     def world_size(self, num_available: int | None = None) -> int:
-        """Returns the number of ranks: what the plan determines by `dp`, else `num_available`, else the smallest possible."""
+        """Returns `pp x dp x sp` if `dp` is a number, else `num_available`, or without it the smallest possible world size."""
         sizes = self.parallel
         if sizes.dp != "auto":
             return sizes.pp * sizes.dp * sizes.sp
         return num_available or sizes.pp * lcm(sizes.sp, sizes.wp)
 
     def num_microbatches(self, topology: Topology) -> int:
-        """Returns the microbatches per rank and step, rounded down; `check_plan` rejects plans that do not divide."""
+        """Returns the number of microbatches per rank and step, rounded down; `check_plan` rejects plans with a remainder."""
         return self.batch.global_size // (topology.dp * self.batch.micro_size)
 
     def topology(self, world_size: int) -> Topology:
@@ -287,7 +287,7 @@ def _format_key(key: str) -> str:
 
 
 FIXED_KEYS = (("model",), ("adapters",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
-"""Tables and keys that a resumed run must not change. It may change others, such as the layout and the learning rates."""
+"""Tables and keys that a resumed run must not change. It may change all others, such as the layout and the learning rate."""
 
 UNREPORTED_KEYS = (
     *(("source_folder",), ("run", "name"), ("run", "folder")),
@@ -295,7 +295,7 @@ UNREPORTED_KEYS = (
 )
 """Keys whose changes are not reported, because they do not affect the results of a resumed run."""
 
-_ABSENT = "nothing"
+_ABSENT = "nothing"  # the text of a missing value in a `PlanChange`
 
 
 class PlanChange(NamedTuple):

@@ -37,7 +37,7 @@ class RunTable(Table):
     """The seed of the initial weights, the order of the data and the random numbers of every forward, in any layout."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The type of device; `"auto"` uses CUDA if there is a CUDA device, and the CPU otherwise."""
+    """The type of device. `"auto"` uses CUDA if there is a CUDA device, and otherwise the CPU."""
 
     folder: PlanFolder = "runs"
     """The parent folder of the run folder; a relative path starts in the current directory."""
@@ -70,9 +70,7 @@ class RunTable(Table):
     """
 
     keep_freed_memory: bool = True
-    """Whether the process keeps freed host memory for the next step instead of returning it to the system. Has an effect only
-    with glibc.
-    """
+    """Whether the process keeps freed host memory for the next step, and does not return it to the system (only with glibc)."""
 
 
 class BatchTable(Table):
@@ -136,9 +134,7 @@ class ParallelTable(Table):
     """The number of ranks per axis: `world = pp x dp x sp` and `wdp = dp x sp / wp`."""
 
     dp: PositiveInt | Literal["auto"] = "auto"
-    """The number of ranks that split the samples. With `"auto"`, it follows from the world size; a number determines the world
-    size.
-    """
+    """The number of ranks that split the samples, which determines the world size; with `"auto"`, it follows from that size."""
 
     pp: PositiveInt = 1
     """The number of pipeline stages."""
@@ -202,7 +198,7 @@ class KeepBestTable(Table):
     """The metric that selects the best checkpoint."""
 
     metric: str
-    """The key in a metrics row: `"held_out_loss"`, `"held_out/accuracy"`, or `"held_out/NAME/loss"` of the set NAME."""
+    """The key in a metrics row: `"held_out_loss"`, `"held_out/accuracy"`, or `"held_out/NAME/loss"` for the set NAME."""
 
     mode: Literal["min", "max"] | None = None
     """Whether the smallest or the largest value is the best. By default "max" for an accuracy and "min" for a loss or
@@ -261,9 +257,7 @@ class EvaluationTable(Table):
     """
 
     patience: PositiveInt | None = None
-    """The number of consecutive evaluations without an improvement of `keep_best` after which the run ends; by default, it does
-    not end early.
-    """
+    """The number of consecutive evaluations without an improvement of `keep_best` that end the run early; by default, none."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> "EvaluationTable":
@@ -345,9 +339,7 @@ class CheckpointConfig(Table):
     """The base class of every checkpointer record's config."""
 
     folder: PlanFolder | None = None
-    """The path or fsspec URL of the checkpoint folder, which only this run may use; by default `checkpoints` in the run's
-    folder.
-    """
+    """The path or fsspec URL of the checkpoint folder, only for this run; by default `checkpoints` in the run's folder."""
 
     on_interrupt: bool = True
     """Whether a run that is asked to stop saves a checkpoint first."""
@@ -363,3 +355,4 @@ TABLES: dict[str, type[Table]] = {
 """The tables of core that every resolved plan has, in this order."""
 
 OPTIONAL_TABLES: dict[str, type[Table]] = {"evaluation": EvaluationTable, "profile": ProfileTable}
+"""The tables of core that a plan may lack."""

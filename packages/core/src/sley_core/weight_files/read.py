@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"  # the name that transformers gives to a single weight file
+INDEX_FILE = "model.safetensors.index.json"  # the name of the index of several weight files
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes of initial weights, by their names in safetensors."""
 
-_MAX_INDEX_BYTES = 1 << 27
+_MAX_INDEX_BYTES = 1 << 27  # an index of a million tensors is smaller
 
 
 class TensorKind(NamedTuple):
@@ -51,7 +51,7 @@ class TensorReader(Protocol):
 
 
 class WeightFiles:
-    """Reads the tensors in `folder`: those in `model.safetensors`, or else those in the files that the index names.
+    """Reads the tensors in `folder` from `model.safetensors`, or else from the files that the index names.
 
     Raises RunError "weight-files" if there are no such files, if a file is missing, truncated or not a safetensors file, or if
     the index does not match the files.
@@ -165,7 +165,7 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """The keys of `config.json` and `generation_config.json` that name special tokens."""
 
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # from safetensors to torch
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class HuggingFaceModel:
 
 
 def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the description with `names` and `config`, to which it adds the weights' dtype and, if missing, the end token."""
+    """Returns the model with `names` and `config`, completed by the weights' dtype and, if missing, the end token's id."""
     dtype = _DTYPES[source.kind(next(iter(names))).dtype]
     content = {**config, "torch_dtype": dtype, "dtype": dtype}  # transformers 4 reads `torch_dtype`, transformers 5 `dtype`
     if content.get("eos_token_id") is None:
@@ -201,13 +201,13 @@ def start_folder(plan: Plan) -> Path | None:
 
 
 def run_of(path: Path) -> Path | None:
-    """Returns the run's folder if `path` is one, or a checkpoint in one (`runs/x/checkpoints/step-00000100`); else None."""
+    """Returns the run folder that `path` is, or that contains the checkpoint `path`; None if `path` is neither of the two."""
     run = path.absolute().parent.parent if path.parent.name == CHECKPOINTS_FOLDER else path
     return run if (run / PLAN_FILE).is_file() else None
 
 
 def config_folder(path: Path) -> Path:
-    """Returns the folder with the `config.json` of the model in `path`, which may be any path that `open_weights` accepts."""
+    """Returns the folder with the `config.json` of the model in `path`, which may be any argument of `open_weights`."""
     run = run_of(path)
     return path if run is None else run / COPIED_FILES["model", "weights"]
 

@@ -32,7 +32,7 @@ MAX_FILE_BYTES = 5 * 10**9
 WEIGHT_FILE_PATTERNS = ("model*.safetensors", INDEX_FILE)
 """Patterns that match the names of weight files and of their index."""
 
-DTYPES = {
+DTYPES = {  # the name in safetensors of each of torch's dtypes
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -46,7 +46,7 @@ DTYPES = {
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 """torch's dtypes, by their names in safetensors."""
 
-_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}  # of one element
 
 Item = TypeVar("Item")
 
@@ -71,7 +71,7 @@ class Spec(NamedTuple):
 
 
 def split_by_size(items: Iterable[Item], size_of: Callable[[Item], float], cap: float) -> list[list[Item]]:
-    """Splits `items`, in order, into parts of at most `cap` in total. A larger item is a part by itself."""
+    """Splits `items`, in order, into lists whose sizes sum to at most `cap`. An item larger than `cap` is a list by itself."""
     parts: list[list[Item]] = []
     remaining = -1.0
     for item in items:
@@ -103,9 +103,7 @@ def build_header(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[by
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the host, as a view that keeps the tensor alive, and that does not prevent
-    an offload as a numpy view does.
-    """
+    """Returns a view of a contiguous host tensor, which it keeps alive. Unlike a numpy view, it does not prevent an offload."""
     if not tensor.numel():
         return memoryview(b"")
     buffer_type = ctypes.c_char * (tensor.numel() * tensor.element_size())
@@ -226,7 +224,7 @@ def complete_folder(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
 
 
 def describe_write_error(error: OSError, folder: Path) -> str:
-    """Describes the path that cannot be written, and the reason."""
+    """Returns a message that names the path that cannot be written, and the reason."""
     return f"cannot write `{error.filename or folder}`: {error.strerror or error}"
 
 
@@ -245,8 +243,8 @@ def write_tensors(
     """Writes tensors of `source` into the new folder `out`, which appears once all files are on the disk. Returns the names of
     the weight files.
 
-    names: (name in `source`, name in the files) of each tensor. write_extras: writes additional files into the folder that it
-    gets. Raises RunError "weight-files" if `out` cannot be written, and "weights-folder" if it is not empty.
+    names: (name in `source`, name in the files) of each tensor. write_extras: a function that writes more files into a given
+    folder. Raises RunError "weight-files" if `out` cannot be written, and "weights-folder" if it is not empty.
     """
     source_names = {file_name: source_name for source_name, file_name in names}
     specs = [Spec(file_name, *source.kind(source_name)) for file_name, source_name in source_names.items()]
@@ -270,7 +268,7 @@ def write_tensors(
 
 
 VISIBILITY_TIMEOUT_S = 10.0
-"""The seconds after which a network file system must show one host's files on another host."""
+"""The seconds within which a network file system must show the files of one host on all other hosts."""
 
 
 class ProbeFolder(Protocol):
@@ -288,7 +286,7 @@ class ProbeFolder(Protocol):
 
 
 class LocalProbeFolder(ProbeFolder):
-    """A temporary folder in the local folder `parent`."""
+    """A temporary folder in the local folder `parent`, with `token` in its name."""
 
     def __init__(self, parent: Path, token: str) -> None:
         self.path = parent / f".probe-{token}"
