@@ -38,7 +38,7 @@ TENSORS_NOTE = (
     "these are only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
 )
 
-SOURCES = {
+SOURCES = {  # descriptions of `prices.Source`, which continue "3 layers were"
     "measured": "measured on this machine",
     "in proportion": "scaled from variants of them that were measured on this machine",
     "counted": "computed from their operators",
@@ -148,7 +148,7 @@ def memory_lines(stages: Sequence["RankBytes"], world_size: int, limit: int | No
 
 
 def draw_step(plan: Plan, world_size: int, machine: MachineFile) -> Iterator[str]:
-    """Yields a drawing of an estimated step, then `seconds_lines`. Raises the errors of `estimate_plan`, with their places."""
+    """Yields a drawing of an estimated step, then `seconds_lines`. Raises the errors of `estimate_plan`, with locations."""
     from sley_estimate.step.estimate import estimate_plan
 
     try:
@@ -187,6 +187,7 @@ def seconds_lines(estimate: "PlanEstimate", machine: MachineFile) -> Iterator[st
 
 
 def _describe_sources(estimate: "PlanEstimate") -> str:
+    """Returns a text with the number of layers for each source of their seconds."""
     counts: Counter[str] = Counter(layer.source for layer in estimate.layers)
     texts = [(counts[source], text) for source, text in SOURCES.items() if counts[source]]
     if len(texts) == 1:
@@ -267,7 +268,7 @@ def search(
 
 
 def result_lines(result: "SearchResult", skip_reasons: Sequence[str], limit: int | None) -> Iterator[str]:
-    """Yields the lines about the result of a search. skip_reasons: as in `Choices`. limit: the bytes of a device, or None."""
+    """Yields the lines about the result of a search. skip_reasons: see `Choices`. limit: the bytes of a device, or None."""
     too_large = "" if limit is None else f"; {result.num_too_large:,} exceed {console.format_bytes(limit)}"
     yield f"{result.num_layouts:,} layouts considered; the best {result.num_verified:,} of the formula were verified{too_large}"
     yield from (f"  {count:,} excluded: {reason}" for reason, count in result.refusals.most_common())

@@ -27,7 +27,7 @@ from sley_core.protocols import Collective
 from sley_core.table import Array, Table, ValueDescription
 from sley_core.topology import AXES, TIE_PREFIX, Topology
 
-MACHINE_FORMAT = 1
+MACHINE_FORMAT = 1  # the version of the file format
 CopyDirection = Literal["to_host", "to_device"]
 Bandwidth = Annotated[float, Field(ge=1e3, le=1e15), ValueDescription("bytes per second, from 1e3 to 1e15")]
 Latency = Annotated[float, Field(ge=0, le=10), ValueDescription("seconds, from 0 to 10")]
@@ -282,7 +282,7 @@ class Cost(NamedTuple):
     member_work_s: float = 0.0
 
     def split_overlap(self, share: float) -> "Cost":
-        """Returns the cost if only `share` of it overlaps with computing; `member_work_s` contains the rest."""
+        """Returns the cost if only `share` of the time overlaps with computing. The rest is added to `member_work_s`."""
         exposed_s = (1 - share) * (self.latency_s + self.transfer_s)
         return Cost(self.latency_s * share, self.transfer_s * share, self.member_work_s + exposed_s)
 
@@ -352,8 +352,8 @@ def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -
 def concurrent_groups(topology: Topology, axis: str, ranks_per_host: int, ranks: tuple[int, ...] | None = None) -> list[Ranks]:
     """Returns groups of `axis` that exchange at the same time: one for each distribution of their ranks over hosts.
 
-    ranks: a group, which limits the result to groups of its stage; None means those of all stages. Other groups of a plugin's
-    own `axis` are unknown, so the result is then only `ranks`.
+    ranks: a group, which limits the result to groups of its stage; None means the groups of all stages. If `axis` belongs to a
+    plugin, its other groups are unknown, so the result is only `ranks`.
     """
     groups: Iterable[Ranks] = [ranks] if ranks else topology.partition(axis)
     if ranks:

@@ -143,7 +143,7 @@ class Ledger:
         return self._live_allocations.get(storage_id(tensor))
 
     def exclude(self, tensor: Tensor) -> None:
-        """Treats the memory of `tensor` as that of another device: sets its allocation to 0 bytes, and ignores its storage."""
+        """Treats the memory of `tensor` as another device's: sets its allocation to 0 bytes, and ignores its storage."""
         key = storage_id(tensor)
         self._references.pop(key, None)
         if (allocation := self._live_allocations.pop(key, None)) is not None:
@@ -158,7 +158,9 @@ class Ledger:
                 allocation.allocated_at, allocation.position = event, position
 
     def peak(self) -> tuple[int, StepPosition, list[Allocation]]:
-        """Returns the peak bytes, their last position, and the allocations then live; 0, `START` and [] without memory."""
+        """Returns the peak bytes, the last position with this peak, and the allocations live then; 0, `START` and
+        [] if empty.
+        """
         num_bytes, event = max(((total, time) for time, total, _ in self._totals()), default=(0, 0))
         position = next((allocation.position for allocation in self.allocations if allocation.allocated_at == event), START)
         alive = [
@@ -206,9 +208,10 @@ MAX_CONSTANT_NUMEL = 1 << 20  # elements of the largest tensor that keeps values
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-_SET_STORAGE_OPS = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset}
+_SET_STORAGE_OPS = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset}  # make a tensor share a storage
+# Arguments of these types are part of a call's key.
 _PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}
+_UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}  # read a value; change a shape in place
 
 
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -279,7 +282,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run_in_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Lets torch run an operation. Returns None for one without results that torch cannot run on fake tensors."""
+        """Lets torch run an operation. Returns None if torch cannot run it on fake tensors, but it has no results."""
         self._depth += 1
         try:
             return super().dispatch(func, types, args, kwargs)
@@ -383,7 +386,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return fake
 
     def may_turn_const(self, t: Tensor) -> bool:
-        """Returns whether a result `t` keeps its values. torch itself keeps those of single elements only."""
+        """Returns whether a result `t` keeps its values. torch itself keeps only the values of single elements."""
         return t.numel() <= MAX_CONSTANT_NUMEL and not self.is_our_fake(t) and t.device.type == "cpu" and not t.is_sparse
 
 
@@ -444,7 +447,9 @@ def _fake_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTenso
 
 
 def _make_recipe(result: Any, inputs: Sequence[FakeTensor]) -> Any:
-    """Returns how to make `result` again, with the type "same", "view" (of an argument) or "new"; None for None."""
+    """Returns how to make `result` again: a tuple that starts with "same", "view" (of an argument) or "new"; None
+    for None.
+    """
     if result is None:
         return None
     if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:

@@ -69,9 +69,9 @@ MIN_MICRO_BATCHES_BETWEEN_STAGES = 12
 class RankBytes:
     """The memory of rank `rank`, in bytes of its device.
 
-    states: the bytes of each part of the run between two steps. batch: the bytes of samples outside tensors: on a CPU those of
-    two batches, on CUDA 0. peak: the peak bytes, reached at `position`. alive: the bytes at the peak by owner, the largest
-    first. curve: (entry, peak bytes) for each entry of the step with the peak.
+    states: the bytes of each part of the run between two steps. batch: the bytes of the samples of two batches on a CPU, which
+    are not in fake tensors; 0 on CUDA. peak: the peak bytes, reached at `position`. alive: the bytes at the peak by owner, in
+    descending order. curve: (entry, peak bytes) for each entry of the step with the peak.
     """
 
     rank: int
@@ -85,10 +85,10 @@ class RankBytes:
 
 
 def run_rank(plan: Plan, rank: int, world_size: int, draft: Draft | None = None) -> tuple[RankBytes, RankRecord]:
-    """Runs steps of rank `rank` in a fake world, without devices or peers. Returns its bytes and its last step.
+    """Runs steps of rank `rank` in a fake world, without devices or peers. Returns its bytes and the record of its last step.
 
-    draft: the plan's model and stages, which the run consumes; None builds them. Raises PlanError for each failed check of the
-    plan, and RunError `estimate-layer` for a layer that needs values.
+    draft: the plan's model and stages, which the run consumes; if None, they are built. Raises PlanError for each failed check
+    of the plan, and RunError `estimate-layer` for a layer that needs values.
     """
     memory, record, is_exact = _run_steps(plan, rank, world_size, draft, is_first_full=False)
     if memory.position.step == 1 and not is_exact:
@@ -99,7 +99,9 @@ def run_rank(plan: Plan, rank: int, world_size: int, draft: Draft | None = None)
 def _run_steps(
     plan: Plan, rank: int, world_size: int, draft: Draft | None, *, is_first_full: bool
 ) -> tuple[RankBytes, RankRecord, bool]:
-    """Runs `STEPS` steps. If the first is not full, the memory of pools counts from its start, to keep its peak high enough."""
+    """Runs `STEPS` steps. Returns the bytes, the last step's record, and whether the first step was full: it had as many
+    microbatches as the last. If it was not, pools count from its start, since a long run has filled them by then.
+    """
     with fake_run(plan, rank, world_size, draft) as (run, ledger, recording):
         num_plan_microbatches = plan.num_microbatches(run.topology)
         lists, num_last = run.stepper.lists, num_plan_microbatches
@@ -203,6 +205,7 @@ def min_equivalent_microbatches(lists: ActionLists, num_microbatches: int) -> in
 
 
 def _peaks(lists: ActionLists, num_microbatches: int) -> Peaks | None:
+    """Returns the memory peaks of this stage, or None if the schedule does not support `num_microbatches`."""
     try:
         steps = lists.training_list(num_microbatches)
     except SleyError:
@@ -292,8 +295,8 @@ def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashab
 
 
 def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[int]:
-    """Returns the stage that represents each stage: among those with equal work, the one with the most pending forwards, which
-    needs the most bytes. Raises the errors of `stage_work_keys`.
+    """Returns the stage that represents each stage. It has equal work and, among all such stages, the most pending forwards, so
+    it needs the most bytes. Raises the errors of `stage_work_keys`.
     """
     lists, keys = draft.stage.action_lists, stage_work_keys(plan, topology, draft)
     num_microbatches = min_equivalent_microbatches(lists, plan.num_microbatches(topology))

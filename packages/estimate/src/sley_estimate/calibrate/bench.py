@@ -48,8 +48,8 @@ NUM_HOST_CALLS = 3  # calls on an idle device, which show how long a lead must k
 HOST_S = 0.03  # seconds of timing the host per timed call; other work can slow a host by a third for a tenth of a second
 
 HOST_BOUND_SHARE = 0.5
-"""The host is timed in rows if it needs more than this share of the device's seconds. Few calls of other, large layers fit in
-memory at once."""
+"""The host is timed in rows if it needs more than this share of the device's seconds. Other layers are so large that memory has
+room for few of their calls at a time."""
 
 ROW_LENGTH = 4  # the number of calls in a row
 NUM_EMPTY_BACKWARDS = 20  # the number of timed backwards without operators
@@ -66,7 +66,7 @@ class PartSeconds(NamedTuple):
 Parts = Sequence[PartSeconds]
 """The three parts of a call: the forward; the backward, or the first half of a split backward; the second half, or 0."""
 
-NO_LEAD = (0.0, 0.0, 0.0)
+NO_LEAD = (0.0, 0.0, 0.0)  # the seconds of the three leads of a call, if they only need to clear the caches
 
 
 class LayerBench:
@@ -124,7 +124,9 @@ class LayerBench:
         return times, trace.describe_next_input(outputs[-1], layer)
 
     def _median_parts(self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None, outputs: list[Any]) -> Parts:
-        """Returns the median seconds of the parts of a call. queue: None for a whole backward. outputs: set to the last one."""
+        """Returns the median seconds of the parts of a call. queue: None for a whole backward. outputs: gets the
+        last output.
+        """
 
         def median_host_s() -> list[float]:
             calls = [self._time_call(layer, value, queue, outputs, NO_LEAD) for _ in range(NUM_HOST_CALLS)]
@@ -285,7 +287,7 @@ def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Mo
 
 
 def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
-    """Times each distinct layer on whole sequences. Returns `[[layers]]` tables. Lets errors of the dataset and layers pass."""
+    """Times each distinct layer on whole sequences. Returns `[[layers]]` tables. Does not catch errors of layers."""
     variant = {"activations": str(list_choices(plan).policies[0]), "micro_size": plan.batch.micro_size}
     plan = replace_values(plan, {("parallel", "sp"): 1})
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))

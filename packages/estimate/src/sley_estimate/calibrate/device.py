@@ -37,7 +37,7 @@ MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes of each tensor in the a
 NUM_LAUNCHES = 200  # the number of tiny operators whose launches are timed
 MAX_FIGURE_S = 0.5  # seconds of measuring one figure, after which no further repetition starts
 
-REPETITIONS = 7
+REPETITIONS = 7  # the maximum number of timed calls for one figure
 
 SMALL_BYTES, NUM_SMALL = 1 << 12, 100  # the bytes of the copies whose latency is timed, and the number of them in a row
 
@@ -292,6 +292,8 @@ def build_weights(num_weights: int) -> list[nn.Module]:
 
 
 class _Zero(torch.autograd.Function):
+    """Returns a zero whose backward gives each weight a gradient."""
+
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:
         ctx.count, ctx.dtype = len(weights), weights[0].dtype
@@ -314,7 +316,7 @@ class IdentityLoss:
 
 
 def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]:
-    """Returns the table `[engine]` in about two seconds. plan: sets the dtypes; without a plan, weights are bf16."""
+    """Returns the table `[engine]`, which takes about two seconds. plan: sets the dtypes; if None, weights are bf16."""
     precision = {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
     turns = []
     with ExitStack() as stack, device.preserve_random_state():

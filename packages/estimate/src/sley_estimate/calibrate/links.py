@@ -19,7 +19,7 @@ from sley_trainer.assemble import keep_freed_memory
 
 SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 23  # bytes of the full tensors: small ones show the latency, large ones the bandwidth
 
-REPETITIONS = 12
+REPETITIONS = 12  # the timed calls of each exchange, of which the median counts
 
 PRODUCT_EDGE, NUM_PRODUCTS = 256, 32
 """The size of the square matrix products that are computed before or during an exchange, and how many are timed beforehand."""

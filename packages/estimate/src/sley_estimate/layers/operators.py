@@ -38,7 +38,7 @@ PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 @dataclass(frozen=True)
 class Operator:
     """One kernel. num_bytes: the bytes that it reads and writes. flops: the FLOPs of a matrix product, else 0. dtype: the dtype
-    of the product, such as "bf16"; "" without one. is_on_host: whether it runs on the host's cores.
+    of the product, such as "bf16"; "" for other kernels. is_on_host: whether it runs on the host's cores.
     """
 
     name: str
@@ -61,6 +61,7 @@ class LayerWork:
 
 aten = torch.ops.aten
 
+# The names of the dtypes of matrix products, as in the tables `[device.matmul]`.
 DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 FREE_OPS = {
@@ -176,7 +177,7 @@ def attention_backward(
 
 
 def _varlen_attention_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
-    """Returns an attention over documents, or its backward, with the FLOPs as if all were as long as the longest."""
+    """Returns an attention over documents, or its backward. Counts FLOPs as if all documents were as long as the longest."""
     named = _arguments_by_name(func, args, kwargs)
     query, max_length = named["query"], named["max_q"]
     positions, heads, width = query.shape
@@ -292,6 +293,8 @@ def _row_statistic(rows: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
+    """RMSNorm as one kernel per direction. Its results have no values."""
+
     @staticmethod
     def forward(ctx: Any, record: RecordOperator, input: Tensor, weight: Tensor | None) -> Tensor:
         inputs = [input] if weight is None else [input, weight]
@@ -310,6 +313,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
+    """Attention as one kernel per direction. Its results have no values."""
+
     @staticmethod
     def forward(
         ctx: Any, record: RecordOperator, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool

@@ -109,7 +109,7 @@ class LayerSeconds:
 
     @property
     def total_s(self) -> float:
-        """Returns the seconds of forward plus backward, each that of the device or of the host, whichever is longer."""
+        """Returns the seconds of forward plus backward. For each, the device or the host counts, whichever takes longer."""
         return max(self.forward, self.host_forward) + max(self.backward, self.host_backward)
 
 
@@ -178,7 +178,7 @@ def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
 @dataclass(frozen=True)
 class Variant:
-    """The conditions of layers: policy, samples in a microbatch, and the number of ranks that share a sequence."""
+    """The conditions under which layers run: policy, samples in a microbatch, and number of ranks that share a sequence."""
 
     policy: Choice
     micro_size: int
@@ -241,6 +241,7 @@ class LayerPrices:
 
     @memoize
     def _price_layer(self, work: LayerWork, key: str, measured: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
+        """Returns the seconds of a layer and their source. key: the layer's key, or "". measured: another variant of it."""
         if key in self._measured_seconds:
             return self._measured_seconds[key], "measured"
         if measured is not None:
@@ -327,7 +328,7 @@ def add_slice_copies(work: LayerWork) -> LayerWork:
 
 
 def _scale_operators(single: Sequence[Operator], double: Sequence[Operator], samples: float) -> tuple[Operator, ...]:
-    """Returns `double` scaled to `samples` samples. Pairs operators of the same name if both lists have equally many."""
+    """Returns `double` scaled to `samples` samples. Pairs operators of the same name if both lists have equal numbers."""
     firsts: dict[str, list[Operator]] = defaultdict(list)
     for operator in single:
         firsts[operator.name].append(operator)
@@ -350,7 +351,9 @@ def _extrapolate(single: int, double: int, samples: float) -> int:
 
 @dataclass(frozen=True)
 class PricedLayer:
-    """The seconds of a layer, without exchanges of slices, and their source. seconds: None if a recorded step gives them."""
+    """The seconds of a layer, without exchanges of slices, and their source. seconds: None if a recorded step
+    determines them.
+    """
 
     name: str
     seconds: LayerSeconds | None

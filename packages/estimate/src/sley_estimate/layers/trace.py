@@ -4,8 +4,8 @@
 
 Each distinct layer is traced once, on the output of the previous layer. A layer that reads the value of a tensor is an error.
 
-Layers with equal keys need equal time and memory, since they have the same class, settings and shapes. A layer with an
-attribute that is not plain (plain ones are numbers, texts, tensor shapes) has a unique key and is traced separately.
+Layers with equal keys need equal time and memory, since they have the same class, settings and shapes. Plain attributes are
+numbers, texts and tensor shapes. A layer with any other attribute has a unique key and is traced separately.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from sley_estimate.layers.operators import PHASES, FusedKernels, LayerWork, Oper
 from sley_trainer.assemble import DTYPES, weight_dtypes
 from sley_trainer.execute import ChunkState, describe_output, find_gradient_edges
 
-MICRO_STEP = MicroStep(0, 0, Phase.TRAIN, 0, 0)
+MICRO_STEP = MicroStep(0, 0, Phase.TRAIN, 0, 0)  # the microbatch that layers are called with
 
 Value = tuple[Description, list[Tensor]]  # the output of a layer, in the form in which stages send it
 
@@ -227,8 +227,8 @@ def replace_tensors(
     return originals
 
 
-PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)  # types with an exact `repr`
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # the attributes that every module has
 
 
 def module_signature(module: nn.Module, location: str) -> Any:

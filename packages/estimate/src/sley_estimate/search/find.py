@@ -59,7 +59,7 @@ TOTALS_BYTES = 64  # the bytes of the all-reduce that ends a step: loss, norm, v
 
 
 class RooflineEstimate(NamedTuple):
-    """The seconds of a step and the bytes of the fullest rank, by the formula."""
+    """An estimate by the formula: the seconds of a step, and the bytes of the rank that needs the most."""
 
     seconds: float
     num_bytes: float
@@ -99,8 +99,8 @@ class StageSplit(NamedTuple):
 
 
 class Roofline:
-    """Estimates layouts of `plan`, whose `run.device` must be that of `machine`, with `world_size` ranks. Raises PlanError for
-    a model that cannot be built.
+    """Estimates layouts of `plan` on `world_size` ranks by the formula. `run.device` of the plan must be the device of
+    `machine`. Raises PlanError for a model that cannot be built.
     """
 
     def __init__(self, plan: Plan, world_size: int, machine: MachineFile, choices: Choices) -> None:
@@ -135,8 +135,8 @@ class Roofline:
 
     @memoize
     def _micro_batch_costs(self, layout: Layout) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """Returns, each of shape [stages], the seconds of the forward and of the backward of one microbatch, the seconds of the
-        host in a step, and the bytes held by pending forwards and one backward; and the seconds of the messages of one
+        """Returns four arrays [stages]: the seconds of the forward and of the backward of one microbatch, the seconds of the
+        host in a step, and the bytes held by pending forwards and one backward. Also returns the seconds of the messages of one
         microbatch, both ways.
         """
         split = self._split_stages(layout.pp, layout.schedule)
@@ -164,7 +164,9 @@ class Roofline:
 
     @memoize
     def _layer_costs(self, activations: Choice, micro_size: int, sp: int, attention: Choice | None) -> LayerCosts:
-        """Returns the costs of layers, without exchanges of sharded weights."""
+        """Returns the costs of all layers, without exchanges of sharded weights. sp: the number of slices of each
+        sequence.
+        """
         if attention is not None:
             self._check_slices(attention, sp)
         variant, machine = Variant(activations, micro_size, sp), self.machine
@@ -202,7 +204,9 @@ class Roofline:
 
     @memoize
     def _shard_exchanges(self, wp: int, weights: Choice | None) -> tuple[Floats, Floats]:
-        """Returns the seconds of each layer's gather and reduction, both [2, layers]: parts that can overlap; the rest."""
+        """Returns the seconds of each layer's gather and reduction, both [2, layers]: the overlapping parts, then
+        the rest.
+        """
         if weights is None:
             none = np.zeros((2, len(self._num_trained)))
             return none, none
@@ -284,7 +288,7 @@ class Roofline:
 
 
 def trained_parameters(layers: Sequence[Layer]) -> list[list[nn.Parameter]]:
-    """Returns the trained parameters of each layer, without those that an earlier layer has too."""
+    """Returns the trained parameters of each layer. A shared parameter belongs only to the first layer that has it."""
     known_ids: set[int] = set()
     trained = []
     for layer in layers:
@@ -305,8 +309,8 @@ def update_bytes_per_element(plan: Plan, num_states: int) -> int:
 
 
 def count_states(plan: Plan) -> int:
-    """Returns the number of tensors kept for each weight, in its shape: the optimizer states, which one step on the CPU shows,
-    and the average of `[averaging]`. Raises PlanError "estimate-seconds" if the optimizer fails on a 4 x 4 weight.
+    """Returns the number of tensors that are kept for each weight, in its shape: the optimizer states after one step on the
+    CPU, and the average of `[averaging]`. Raises PlanError "estimate-seconds" if the optimizer fails on a 4 x 4 weight.
     """
     weight = nn.Parameter(torch.zeros(4, 4))
     try:
@@ -326,7 +330,9 @@ SIMILARITY = 0.01  # layouts count as nearly equal if their seconds and bytes di
 
 
 class VerifiedLayout(NamedTuple):
-    """A layout and its estimate from its own steps: the seconds of a step, and the peak bytes of the fullest stage."""
+    """A layout, the seconds and the peak bytes of its fullest stage from its own steps, and the sources of
+    layers' seconds.
+    """
 
     layout: Layout
     seconds: float
@@ -336,12 +342,13 @@ class VerifiedLayout(NamedTuple):
 
 @dataclass
 class SearchResult:
-    """The result of a search. num_layouts: the number of all layouts. num_too_large: the number that the formula finds too
-    large. refusals: the number of invalid layouts by reason. fastest_layouts: the fastest layouts that fit, in this order.
+    """The result of a search. num_layouts: the number of all layouts. num_too_large: the number of layouts that are too large
+    by the formula. refusals: the number of invalid layouts by reason. fastest_layouts: the fastest layouts that fit, in this
+    order.
 
     smallest_layout, min_bytes: the layout with the fewest bytes by the formula, and these bytes; None and infinity if no layout
-    is valid. num_verified: the number of layouts that ran their own steps. num_dropped: the number of these that turned out to
-    be too large.
+    is valid. num_verified: the number of layouts that ran their own steps. num_dropped: how many of these layouts were too
+    large.
     """
 
     num_layouts: int = 0
@@ -436,7 +443,7 @@ def rank_layouts(
 
 
 def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Layouts) -> list[Layout]:
-    """Returns the layouts of `best`, the first of each group of nearly equal ones before all others.
+    """Returns the layouts of `best` in a new order: the first of each group of nearly equal layouts, then all others.
 
     Nearly equal layouts have about the same seconds and bytes, and differ only in `sp`, in `micro_size` or, with one
     microbatch, in the options of the weight communicator.

@@ -26,7 +26,7 @@ from sley_core.plan.loader import CORE, Plugin
 from sley_core.plan.plan import Component, Plan
 
 Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer"]
-"""The axes along which layouts differ. `dp` follows from them. Offload is always that of the plan."""
+"""The properties in which layouts differ. They determine `dp`. All layouts have the plan's offload."""
 
 AXES: tuple[Axis, ...] = get_args(Axis)
 
@@ -55,7 +55,7 @@ class Hint:
     moves_every_step: Callable[[Any], bool] = lambda config: True
 
 
-NO_HINT = Hint()
+NO_HINT = Hint()  # for a record without a hint
 
 CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep", "recompute")}
 
@@ -201,7 +201,7 @@ class Layout(NamedTuple):
         return plan.batch.global_size // (world_size // (self.pp * self.sp) * self.micro_size)
 
     def apply(self, plan: Plan, world_size: int) -> Plan:
-        """Returns `plan` in this layout, without a list of stage lengths. Raises PlanError for invalid tables."""
+        """Returns `plan` in this layout, without its list of stage lengths, if any. Raises PlanError for invalid tables."""
         schedule, tables = self.schedule, dict(plan.document.tables)
         sizes = {"dp": world_size // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}
         # The gradient handlers are the reducer, the schedule's handler of tied weights, and the plan's other handlers.
@@ -236,7 +236,7 @@ class Layout(NamedTuple):
 @dataclass
 class Layouts:
     """All layouts of `plan` with `world_size` ranks whose sizes divide the number of ranks and the batch evenly. keep_axes: the
-    axes whose value or choice stays that of the plan. Raises UsageError "no-axis" for an unknown axis.
+    axes on which every layout has the plan's own value or choice. Raises UsageError "no-axis" for an unknown axis.
     """
 
     plan: Plan
@@ -267,7 +267,7 @@ class Layouts:
                 yield Layout(pp, sp, wp, micro_size, schedule, policy, reducer, weights, attention)
 
     def sizes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (pp, sp, wp, micro_size) for every even division. Tries only powers of two as micro_size, unless kept."""
+        """Yields (pp, sp, wp, micro_size) for every even division. Unless it is kept, micro_size is a power of two."""
         parallel, world_size, choices, batch = self.plan.parallel, self.world_size, self.choices, self.plan.batch
         divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
         slice_counts = [size for size in divisors if size <= MAX_SLICES]

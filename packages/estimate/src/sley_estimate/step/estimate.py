@@ -37,7 +37,7 @@ MeasuredSeconds = Mapping[
 
 
 class ActionScale(NamedTuple):
-    """How to compute the seconds of an action's operators.
+    """The rule for the seconds of an action's operators.
 
     runs_ahead: whether the host launches operators ahead of the device, so that launches add nothing to the device's seconds.
     factor: multiplies the operators' seconds. launch_s: the host's seconds to launch each operator. fixed_s: the seconds of a
@@ -51,8 +51,8 @@ class ActionScale(NamedTuple):
 
 
 class _OperatorSeconds(NamedTuple):
-    """The seconds of consecutive operators. host_s: of those on the host's cores. device_s, launched_s: of those on the device,
-    without and with their launches. num_on_device: the number of these.
+    """The seconds of consecutive operators. host_s: the operators on the host's cores. device_s, launched_s: the operators on
+    the device, without and with their launches. num_on_device: the number of operators on the device.
     """
 
     host_s: float
@@ -63,8 +63,8 @@ class _OperatorSeconds(NamedTuple):
 
 @dataclass(eq=False)
 class _StepPricer:
-    """Computes the seconds of recorded steps. If every layer of a chunk was measured, the operators of an action take the
-    measured time together.
+    """Computes the seconds of recorded steps. If every layer of a chunk was measured, the operators of an action together take
+    the measured time.
     """
 
     records: Sequence[RankRecord]
@@ -121,6 +121,7 @@ class _StepPricer:
         return engine.seconds(self.records[stage].num_trained, num_microbatches) if engine else 0.0
 
     def _action_scale(self, events: Events, stage: int, action: Action | None) -> ActionScale:
+        """Returns the rule for the seconds of the operators in `events`. action: None outside the action list."""
         engine = self.machine.engine
         if action is None:  # the time in `[engine]` includes the launches of these operators
             return ActionScale(runs_ahead=engine is not None)
@@ -212,7 +213,7 @@ def list_instructions(
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """The estimate of a plan. layers: in model order. stage_bytes: that of the first rank of each stage whose steps ran."""
+    """The estimate of a plan. layers: in model order. stage_bytes: the bytes of each stage whose steps ran, in order."""
 
     step: StepTime
     layers: Sequence[prices.PricedLayer]

@@ -32,7 +32,7 @@ MESSAGES = "pp"  # the axis of messages between stages, which are already in the
 
 @dataclass(frozen=True)
 class ComputeEvent:
-    """The rank ran `operators` one after another."""
+    """An event of a recorded step: the rank ran `operators` one after another."""
 
     operators: tuple[Operator, ...]
 
@@ -41,7 +41,7 @@ Queue = tuple[str, str]  # axis and channel; exchanges of one queue run one afte
 
 
 class ExchangeReference(NamedTuple):
-    """A reference to an earlier exchange by its distance from the end of its queue at that time, where 1 means the last one."""
+    """Refers to an earlier exchange by its distance from the end of its queue at that time. The last one has distance 1."""
 
     queue: Queue
     distance: int
@@ -49,8 +49,8 @@ class ExchangeReference(NamedTuple):
 
 @dataclass(frozen=True)
 class BeginEvent:
-    """The rank began an exchange on `channel` of its group along `axis`. With the axis `HOST`, it began a copy on the stream
-    whose number is `channel`.
+    """An event of a recorded step: the rank began an exchange on `channel` of its group along `axis`. With the axis `HOST`, it
+    began a copy on the stream with the number `channel`.
 
     num_bytes: the size of the full tensors. after: a copy that must end first, or None.
     """
@@ -63,13 +63,13 @@ class BeginEvent:
 
     @property
     def queue(self) -> Queue:
-        """Returns the axis and channel of the exchange."""
+        """Returns the axis and the channel of the exchange."""
         return self.axis, self.channel
 
 
 @dataclass(frozen=True)
 class WaitEvent:
-    """The rank waited for `exchange`. Only the first wait for an exchange is recorded."""
+    """An event of a recorded step: the rank waited for `exchange`. Later waits for the same exchange are not recorded."""
 
     exchange: ExchangeReference
 
@@ -81,7 +81,7 @@ Events = tuple[Event, ...]
 @dataclass(frozen=True)
 class RecordedStep:
     """The events of one step of one rank. opening, closing: the events before the first action and after the action list.
-    carried_exchanges: in each queue, the exchanges of earlier steps from the first one that this step waited for.
+    carried_exchanges: exchanges of earlier steps; for each queue, all since the first one that this step waited for.
     """
 
     opening: Events
@@ -104,7 +104,7 @@ class RankRecord:
     num_trained: int
 
     def for_stage(self, stage: int) -> "RankRecord":
-        """Returns this record as that of the first rank of `stage`, whose work must be equal."""
+        """Returns a copy of this record for the first rank of `stage`, which must do equal work."""
         stage_ranks = set(self.groups["stage"])
         shift = stage * self.topology.ranks_per_stage - min(stage_ranks)
         groups = {
@@ -192,7 +192,7 @@ class Recording:
         return self._record_exchange(BeginEvent(direction, HOST, str(stream), num_bytes, after))
 
     def on_wait(self, number: int) -> None:
-        """Records that the device or the host waits for exchange or copy `number`. Ignores all but the first wait for it."""
+        """Records that the device or the host waits for exchange or copy `number`. Ignores later waits for it."""
         if number in self._awaited:
             return
         self._awaited.add(number)

@@ -26,7 +26,9 @@ from sley_core.errors import PlanError
 
 
 class Compute(NamedTuple):
-    """A computation. action: None outside the action list. host_s: the seconds that the host needs to launch it."""
+    """An instruction to compute for `seconds`. action: None outside the action list. host_s: the host's seconds
+    to launch it.
+    """
 
     seconds: float
     action: Action | None = None
@@ -39,7 +41,7 @@ class Exchange(NamedTuple):
 
     latency_s: the latency, which other exchanges do not affect. transfer_s: the seconds to transfer its bytes over otherwise
     idle links. member_work_s: the seconds that each waiting member works on it at the end. links: the links that it uses, and
-    may share. after: the key of an exchange that must end before this one starts; None without one.
+    may share. after: the key of an exchange that must end before this one starts, or None.
     """
 
     key: Hashable
@@ -53,13 +55,13 @@ class Exchange(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """The rank becomes ready for its part of an exchange, and continues without waiting."""
+    """An instruction to become ready for an exchange. The rank continues without waiting."""
 
     exchange: Exchange
 
 
 class Await(NamedTuple):
-    """The rank waits for the exchange `key`, which it has begun before."""
+    """An instruction to wait for the exchange `key`, which the rank has begun before."""
 
     key: Hashable
 
@@ -80,7 +82,9 @@ class ExposedWait(NamedTuple):
 
 @dataclass
 class _RunningExchange:
-    """An exchange that has not ended. remaining_s: the seconds that it still needs on idle links, as of `updated_s`."""
+    """An exchange that has not ended. remaining_s: the seconds that it still needs on idle links, as of `updated_s`. share: its
+    share of the full speed. version: counts how often its end was computed. start_s: negative before the start.
+    """
 
     exchange: Exchange
     ready_members: set[int] = field(default_factory=set)
@@ -92,7 +96,7 @@ class _RunningExchange:
 
 
 class ProgramSimulator:
-    """One simulation of `programs`. `run` fills `computations` with (rank, instruction, start, end), `exposed_waits` with the
+    """Simulates `programs` once. `run` fills `computations` with (rank, instruction, start, end), `exposed_waits` with the
     waits, and `ends_s` with the end of each program. All times are in seconds.
     """
 
@@ -151,7 +155,7 @@ class ProgramSimulator:
         self.ends_s[rank] = now_s
 
     def _finish_wait(self, exchange: Exchange, rank: int, wait_start_s: float, now_s: float) -> None:
-        """Ends a wait that began at `wait_start_s`, then does the rank's own part. Records both as exposed time."""
+        """Ends a wait that began at `wait_start_s`, then starts the rank's own part. Records both as exposed time."""
         end_s = now_s + exchange.member_work_s
         if end_s > wait_start_s:
             self.exposed_waits.append(ExposedWait(rank, exchange.channel, exchange.key, wait_start_s, end_s))
@@ -193,8 +197,8 @@ class ProgramSimulator:
         self._update_shares(running, now_s)
 
     def _update_shares(self, running_exchange: _RunningExchange, now_s: float) -> None:
-        """Computes the new ends of this exchange, if it has not ended, and of those that share a link with it. An exchange runs
-        at 1/n of its speed, where n is the number of exchanges on the fullest of its links.
+        """Computes the new end of this exchange, if it has not ended, and of all exchanges that share a link with it. An
+        exchange runs at 1/n of its speed, where n is the largest number of exchanges on one of its links.
         """
         neighbours = {key: None for link in running_exchange.exchange.links for key in self._active_on_link[link]}
         if running_exchange.exchange.key in self._running:
@@ -253,7 +257,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of the step: those of the devices or of the slowest host, whichever is longer."""
+        """Returns the seconds of the step: the time of the devices or of the slowest host, whichever is longer."""
         return max((self.devices_s, *self.host_s))
 
     def exposed_s(self, stage: int) -> dict[str, float]:
@@ -266,7 +270,7 @@ class StepTime:
 
 
 def simulate_programs(programs: Sequence[Program]) -> StepTime:
-    """Returns the simulated step of `programs`, one per stage. Raises PlanError "schedule-deadlock" if one never ends."""
+    """Returns the simulated step of `programs`, one per stage. Raises PlanError "schedule-deadlock" if one waits forever."""
     simulator = ProgramSimulator(programs)
     simulator.run()
     computing, updating = [0.0] * len(programs), [0.0] * len(programs)
