@@ -35,16 +35,16 @@ from sley_core.errors import RunError
 from sley_core.generators import host_state, seed_host, set_host_state
 
 Moment = float | torch.cuda.Event
-"""A point in a device's work: a reading of the host's clock, or an event on the stream."""
+"""A point in a device's work: an event of the current stream on CUDA, else a value of `time.perf_counter` in seconds."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
-"""The backend of torch.distributed by device type."""
+"""Maps each device type to the backend of torch.distributed that its process groups use by default."""
 
 
 class CopyEvent:
-    """A point in a copy stream, reached when all copies enqueued before it are done. In this base class they always are."""
+    """A point in a `CopyStream`, reached when all earlier copies are done. In this base class, for the CPU, they always are."""
 
     def is_done(self) -> bool:
         """Returns whether the copies before this event are done. Does not wait."""
@@ -58,7 +58,7 @@ class CopyEvent:
 
 
 class CopyStream:
-    """Runs copies in order. In this class, for the CPU, a copy is done when `copy` returns."""
+    """Runs copies between host and device in order. In this base class, for the CPU, a copy is done when `copy` returns."""
 
     def wait_for_device(self) -> None:
         """Makes all later copies wait for the work that is queued on the device's own stream so far."""
@@ -68,7 +68,7 @@ class CopyStream:
         event.wait()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueues a copy of `source` into `target`, of the same shape. Neither may be written until the copy is done."""
+        """Enqueues a copy of `source` into `target`, of the same shape. Until it is done, neither tensor may be written."""
         with torch.no_grad():
             target.copy_(source)
 
@@ -78,10 +78,8 @@ class CopyStream:
 
 
 class _CudaEvent(CopyEvent):
-    """An event that the run's stream can wait for.
-
-    Its methods do not depend on the thread's current device: in a new thread this is device 0, on which a CUDA context would
-    take a few hundred MiB.
+    """An event that the run's stream can wait for. Its methods do not depend on the thread's current device. In a new thread,
+    the current device is device 0, and using it would create a CUDA context of a few hundred MiB there.
     """
 
     def __init__(self, event: torch.cuda.Event, run_stream: torch.cuda.Stream) -> None:
@@ -101,7 +99,7 @@ class _CudaEvent(CopyEvent):
 
 
 class CudaStream(CopyStream):
-    """Runs copies on a separate stream; those from and to page-locked memory do not block the host."""
+    """Runs copies on a separate CUDA stream. Copies from and to page-locked host memory do not block the host."""
 
     def __init__(self, run_stream: torch.cuda.Stream) -> None:
         self._run_stream = run_stream
@@ -131,7 +129,7 @@ def storage_id(tensor: Tensor) -> int:
 
 def free(tensor: Tensor) -> int:
     """Frees the memory of `tensor` and all its views, and returns the number of bytes freed. The tensors stay valid objects,
-    but must not be computed with until `reallocate` is called: on a CPU, this crashes the process.
+    but no operation may read or write them until `reallocate` is called: on a CPU, it would crash the process.
     """
     storage = tensor.untyped_storage()
     num_bytes = storage.nbytes()
@@ -140,7 +138,7 @@ def free(tensor: Tensor) -> int:
 
 
 def reallocate(tensor: Tensor, num_bytes: int) -> None:
-    """Allocates the memory of `tensor` and all its views again; the contents are undefined. num_bytes: the result of `free`."""
+    """Allocates the memory of `tensor` and its views after `free`, which returned `num_bytes`. The contents are undefined."""
     tensor.untyped_storage().resize_(num_bytes)
 
 
@@ -148,11 +146,10 @@ _host_memories: "weakref.WeakSet[HostMemory]" = weakref.WeakSet()
 
 
 class HostMemory:
-    """Holds zeroed host memory in `data`, uint8 [num_bytes].
-
-    The allocation is rounded up to whole pages, whereas torch rounds pinned memory up to a power of two. lock: whether to
-    page-lock the memory for CUDA, so that copies do not block the host. is_locked: whether this succeeded; a failure causes a
-    RuntimeWarning. The pages stay locked while this object lives, and are freed with the last view of `data`.
+    """Allocates zeroed host memory. `data` is a uint8 tensor of the requested size in bytes. The allocation is rounded up to
+    whole pages, and its size is the attribute `num_bytes`; torch would round pinned memory up to a power of two. lock: whether
+    to page-lock the memory for CUDA, so that copies do not block the host. is_locked: whether locking succeeded; if it failed,
+    a RuntimeWarning is given. The pages stay locked while this object lives, and are freed with the last view of `data`.
     """
 
     def __init__(self, num_bytes: int, *, lock: bool) -> None:
@@ -164,12 +161,12 @@ class HostMemory:
 
     @staticmethod
     def contains(tensor: Tensor) -> bool:
-        """Returns whether `tensor` is in a live `HostMemory`. On a CPU, only offloaded tensors are."""
+        """Returns whether `tensor` is in the memory of a live `HostMemory`, as offloaded tensors are."""
         key = storage_id(tensor)
         return any(storage_id(memory.data) == key for memory in list(_host_memories))
 
     def _lock(self, address: int) -> bool:
-        """Page-locks the pages at `address` for the life of this object. Returns whether that worked, and warns if not."""
+        """Page-locks `num_bytes` bytes at `address` for the life of this object. Returns False, and warns, if CUDA refuses."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if error := int(runtime.cudaHostRegister(address, self.num_bytes, 0)):
             # CUDA remembers the error, and torch would raise it from this thread's next operation. A kernel launch clears it,
@@ -189,9 +186,8 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Device:
-    """The device of this rank, as returned by `Device.pick("auto", local_rank, local_size)`.
-
-    is_shared: whether several ranks of this machine use it. stream: the CUDA stream of the run; None on other devices.
+    """The device on which a rank runs. `Device.pick` returns it. is_shared: whether several ranks of this machine use the
+    device. stream: the CUDA stream of the run; None without CUDA.
     """
 
     torch_device: torch.device
@@ -203,9 +199,9 @@ class Device:
         """Returns this rank's device. A CUDA device becomes torch's current device.
 
         name: cpu, cuda or auto; auto means cuda if each of the `local_size` ranks of this machine can have its own device, and
-        cpu otherwise. With cuda, ranks share devices if there are fewer devices than ranks, the run uses the current stream,
-        and `CUDA_DEVICE_MAX_CONNECTIONS` is set to 32 unless it is set already, which works only before the process uses CUDA.
-        Raises RunError `no-device` if `name` is cuda and there is no CUDA device.
+        cpu otherwise. With cuda, ranks share devices if there are fewer devices than ranks, and the run uses the current
+        stream. The environment variable `CUDA_DEVICE_MAX_CONNECTIONS` is then set to 32 unless it is set already; this works
+        only before the process uses CUDA. Raises RunError `no-device` if `name` is cuda and there is no CUDA device.
         """
         count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
         if name == "auto":
@@ -226,12 +222,13 @@ class Device:
 
     @property
     def type(self) -> str:
+        """Returns the device type: cpu, cuda or meta."""
         return self.torch_device.type
 
     @property
     def backend(self) -> str:
-        """Returns the backend of this device's groups: gloo for CPUs, and for shared devices unless NCCL permits them; else
-        NCCL. NCCL 2.30 and later permit them if NCCL_MULTI_RANK_GPU_ENABLE is 1.
+        """Returns the backend of this device's process groups: gloo for the CPU, nccl for CUDA. A CUDA device that ranks share
+        uses gloo unless the environment sets NCCL_MULTI_RANK_GPU_ENABLE=1, which lets NCCL 2.30 and later share devices.
         """
         if self.is_shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             return "gloo"
@@ -239,7 +236,7 @@ class Device:
 
     @property
     def host_device(self) -> torch.device:
-        """Returns the device of host tensors: the CPU, or meta in a world on meta."""
+        """Returns the device of host tensors: the CPU, or meta if this device is meta."""
         return self.torch_device if self.type == "meta" else torch.device("cpu")
 
     @property
@@ -248,7 +245,7 @@ class Device:
         return self.type == "cuda"
 
     def as_default(self) -> AbstractContextManager[object]:
-        """Returns a context manager in which new tensors are on this device. It does nothing except in a fake world."""
+        """Returns a context manager that does nothing. A simulated device overrides it, and creates new tensors on itself."""
         return nullcontext()
 
     @contextmanager
@@ -267,18 +264,18 @@ class Device:
             current.wait_stream(self.stream)
 
     def read_values(self, values: Tensor, fallback: list[float]) -> list[float]:
-        """Waits for the device, and returns the elements of `values`. fallback: the result on a device without values."""
+        """Waits for the device, and returns the elements of `values`. A device without values returns `fallback`."""
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:
-        """Seeds all generators that a forward may use: torch's, `random`'s and numpy's. seed: in [0, 2**63)."""
+        """Seeds all generators that a forward may use: those of torch, `random` and numpy. seed: an integer in [0, 2**63)."""
         seed_host(seed)
         if self.type == "cuda":
             torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
 
     @contextmanager
     def preserve_random_state(self) -> Iterator[None]:
-        """On leaving the block, restores all generators that `seed` seeds, so that the program's own draws are unaffected."""
+        """At the end of the block, restores all generators that `seed` seeds, so the program's own draws are unaffected."""
         generator = torch.cuda.default_generators[self.torch_device.index] if self.type == "cuda" else None
         state, device_state = host_state(), None if generator is None else generator.get_state()
         try:
@@ -289,7 +286,7 @@ class Device:
                 generator.set_state(device_state)
 
     def moment(self) -> Moment:
-        """Returns the current point in the device's work queue; on CUDA, records an event without waiting."""
+        """Returns the current point in the device's work: on CUDA, an event on the current stream, recorded without waiting."""
         if not self.is_async:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -309,9 +306,8 @@ class Device:
         return cast(float, last) - first
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` on this device, always as a new tensor object, so that values cached for it are freed with it.
-
-        Does not wait for the copy: before a copy to CUDA, a host tensor is copied to pinned memory.
+        """Returns `tensor` on this device: a copy, or a detached tensor with the same memory if it is there already. The result
+        is always a new object. Does not wait for a copy to CUDA: a host tensor is copied to pinned memory first.
         """
         if tensor.device == self.torch_device:
             return tensor.detach()
@@ -320,14 +316,16 @@ class Device:
         return tensor.to(self.torch_device, non_blocking=True)
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` on the host; on CUDA page-locked, and complete once the device has reached a later `moment`."""
+        """Returns `tensor` on the host: on CUDA a page-locked copy, complete once the device reaches a later `moment`; on other
+        devices the tensor itself.
+        """
         if not self.is_async:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def alias(self, memory: Tensor) -> Tensor:
-        """Returns a tensor that shares `memory` but has its own storage, whose reference count shows whether it is in use."""
+        """Returns a tensor in the memory of `memory`, with its own storage. This storage's reference count shows its users."""
         return from_dlpack(to_dlpack(memory.detach()))  # does not reference the tensor object
 
     def bytes_of(self, memory: Tensor) -> memoryview:
@@ -335,7 +333,7 @@ class Device:
         return memory.numpy().data
 
     def copy_stream(self) -> CopyStream:
-        """Returns a new stream for copies to and from the host, in parallel with the device's own work."""
+        """Returns a new stream for copies to and from the host. On CUDA they run in parallel with the device's own work."""
         return CopyStream() if self.stream is None else CudaStream(self.stream)
 
     def host_memory(self, num_bytes: int) -> HostMemory:

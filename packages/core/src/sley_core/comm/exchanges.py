@@ -1,6 +1,6 @@
-"""What identifies an exchange: its members, its turn and its mark. And this rank's progress, for failure reports.
+"""Identifies exchanges (collectives and messages) by their members, turn and mark, and records progress for failure reports.
 
-Errors of torch in an exchange become errors that name the operation, its content and the group (`run_guarded`).
+`run_guarded` turns torch's errors in an exchange into errors that name the operation, its content and the group.
 """
 
 import struct
@@ -24,24 +24,23 @@ COLLECTIVE_HINT = (
 )
 
 NUM_RECENT = 32
-"""The number of latest exchanges kept per queue. Ranks that diverge block each other after far fewer."""
+"""The number of latest exchanges that `Progress` keeps per queue. Ranks that diverge block each other after fewer exchanges."""
 
 BEGINNING = "the beginning of the step"
 REDUCTION_END, UPDATE, BETWEEN_STEPS = "the end of the gradients' reduction", "the update", "the time between two steps"
 EVALUATION = "an evaluation"
 DEVICE_WAIT = "the wait for the device"
-"""The values of `ActionProgress.current_entry` outside the action list: before its first entry; after its last one, in this
-order; before the first entry of an evaluation; and while the host waits for a step's results, when on CUDA the next step may
-have begun.
+"""The values of `ActionProgress.current_entry` when no entry of an action list runs. BEGINNING precedes the first entry of a
+step, and EVALUATION precedes the first entry of an evaluation. REDUCTION_END, UPDATE and BETWEEN_STEPS follow the last entry,
+in this order. DEVICE_WAIT: the host waits for a step's results; on CUDA, the next step may have begun.
 """
 
 
 @dataclass
 class ActionProgress:
-    """Records a rank's position in its action list.
-
-    step: the optimizer step, counted from 1; 0 before the first. layer: the layer that the step called last; "" if none.
-    on_entry: called with each entry as it begins.
+    """Records a rank's position in its action list. step: the optimizer step, counted from 1; 0 before the first step.
+    current_entry, previous_entry: entries of the action list, or texts such as `BEGINNING`. layer: the layer that the step
+    called last; "" if it has called none. on_entry: called with each entry as it begins.
     """
 
     step: int = 0
@@ -51,20 +50,21 @@ class ActionProgress:
     on_entry: Callable[[object], None] | None = None
 
     def begin_step(self, step: int) -> None:
+        """Records that optimizer step `step` begins, and that it has called no layer yet."""
         self.step, self.layer = step, ""
         self.begin_entry(BEGINNING)
 
     def begin_entry(self, entry: object) -> None:
+        """Makes `entry` the current entry, and calls `on_entry`."""
         self.previous_entry, self.current_entry = self.current_entry, entry
         if self.on_entry is not None:
             self.on_entry(entry)
 
 
 class Wait(NamedTuple):
-    """Describes a wait for other ranks in the exchange `turn`, which has lasted `seconds`.
-
-    failure: "" during the wait, "late" after a timeout, "closed" if a peer has ended or closed its connection, and "differs" if
-    a peer's exchange differs. peer: the global rank of the missing peer, if known.
+    """Describes how long this rank has waited for other ranks in the exchange `turn`, and whether the wait has failed. failure:
+    "" during the wait, "late" after a timeout, "closed" if a peer has ended or closed its connection, and "differs" if a peer's
+    exchange differs. peer: the global rank of the peer that caused the failure; None if it is unknown.
     """
 
     turn: "Turn"
@@ -80,9 +80,7 @@ class Progress:
     A queue is a sequence of exchanges that the members of a group start in the same order: the collectives of one channel, or
     the messages from one rank to another. last_numbers: the number of the last exchange of each queue. recent_turns: the last
     `NUM_RECENT` exchanges of each queue. step_progress: the position in the action list. on_wait: called after each successful
-    wait with the exchange and the time of `time.perf_counter` at which the wait began.
-
-    Recording takes less than 1 us per exchange, and an exchange at least 20 us.
+    wait, with the exchange and the value of `time.perf_counter` at the start of the wait.
     """
 
     last_numbers: dict[str, int] = field(default_factory=dict)
@@ -95,20 +93,23 @@ class Progress:
 
     @property
     def current_wait(self) -> Wait | None:
-        """Returns the current or failed wait, or None if there is neither."""
+        """Returns the wait in progress, or the latest wait if it has failed; None if this rank does not wait."""
         turn, failed_wait = self._turn, self._failed_wait
         if turn is None or failed_wait is not None:
             return failed_wait
         return Wait(turn, time.perf_counter() - self._wait_start_s)
 
     def add_turn(self, turn: "Turn") -> None:
+        """Records that this rank has started the exchange `turn`."""
         self.last_numbers[turn.queue] = turn.number
         self.recent_turns[turn.queue].append(turn)
 
     def begin_wait(self, turn: "Turn") -> None:
+        """Records that a wait for the exchange `turn` begins, and discards a failed wait."""
         self._failed_wait, self._wait_start_s, self._turn = None, time.perf_counter(), turn
 
     def end_wait(self) -> None:
+        """Records that the current wait has succeeded, and calls `on_wait`. Without a current wait, does nothing."""
         turn, self._turn = self._turn, None
         if self.on_wait is not None and turn is not None:
             self.on_wait(turn, self._wait_start_s)
@@ -120,7 +121,7 @@ class Progress:
 
 
 class SentBytes:
-    """Counts the bytes that this rank sends in a step. For a collective, this is the minimum for a group of its size.
+    """Counts the bytes that this rank sends in a step. For a collective, counts the fewest bytes that any algorithm must send.
 
              begin_step ──> add* ──> end_step ──> begin_step ...
                   ^            │
@@ -133,16 +134,17 @@ class SentBytes:
         self._num_bytes = self._last_num_bytes = 0
 
     def begin_step(self) -> None:
-        """Starts to count a step, and discards the count of an incomplete one."""
+        """Starts to count a step. The count of a step that did not reach `end_step` is discarded."""
         self._num_bytes = 0
 
     def add(self, tensor: Tensor, group: "Members", *, passes: int) -> None:
-        """Counts an exchange of the full tensor `tensor` over `group`: in each pass a rank sends all of it except its own part.
-        passes: 1 for an all-gather, a reduce-scatter or an all-to-all, 2 for an all-reduce.
+        """Counts an exchange of the full tensor `tensor` over `group`. In each pass a rank sends all of it except its own part.
+        passes: 1 for an all-gather, a reduce-scatter or an all-to-all; 2 for an all-reduce.
         """
         self._num_bytes += tensor.nbytes * (group.size - 1) * passes // group.size
 
     def add_message(self, num_bytes: int) -> None:
+        """Counts a message of `num_bytes` bytes to another rank."""
         self._num_bytes += num_bytes
 
     def end_step(self) -> None:
@@ -156,10 +158,9 @@ class SentBytes:
 
 @dataclass(frozen=True)
 class Members:
-    """Names this rank and the ranks with which it communicates along one axis.
-
-    ranks: all of their global ranks, ascending. rank: this rank's global rank. progress: this rank's exchanges in all its
-    groups.
+    """Names the members of one group of ranks, from the view of one member, which is called this rank. axis: the mesh axis
+    along which they communicate. ranks: the global ranks of all members, ascending. rank: this rank's global rank. progress:
+    records this rank's exchanges in all its groups.
     """
 
     axis: str
@@ -169,6 +170,7 @@ class Members:
 
     @property
     def size(self) -> int:
+        """Returns the number of members."""
         return len(self.ranks)
 
     @cached_property
@@ -186,10 +188,10 @@ class Members:
 
 
 class Turn(NamedTuple):
-    """Describes an exchange that this rank has started: the `number`-th in `queue`.
-
-    `members` start the exchanges of a queue in the same order. number: counted from 1. label: describes the content. peer: the
-    global rank at the other end of a message; None if all members participate. num_bytes: the size of this rank's tensors.
+    """Describes an exchange that this rank has started, for error messages and failure reports. operation: the kind of
+    exchange, such as "all-gather". label: describes the content. queue: the name of the sequence of exchanges that `members`
+    start in the same order. number: its place in `queue`, from 1. peer: the global rank at the other end of a message; None if
+    all members participate. num_bytes: the size of this rank's tensors in bytes.
     """
 
     operation: str
@@ -205,9 +207,8 @@ class Turn(NamedTuple):
         return f"{self.operation} of {self.label.removesuffix(over)}{over}"
 
     def wait_error(self, message: str, has_timed_out: bool, peer: int | None = None) -> RunError:
-        """Returns the error `collective-failed` with `message`, and records the failed wait.
-
-        has_timed_out: False if a peer has ended or closed its connection. peer: the global rank of the missing peer, if known.
+        """Returns the error `collective-failed` with `message`, and records that the current wait has failed. has_timed_out:
+        False if a peer has ended or closed its connection. peer: the global rank of this peer; None if unknown.
         """
         self.members.progress.fail_wait("late" if has_timed_out else "closed", peer)
         return RunError("collective-failed", message, hint=COLLECTIVE_HINT)
@@ -221,10 +222,9 @@ def begin_turn(
     num_bytes: int = 0,
     ends: tuple[int, int] | None = None,
 ) -> Turn:
-    """Counts an exchange of `members` on `channel` and returns its turn.
-
-    label: describes the content in errors. ends: the coordinates of a message's sender and receiver, both of which call this;
-    None if all members participate.
+    """Records that this rank starts an exchange with `members` on `channel`, and returns its turn. operation, label, num_bytes:
+    as in `Turn`. ends: the coordinates of a message's sender and receiver, both of which call this function; None if all
+    members participate.
     """
     queue, peer = f"{members.axis} {channel}", None
     if ends is not None:
@@ -236,7 +236,7 @@ def begin_turn(
 
 
 def run_guarded(call: Callable[[], Any], turn: Turn) -> Any:
-    """Returns `call()`, and records the call as a wait for `turn`. Raises RunError `collective-failed` for a RuntimeError."""
+    """Returns `call()`, and records a wait for `turn` meanwhile. Turns a RuntimeError into RunError `collective-failed`."""
     progress = turn.members.progress
     progress.begin_wait(turn)
     try:
@@ -249,13 +249,13 @@ def run_guarded(call: Callable[[], Any], turn: Turn) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error of torch, without the C++ stack, or the name of its type if it has no text."""
+    """Returns the first line of torch's `error`, without the C++ stack; the name of its type if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 HEADER_BYTES = 192
-"""The size of a header: two int64 (a mark's checksum and size), and a text."""
+"""The size of the header that encodes a `Mark`, in bytes: two int64 (the mark's checksum and size), and a text."""
 _HEADER_FORMAT = struct.Struct(f"<qq{HEADER_BYTES - 16}s")
 MISMATCH_HINT = (
     "ranks that share weights must run the same modules in the same order. Does a forward depend on "
@@ -266,7 +266,7 @@ MISMATCH_HINT = (
 
 
 class Mark(NamedTuple):
-    """Identifies an exchange by its label, a 31-bit checksum and the total size of this rank's tensors."""
+    """Identifies an exchange by a label, a 31-bit checksum and the size of this rank's tensors in bytes. Ranks compare marks."""
 
     label: str
     checksum: int
@@ -275,14 +275,16 @@ class Mark(NamedTuple):
     @classmethod
     def from_tensors(cls, operation: str, label: str, tensors: Iterable[Tensor], contents: int = 0) -> "Mark":
         """Returns the mark of `operation` on `tensors`, whose order, sizes and dtypes must be equal on all ranks. label:
-        describes the content, equally on all ranks. contents: a checksum of additional content to compare (`checksum`).
+        describes the content, and is equal on all ranks. contents: a further checksum that must be equal (`checksum`).
         """
         pieces = [(tensor.nbytes, str(tensor.dtype)) for tensor in tensors]
         crc = zlib.crc32(f"{contents} {pieces}".encode(), _checksum_label(operation, label))
         return cls(label, crc & 0x7FFFFFFF, sum(num_bytes for num_bytes, _ in pieces))
 
     def mismatch_error(self, rank: int, peer_exchange: str, peer: int) -> RunError:
-        """Returns the error `ranks-differ`: `rank` makes this exchange, but rank `peer` makes `peer_exchange`."""
+        """Returns the error `ranks-differ`, which says that `rank` makes this exchange, but `peer` makes `peer_exchange`. rank,
+        peer: global ranks. peer_exchange: the peer's `encoded_text`, decoded.
+        """
         local_text = self.encoded_text.decode()
         peer_text = "other parts of it" if peer_exchange == local_text else peer_exchange or "something else"
         return RunError(
@@ -291,7 +293,7 @@ class Mark(NamedTuple):
 
     @property
     def encoded_text(self) -> bytes:
-        """Returns the encoded label and size, for the peers' error messages."""
+        """Returns the label, cut to fit into a header, and the size. Peers print this text in their error messages."""
         return _encode_text(self.label, self.num_bytes)
 
     def header(self) -> Tensor:
@@ -301,13 +303,13 @@ class Mark(NamedTuple):
 
 
 def mark_from_header(header: Tensor) -> Mark:
-    """Returns the mark in a peer's `header`, uint8 [HEADER_BYTES]. Its label is the peer's label with the size."""
+    """Returns the mark in a peer's `header`, uint8 [HEADER_BYTES]. Its label is the peer's `encoded_text`, decoded."""
     crc, num_bytes, encoded_text = _HEADER_FORMAT.unpack(bytes(header.tolist()))
     return Mark(encoded_text.rstrip(b"\0").decode("utf-8", "replace"), crc, num_bytes)
 
 
 def checksum(names: Iterable[str]) -> int:
-    """Returns a 32-bit checksum of `names` in their order; the same in all processes."""
+    """Returns a 32-bit checksum of `names` in their order. The checksum is equal in all processes."""
     return zlib.crc32("\0".join(names).encode())
 
 
@@ -324,7 +326,7 @@ def _encode_text(label: str, num_bytes: int) -> bytes:
 
 
 class ExchangeSummary(NamedTuple):
-    """Summarises a rank's exchanges with `ranks`. checksum: of the marks of all exchanges. last_label: the last one's label."""
+    """Summarises a rank's exchanges with `ranks`. checksum: covers all marks. last_label: the label of the last exchange."""
 
     ranks: tuple[int, ...]
     num_exchanges: int
@@ -333,27 +335,27 @@ class ExchangeSummary(NamedTuple):
 
 
 class ExchangeLog:
-    """Logs the exchanges of one group since the last `clear`, in order on each channel.
-
-    A backend's collectives carry no mark, so ranks that exchange different tensors would get wrong numbers. Each rank therefore
-    computes one checksum of a step's marks per channel. Ranks compare the checksums before the step ends, and change no weight
-    if they differ.
+    """Records the exchanges of one group since the last `clear` as a checksum of their marks, one per channel. A backend's
+    collectives carry no mark, so ranks that exchange different tensors would get wrong numbers. Before a step ends, the ranks
+    therefore compare the checksums of the step, and change no weight if they differ.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def add(self, channel: str, mark: Mark) -> None:
+        """Adds the exchange that `mark` identifies to the checksum of `channel`, which depends on the order of exchanges."""
         self._checksums[channel] = zlib.crc32(mark.checksum.to_bytes(4, "little"), self._checksums.get(channel, 0))
         self._num_exchanges += 1
         self._last_label = mark.label
 
     def clear(self) -> None:
+        """Forgets all exchanges."""
         self._checksums: dict[str, int] = {}
         self._num_exchanges = 0
         self._last_label = ""
 
     def summarise(self, ranks: tuple[int, ...]) -> ExchangeSummary | None:
-        """Returns a summary of the log, or None if it is empty. ranks: the ranks of the group."""
+        """Returns a summary of the exchanges in the log; None if it has none. ranks: the global ranks of the group."""
         text = "".join(f"{channel} {value};" for channel, value in sorted(self._checksums.items()))
         return ExchangeSummary(ranks, self._num_exchanges, zlib.crc32(text.encode()), self._last_label) if text else None

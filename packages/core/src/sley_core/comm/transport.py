@@ -1,4 +1,4 @@
-"""Transports: they gather and reduce shards of rows, exchange rows, and sum tensors.
+"""Defines transports, which gather and reduce shards of rows, exchange rows, and sum tensors.
 
     all_gather   rank 0: a0      a0 a1    reduce_scatter   rank 0: a0 a1   a0 + b0    all_to_all   rank 0: a0 a1   a0 b0
                  rank 1:    a1   a0 a1                     rank 1: b0 b1   a1 + b1                 rank 1: b0 b1   a1 b1
@@ -8,12 +8,12 @@
     CmaTransport         CPUs of one host    ranks read each other's memory (cross-memory attach)
     SingleRankTransport  a group of one      the identity
 
-A group has one transport per channel, chosen when groups are made. All ranks call it in the same order, with the
-same number of tensors, equal shapes, and an equal `label`, which describes the content. `MessageTransport` and CMA send a mark
-first, so different exchanges raise an error on both sides. `CollectiveTransport` logs its exchanges, and ranks compare the logs
-before a step ends (`ExchangeLog`). All-reduces of gloo and NCCL are neither marked nor logged.
+A group has one transport per channel, chosen when groups are made. All ranks call it in the same order, with the same number of
+tensors, equal shapes, and an equal `label`, which describes the content. `MessageTransport` and CMA send a `Mark` first, so
+different exchanges raise an error on both sides. `CollectiveTransport` logs its exchanges, and ranks compare the logs before a
+step ends (`ExchangeLog`). All-reduces of gloo and NCCL are neither marked nor logged.
 
-With `MessageTransport` and CMA, the rank that owns a shard sums it: its own part first, then the others by ascending
+With `MessageTransport` and CMA, the rank that owns a shard sums it: its own part first, then the other parts by ascending
 coordinate. The result depends neither on timing nor on the transport.
 """
 
@@ -34,13 +34,13 @@ from sley_core.records import TransportRecord, import_object
 
 
 class Work:
-    """The handle of an exchange. This class is the handle of a completed exchange.
+    """The handle of an exchange that has started. An object of this base class represents a completed exchange.
 
         start ──> is_completed* ──> wait ──> release ──> wait_sent
 
-    A call may be left out or repeated: each call does the work of those before it. All but `is_completed` raise RunError
-    `collective-failed` after a timeout or if a peer died, naming the operation, the group and the content, and `ranks-differ`
-    if a peer's exchange differs.
+    A call may be left out or repeated: each call also does the work of the earlier calls. All methods except `is_completed`
+    raise RunError: `collective-failed` after a timeout or if a peer died, with the operation, the group and the content in its
+    message, and `ranks-differ` if a peer's exchange differs.
     """
 
     def is_completed(self) -> bool:
@@ -48,24 +48,23 @@ class Work:
         return True
 
     def wait(self) -> None:
-        """Waits until the result is complete. With NCCL, only later work on the current stream waits, and not the host."""
+        """Waits until the result is complete. With NCCL, later work on the current stream waits, but the host does not."""
 
     def release(self) -> None:
-        """Gives up the result: afterwards nothing writes into its memory, and this handle does not refer to it. Waits for the
-        exchange, except for a gather that can be abandoned.
+        """Discards the result: afterwards nothing writes into its memory, and this handle does not refer to it. Waits for the
+        exchange unless the transport can abandon it.
         """
         self.wait()
 
     def wait_sent(self) -> None:
-        """Waits until the peers have received this rank's inputs. Afterwards, inputs and outputs may be written."""
+        """Waits until the peers have received this rank's inputs. Afterwards, the caller may write inputs and outputs."""
 
 
 @dataclass(eq=False)
 class GroupWork(Work):
-    """The handle of an exchange by works of a process group, or of a simulated exchange without works.
-
-    _turn: the exchange, for errors; None only if there are no works. _stages: the works for which `wait` waits, in this order;
-    after the works of a stage, its function is called. _sends: the works of sends.
+    """The handle of an exchange that consists of works of a process group. A simulated exchange has no works. _turn: the
+    exchange, for errors; None only if there are no works. _stages: pairs of works and a function; for each pair in turn, `wait`
+    waits for the works and then calls the function, if any. _sends: the works for which only `wait_sent` waits.
     """
 
     _turn: Turn | None
@@ -89,33 +88,34 @@ class GroupWork(Work):
         self._await(sends)
 
     def _await(self, works: Sequence[Any]) -> None:
+        """Waits for each of `works` in turn. Raises RunError `collective-failed` if one fails."""
         for work in works:
             assert self._turn is not None
             run_guarded(work.wait, self._turn)
 
 
 class Published(Protocol):
-    """Shards that do not change until `wait_sent`, and may be gathered any number of times."""
+    """Shards that `Transport.publish` has published: they do not change until `wait_sent`, and may be gathered repeatedly."""
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        """Starts to gather the ranks' `shards` [n, ...] into `tensors` [size x n, ...], in the order of the group. A shard may
-        be a view of its full tensor, and may not be written until `wait_sent` has returned.
+        """Starts to gather the ranks' `shards` [n, ...] into `tensors` [size x n, ...], in the order of the group, and returns
+        the handle. A shard may be a view of its full tensor. It must not be written until `wait_sent` has returned.
         """
 
     def wait_sent(self) -> None:
-        """Ends the publication. Waits until no peer gathers any more; afterwards the shards may be written."""
+        """Ends the publication, and waits until no peer gathers any more. Afterwards, the shards may be written."""
 
 
 class Transport(Published, Protocol):
-    """Exchanges tensors with the other members of a group on one channel. All tensors are contiguous. Outputs may be read after
-    `wait` of the returned handle; inputs and outputs may be written after its `wait_sent`. label: describes the content.
-    contents: a checksum of additional content, compared between ranks.
+    """Exchanges tensors with the other members of a group on one channel. All members make the same calls in the same order.
+    All tensors are contiguous. Outputs may be read after `wait` of the returned handle; inputs and outputs may be written after
+    its `wait_sent`. label: describes the content in errors. contents: a checksum that must be equal on all ranks.
     """
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
-        """Publishes `shards`, which must not change until `wait_sent` of the result. By default, each gather is an ordinary
-        exchange. All ranks call this and `wait_sent` in the same order relative to their other exchanges. Only one publication
-        may be open at a time.
+        """Publishes `shards`, and returns an object that gathers them. They must not change until its `wait_sent`. By default,
+        each gather is an ordinary exchange. All ranks call this method and `wait_sent` in the same order relative to their
+        other exchanges. Only one publication may be open at a time.
         """
         return self
 
@@ -123,20 +123,20 @@ class Transport(Published, Protocol):
         return
 
     def num_scratch_rows(self, num_rows: int) -> int:
-        """Returns the number of rows of scratch memory that `reduce_scatter` needs for a shard of `num_rows` rows."""
+        """Returns how many rows of scratch memory `reduce_scatter` needs for a shard of `num_rows` rows. By default, none."""
         return 0
 
     def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
-        """Starts to sum each of `tensors` [size x n, ...] over the group; after `wait` this rank's n rows hold the sum, and may
-        be written. The other ranks' rows of `tensors` are undefined then. scratches: [`num_scratch_rows(n)`, ...] of the same
-        dtype.
+        """Starts to sum each of `tensors` [size x n, ...] over the group in place. After `wait`, this rank's n rows contain the
+        sum and may be written, and the other rows are undefined. scratches: for each tensor, a tensor
+        [`num_scratch_rows(n)`, ...] of its dtype.
         """
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
-        """Starts to exchange rows: row i of `sent` [size, ...] goes to member i, and row i of `received` comes from it."""
+        """Starts to exchange rows: sends row i of `sent` [size, ...] to member i, and receives row i of `received` from it."""
 
     def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        """Starts to sum `tensor` in place. The sum is bitwise equal on all ranks. Only some transports compare marks."""
+        """Starts to sum `tensor` over the group in place. The sum is bitwise equal on all ranks. `contents` may be ignored."""
 
 
 def copy_shard(shard: Tensor, target: Tensor) -> None:
@@ -146,7 +146,7 @@ def copy_shard(shard: Tensor, target: Tensor) -> None:
 
 
 class ChannelTransport(Transport):
-    """The base class of transports between `members` over the communicator `channel`, whose name is `name`."""
+    """The base class of transports over a communicator. name, channel: the channel's name, and its communicator."""
 
     def __init__(self, members: Members, name: str, channel: dist.ProcessGroup) -> None:
         self.members = members
@@ -154,18 +154,18 @@ class ChannelTransport(Transport):
         self._channel = channel
 
     def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        """Starts the backend's all-reduce. The ranks' marks are not compared."""
+        """Starts the backend's own all-reduce, which does not compare `label` and `contents` between ranks."""
         turn = begin_turn("all-reduce", self.members, label, self._name, tensor.nbytes)
         work = run_guarded(lambda: dist.all_reduce(tensor, group=self._channel, async_op=True), turn)
         return GroupWork(turn, [([work], None)])
 
 
 class CollectiveTransport(ChannelTransport):
-    """Exchanges tensors by the backend's collectives. log: the group's log, which ranks compare before a step ends."""
+    """Exchanges tensors by the backend's collectives. log: records exchanges; ranks compare their logs before a step ends."""
 
     is_coalesced: bool
-    """Whether one call exchanges several tensors; False with gloo, whose coalesced gather would read device addresses on the
-    host, and whose coalesced reduce-scatter copies and all-reduces each tensor.
+    """Whether one call of the backend exchanges several tensors. False with gloo: its coalesced gather would read device
+    addresses on the host, and its coalesced reduce-scatter copies and all-reduces each tensor.
     """
 
     def __init__(self, members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog) -> None:
@@ -183,10 +183,9 @@ class CollectiveTransport(ChannelTransport):
         return self._start("all-gather", label, shards, 0, start)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
-        """Sums this rank's rows in place.
-
-        NCCL sums in place if the output is at its rank's offset in the input (user guide, "In-place Operations"). Megatron-LM
-        reduces several buckets per call in this way (megatron/core/distributed/param_and_grad_buffer.py).
+        """Sums this rank's rows in place. With gloo, sums all rows. NCCL sums in place if the output is at its rank's offset in
+        the input (user guide, "In-place Operations"). Megatron-LM reduces several buckets per call in this way
+        (megatron/core/distributed/param_and_grad_buffer.py).
         """
 
         def start() -> list[Any]:
@@ -206,6 +205,7 @@ class CollectiveTransport(ChannelTransport):
     def _start(
         self, operation: str, label: str, tensors: Sequence[Tensor], contents: int, start: Callable[[], list[Any]]
     ) -> Work:
+        """Logs the mark of an exchange of `tensors`, and calls `start`, which returns its works. Returns the handle."""
         mark = Mark.from_tensors(operation, label, tensors, contents)
         self._log.add(self._name, mark)
         turn = begin_turn(operation, self.members, label, self._name, mark.num_bytes)
@@ -213,7 +213,7 @@ class CollectiveTransport(ChannelTransport):
 
 
 _HEADER_TAG = 0
-"""The tag of headers. The tags of parts are the checksums of marks, which equal it with a probability of 2^-31."""
+"""The tag of a header. A part's tag is the checksum of its mark, which equals this tag with a probability of 2^-31."""
 
 
 class MessageTransport(ChannelTransport):
@@ -269,12 +269,10 @@ class MessageTransport(ChannelTransport):
         operation: str,
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        """Starts an exchange with every peer, and returns its handle.
-
-        The i-th tensor of each row of `inputs` goes to the i-th peer, and the i-th tensor of each row of `outputs` is received
-        from it. All tensors are contiguous, on the host, and must not be used until `wait_sent`. All members call this in the
-        same order. mark: the mark that peers compare. operation: the name of the exchange in errors. finish: called after the
-        last receive.
+        """Starts an exchange with every peer, and returns its handle. The i-th tensor of each row of `inputs` goes to the i-th
+        peer, and the i-th tensor of each row of `outputs` comes from the i-th peer. All tensors are contiguous and on the host.
+        Until `wait_sent`, inputs must not be written. All members call this in the same order. mark: the mark that peers
+        compare. operation: the name of the exchange in errors. finish: called after the last receive.
         """
         members, channel = self.members, self._channel
         header, headers = mark.header(), torch.empty(len(members.peers), HEADER_BYTES, dtype=torch.uint8)
@@ -306,7 +304,7 @@ class MessageTransport(ChannelTransport):
 
 
 class SingleRankTransport(Transport):
-    """The transport of a group of one rank, which copies inputs to outputs."""
+    """The transport of a group of one rank. It copies inputs to outputs, and leaves tensors that are summed unchanged."""
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         for tensor, shard in zip(tensors, shards, strict=True):
@@ -325,14 +323,16 @@ class SingleRankTransport(Transport):
 
 
 def uses_messages(backend: str, device: torch.device) -> bool:
-    """Returns whether ranks exchange tensors on `device` as messages from host memory, not by collectives of `backend`."""
+    """Returns whether ranks exchange tensors on `device` as messages (`MessageTransport`), not by collectives of `backend`."""
     return backend == "gloo" and device.type == "cpu"
 
 
 def make_transport(
     members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog, device: torch.device
 ) -> Transport:
-    """Returns the transport of `channel`, whose name is `name`, for tensors on `device`. log: as in `CollectiveTransport`."""
+    """Returns a new transport for tensors on `device` over the communicator `channel`. name: the channel's name. log: as in
+    `CollectiveTransport`.
+    """
     if uses_messages(dist.get_backend(channel), device):
         return MessageTransport(members, name, channel)
     return CollectiveTransport(members, name, channel, log)
@@ -341,7 +341,7 @@ def make_transport(
 @cache
 def installed_transports() -> tuple[TransportRecord, ...]:
     """Returns the transport records of installed packages, sorted by the names of their entry points. Raises PluginError
-    "transport-import" if one cannot be imported.
+    `transport-import` if a record cannot be imported.
     """
     records = []
     for point in sorted(entry_points(group="sley.transports"), key=lambda point: point.name):
@@ -354,7 +354,7 @@ def installed_transports() -> tuple[TransportRecord, ...]:
 
 
 def find_common_transports(members: Members, channel: dist.ProcessGroup) -> tuple[TransportRecord, ...]:
-    """Returns the transports that are installed on all `members`. A blocking collective over `channel`."""
+    """Returns the records of the transports that all `members` have installed. A blocking collective over `channel`."""
     local = installed_transports()
     gather = partial(gather_values, [record.name for record in local], channel)
     installed = [set(names) for names in run_guarded(gather, begin_turn("comparing", members, "installed transports"))]
@@ -364,10 +364,9 @@ def find_common_transports(members: Members, channel: dist.ProcessGroup) -> tupl
 def connect_transports(
     members: Members, channels: Mapping[str, dist.ProcessGroup], records: Sequence[TransportRecord], timeout_s: float
 ) -> dict[str, Transport]:
-    """Connects `members` by the first of `records` that can connect them, for host tensors.
-
-    Returns a transport for each of `channels`, or, on all ranks, {} if no record can connect them. All members call this with
-    equal records. timeout_s: the limit of each wait.
+    """Connects `members` by the first of `records` that can connect them, and returns transports for host tensors. The result
+    has one transport for each name in `channels`. If no record can connect the members, it is {} on all ranks. A collective:
+    all members call this with equal records. timeout_s: the limit of each wait, in seconds.
     """
     for record in records:
         connect = partial(import_object(record.connect), members, channels, timeout_s)
@@ -378,10 +377,10 @@ def connect_transports(
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns every rank's `value` in the order of ranks, by default over the default group. Blocks.
-
-    value: serialisable as JSON; tuples return as lists, and keys of mappings as strings. torch's object collectives are not
-    used, since they unpickle messages: any user of the host can connect to gloo's ports, and could make a rank run code.
+    """Returns the `value` of every rank of `group`, in the order of ranks. A blocking collective over `group`, by default over
+    torch's default group. value: can be written as JSON; tuples come back as lists, and keys of mappings as strings. torch's
+    object collectives unpickle messages, so they are not used: any user of the host can connect to gloo's ports, and could make
+    a rank run code.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     local = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
@@ -392,7 +391,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
 
 
 def _gather_padded(local: Tensor, numel: int, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Returns every rank's `local`, padded to `numel` elements. A collective over `group`."""
+    """Returns every rank's `local`, a 1-D tensor, padded with zeros to `numel` elements. A blocking collective over `group`."""
     outputs = [local.new_zeros(numel) for _ in range(dist.get_world_size(group))]
     dist.all_gather(outputs, torch.nn.functional.pad(local, (0, numel - local.numel())), group=group)
     return outputs

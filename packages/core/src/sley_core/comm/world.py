@@ -55,10 +55,11 @@ all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single")
 
 @dataclass(frozen=True)
 class Group(Members):
-    """Holds the ranks of one axis with which this rank communicates, with one communicator and one transport per channel.
+    """The ranks along one axis with which this rank communicates. It has one communicator and one transport per channel.
 
-    A group of one rank has no communicator, and every collective on it is the identity. exchange_log: records the exchanges
-    that carry no marks. simulation: simulates exchanges in a fake world; None in a real one.
+    A group of one rank has no communicator, and every collective on it is the identity. channels, transports: by the name of
+    the channel. exchange_log: records the exchanges that carry no marks. simulation: simulates exchanges in a fake world; None
+    in a real world.
 
     In the methods below, tensors are contiguous, all members make the same collective calls on a channel in the same order, and
     `label` describes the content in errors.
@@ -71,18 +72,19 @@ class Group(Members):
 
     @property
     def has_peers(self) -> bool:
+        """Returns whether the group has other ranks, and they are not simulated."""
         return self.size > 1 and self.simulation is None
 
     def channel(self, name: str = DEFAULT_CHANNEL) -> dist.ProcessGroup:
-        """Returns the communicator of the channel `name`. A group of one rank has no communicators."""
+        """Returns the communicator of the channel `name`. Raises KeyError in a group of one rank, which has no communicator."""
         return self.channels[name]
 
     def transport(self, channel: str = DEFAULT_CHANNEL) -> Transport:
-        """Returns the transport of `channel`. Call this at each use: after `Groups.close` a kept transport must not be used."""
+        """Returns the transport of `channel`. Call this at each use: a transport must not be used after `Groups.close`."""
         return SingleRankTransport() if self.size == 1 else self.transports[channel]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
-        """Starts an all-reduce of `tensor` in place, and returns its handle."""
+        """Starts an all-reduce of `tensor` in place on the default channel, and returns its handle."""
         return self._start(op, partial(dist.all_reduce, tensor, _REDUCE_OPS[op], async_op=True), tensor, tensor, label)
 
     def all_to_all(
@@ -94,22 +96,20 @@ class Group(Members):
         channel: str = DEFAULT_CHANNEL,
         splits: tuple[list[int], list[int]] = ([], []),
     ) -> Work:
-        """Starts an all-to-all, and returns its handle. Slice i of `tensor` goes to the i-th rank, and slice i of `output`
-        comes from it. splits: the sizes of the slices of `output` and `tensor` along dim 0; by default, equal slices.
+        """Starts an all-to-all, and returns its handle. Slice i of `tensor` goes to the i-th member, and slice i of `output`
+        comes from the i-th member. splits: the slices' sizes along dim 0, of `output` and of `tensor`; by default, all equal.
         """
         start = partial(dist.all_to_all_single, output, tensor, *splits, async_op=True)
         return self._start("all_to_all", start, output, tensor, label, channel)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Work:
-        """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the group's order. Returns its handle."""
+        """Starts to gather the members' `tensor` [n, ...] into `output` [size x n, ...] in their order. Returns the handle."""
         start = partial(all_gather_single, output, tensor, async_op=True)
         return self._start("all_gather", start, output, tensor, label, channel)
 
     def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
-        """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle.
-
-        Calls the communicator directly, which numbers members as the group does: a fifth of the time of `dist.isend` is
-        overhead.
+        """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle. Calls the
+        communicator, which numbers members as the group does: a fifth of the time of `dist.isend` is overhead.
         """
 
         def start(group: dist.ProcessGroup) -> Any:
@@ -119,7 +119,7 @@ class Group(Members):
         return self._start("send", start, tensor, tensor, label, channel, (self.coord, peer))
 
     def receive(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
-        """Starts to receive into `tensor` from the member at coordinate `peer`, and returns the handle."""
+        """Starts to receive `tensor` from the member at coordinate `peer` on `channel`, and returns the handle."""
         is_copied = self.simulation is None and self.needs_host_copy(tensor, channel)
         buffer = torch.empty_like(tensor, device="cpu") if is_copied else tensor
         finish = partial(tensor.copy_, buffer) if is_copied else None
@@ -127,9 +127,8 @@ class Group(Members):
         return self._start("receive", lambda group: group.recv([buffer], peer, 0), tensor, tensor, label, channel, ends, finish)
 
     def gather_objects(self, value: Any, *, label: str) -> list[Any]:
-        """Returns the `value` of each member, in the order of ranks. A blocking collective.
-
-        value: small and serialisable as JSON. In a fake world, the result repeats this rank's value.
+        """Returns the `value` of each member, in the order of ranks. A blocking collective on the default channel. value: a
+        small value that can be written as JSON. In a fake world, the result repeats this rank's value.
         """
         if not self.has_peers:
             return [value] * self.size
@@ -148,10 +147,9 @@ class Group(Members):
         ends: tuple[int, int] | None = None,
         finish: Callable[[], object] | None = None,
     ) -> Work:
-        """Starts an exchange by `start(group=...)`, which sends `tensor` and fills `result`. Returns its handle.
-
-        ends: the coordinates of a message's sender and receiver; None for a collective. finish: called once, after the
-        exchange.
+        """Starts an exchange of `tensor` into `result`, and returns its handle. start: called with `group`, the communicator of
+        `channel`; returns a work. ends: the coordinates of a message's sender and receiver; None for a collective. finish:
+        called once, after the exchange, by the handle's `wait`.
         """
         if self.size == 1:
             if result is not tensor:
@@ -164,22 +162,21 @@ class Group(Members):
         return GroupWork(turn, [([run_guarded(lambda: start(group=self.channel(channel)), turn)], finish)])
 
     def needs_host_copy(self, tensor: Tensor, channel: str) -> bool:
-        """Returns whether an exchange of `tensor` on `channel` needs a copy on the host, since gloo reads only host memory."""
+        """Returns whether a message on `channel` must be copied to the host, since gloo sends and receives only host memory."""
         return tensor.device.type != "cpu" and dist.get_backend(self.channel(channel)) == "gloo"
 
 
 class Groups(dict[str, Group]):
-    """Maps each axis to this rank's group: `groups["dp"]`. progress: this rank's exchanges in all groups."""
+    """Maps each axis to this rank's group, as in `groups["dp"]`. progress: records this rank's exchanges in all groups."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
         self.progress = progress
 
     def close(self) -> None:
-        """Drops all communicators, so that their threads end before the interpreter exits.
-
-        A gloo thread may free a tensor some time after its result is complete. In an exiting interpreter this aborts the
-        process (exit status -6); without `close`, it happens in one of five successful runs.
+        """Drops all communicators, so that their threads end before the interpreter exits. A gloo thread may free a tensor some
+        time after its result is complete. If the interpreter is exiting then, the process aborts with status -6. Without
+        `close`, one of five successful runs ends in this way.
         """
         for group in self.values():
             group.channels.clear()
@@ -187,7 +184,7 @@ class Groups(dict[str, Group]):
 
 
 class SilentTransport(SingleRankTransport):
-    """A transport that exchanges no data: output tensors keep their contents."""
+    """The transport of a fake world, which exchanges no data: output tensors keep their contents."""
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         return Work()
@@ -197,19 +194,20 @@ class SilentTransport(SingleRankTransport):
 
 
 class Simulation:
-    """Replaces the communication of a fake world. This class exchanges nothing, so output tensors keep their contents."""
+    """Replaces the communication of a fake world. This base class exchanges nothing, so output tensors keep their contents."""
 
     def transports(
         self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool
     ) -> dict[str, Transport]:
-        """Returns a transport for each of `channels`. cross_memory: whether ranks of one host read each other's memory."""
+        """Returns a transport for each name in `channels`. cross_memory: whether to simulate cross-memory attach."""
         return dict.fromkeys(channels, SilentTransport())
 
     def simulate_exchange(
         self, members: Members, kind: ExchangeKind, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None] | None:
         """Simulates an exchange by `members` on `channel` that sends `tensor` and fills `result`, which may be the same tensor.
-        Returns a function to call when the rank waits for the exchange, or None. label: describes the content in errors.
+        Returns a function that is called when the rank waits for the exchange, or None if there is nothing to call. label:
+        describes the content in errors.
         """
         return None
 
@@ -226,14 +224,16 @@ class Simulation:
 
 
 def _axes_with_cma(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str, ...]:
-    """Returns the axes whose exchanges may use cross-memory attach, including those of `extra` that request it."""
+    """Returns the axes whose exchanges may use cross-memory attach, including the axes of `extra` that request it."""
     weights = ("wp", "stage", "wdp") if topology.wp > 1 else ("stage",)
     sequences = ("sp",) if topology.sp > 1 else ()
     return (*weights, *sequences, *dict.fromkeys(entry.axis for entry in extra if entry.cross_memory))
 
 
 def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Returns a new communicator; None outside the group. All ranks call it. Raises RunError `group-failed` if torch fails."""
+    """Returns a new communicator of `entry.ranks`, or None if `rank` is not among them. All ranks of the world call this in the
+    same order. Raises RunError `group-failed` if torch cannot create it.
+    """
     try:
         with _unbind_default_group() if backend == "gloo" else nullcontext():
             group = dist.new_group(list(entry.ranks), backend=backend, timeout=timeout, group_desc=entry.label)
@@ -245,10 +245,9 @@ def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timed
 
 @contextmanager
 def _unbind_default_group() -> Iterator[None]:
-    """Unbinds the default group from its device within the block, so that torch can create a gloo group beside NCCL.
-
-    If the default group is bound to a device, as with NCCL, the ranks outside a new group join a split of the default
-    communicator. The ranks inside split it only for an NCCL group, so with a gloo group the others would wait forever.
+    """Unbinds the default group from its device within the block, so that torch can create a gloo group beside NCCL. If the
+    default group is bound to a device, as with NCCL, ranks outside a new group take part in a split of the default
+    communicator. Its members split only for an NCCL group, so with a gloo group the ranks outside would wait forever.
     """
     default: Any = dist.group.WORLD
     device_id, default.bound_device_id = default.bound_device_id, None
@@ -259,21 +258,22 @@ def _unbind_default_group() -> Iterator[None]:
 
 
 class Rendezvous(Protocol):
-    """Connects the ranks of a launcher before they join."""
+    """Connects the ranks that a launcher starts, before they join torch's default group. `store` is a store that they share."""
 
     store: Store
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context manager for each rank's work. At its end, all ranks continue or all raise RunError."""
+        """Returns a context manager for work that may fail. At the end of its block, all ranks continue or all raise RunError.
+        timeout_s: how long a rank waits there for the other ranks, in seconds.
+        """
 
 
 @dataclass
 class World(AbstractContextManager["World"]):
-    """Holds one rank's view of the world. As a context manager, it leaves the default group that it joined.
-
-    rank: this rank, from 0. size: the number of ranks. owns_default_group: whether this object made torch's default group.
-    simulation: replaces peers and values in a fake world; None in a real one. open_groups: the results of `make_groups`, until
-    `close`. rendezvous: the launcher's rendezvous, or None.
+    """One rank's view of all ranks of a run, which makes the rank's groups. As a context manager, it calls `close` at the end,
+    or, after an error, only leaves the default group. rank: this rank, from 0. size: the number of ranks. owns_default_group:
+    whether this object made torch's default group. simulation: replaces peers and values in a fake world; None in a real world.
+    open_groups: the results of `make_groups`, until `close`. rendezvous: the launcher's rendezvous, or None.
     """
 
     rank: int
@@ -286,7 +286,7 @@ class World(AbstractContextManager["World"]):
 
     @classmethod
     def alone(cls, device: str | Device = "auto") -> "World":
-        """Returns the world of one process. device: a name for `Device.pick`, or a device."""
+        """Returns the world of a process without peers. device: a device, or the name of a device for `Device.pick`."""
         return cls(0, 1, _pick_device(device))
 
     @classmethod
@@ -302,9 +302,9 @@ class World(AbstractContextManager["World"]):
         `alone(device)`.
 
         Blocks until all ranks have joined. An existing default group is used and left open. timeout_s: the limit of start-up
-        and of each collective on the default group. environ: the environment; `os.environ` by default. rendezvous: the
-        launcher's rendezvous, whose store is used. Raises RunError `rendezvous-failed` if peers are missing, or if the
-        environment does not define a valid rank and size.
+        and of each collective on the default group, in seconds. environ: the environment; `os.environ` by default. rendezvous:
+        the launcher's rendezvous, whose store replaces that of the environment. Raises RunError `rendezvous-failed` if peers
+        are missing, or if the environment does not define a valid rank and size.
         """
         environ = os.environ if environ is None else environ
         local_rank = _environment_integer(environ, "LOCAL_RANK", "0")
@@ -338,10 +338,9 @@ class World(AbstractContextManager["World"]):
 
     @classmethod
     def fake(cls, rank: int, size: int, device: Device | None = None, simulation: Simulation | None = None) -> "World":
-        """Returns rank `rank` of a world of `size` ranks that do not exist, with torch's fake backend.
-
-        device: a device whose tensors have no values; meta by default. simulation: replaces peers and values; without it, a run
-        can be assembled but cannot take steps.
+        """Returns the view of rank `rank` in a world of `size` ranks without processes. Its default group uses torch's backend
+        `fake`. device: a device whose tensors have no values; meta by default. simulation: replaces peers and values; without
+        it, a run can be assembled but cannot take steps.
         """
         # torch installs an exception hook that prefixes a fatal error with `[rank0]:`, once for each such world.
         except_hook = sys.excepthook
@@ -351,23 +350,23 @@ class World(AbstractContextManager["World"]):
         return cls(rank, size, device, owns_default_group=True, simulation=simulation or Simulation())
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context manager for work that may fail. With a rendezvous, all ranks continue or all raise RunError."""
+        """Returns the rendezvous's `all_or_none`, or, without a rendezvous, a context manager that does nothing."""
         return self.rendezvous.all_or_none(timeout_s) if self.rendezvous is not None else nullcontext()
 
     def make_groups(
         self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, cross_memory: bool = False
     ) -> Groups:
-        """Creates and returns this rank's groups. All ranks of the world call this, with equal tables.
+        """Creates and returns this rank's groups. A collective: all ranks of the world call this with equal arguments.
 
-        Every rank also calls `new_group` for the lines that do not name it, which takes 12 us each: torch names a group by the
-        number of earlier groups. `use_local_synchronization` would not help: torch still counts, and hangs if one member has
-        joined more groups than another, as with ties of the stages (1, 2) and (2, 3). Lines with the same members, channel and
+        A rank also calls `new_group` for entries that do not name it, at 12 us each, because torch names a group by the number
+        of earlier groups. `use_local_synchronization` would not help: torch still counts, and hangs if one member has joined
+        more groups than another, as with ties of the stages (1, 2) and (2, 3). Entries with the same members, channel and
         backend share one communicator, since all members start their exchanges in the same order anyway.
 
-        extra: the lines of plugins' groups; a rank that no line of such an axis names gets a group of one. cross_memory:
+        extra: the entries of plugins' groups; a rank that no entry of such an axis names gets a group of one. cross_memory:
         whether ranks that share weights or sequences, or sum gradients, may use cross-memory attach; it has no effect unless
-        tensors are on the host and the backend is gloo. Raises RunError `group-failed` if a communicator cannot be created, for
-        example because a member does not join within `timeout_s`.
+        tensors are on the host and the backend is gloo. timeout_s: the limit of each exchange, in seconds. Raises RunError
+        `group-failed` if a communicator cannot be created, for example because a member does not join in time.
         """
         assert topology.world_size == self.size, f"the topology has {topology.world_size} ranks, but the world has {self.size}"
         rank, simulation = self.rank, self.simulation
@@ -414,7 +413,7 @@ class World(AbstractContextManager["World"]):
         return groups
 
     def close(self) -> None:
-        """Destroys all groups that this object made, including the default group. Waits for their threads to end."""
+        """Destroys all groups that this object made, including the default group, and waits until their threads have ended."""
         for groups in self.open_groups:
             groups.close()
         self.open_groups.clear()
@@ -427,6 +426,7 @@ class World(AbstractContextManager["World"]):
             self._leave(has_failed=True)  # does not wait after a failure: peers may wait for this rank
 
     def _leave(self, *, has_failed: bool = False) -> None:
+        """Destroys the default group if this object made it. has_failed: whether to abort it with NCCL, which does not wait."""
         if self.owns_default_group and dist.is_initialized():
             if has_failed and dist.get_backend() == "nccl":
                 with suppress(RuntimeError):
@@ -441,6 +441,7 @@ def _pick_device(device: str | Device, local_rank: int = 0, local_size: int = 1)
 
 
 def _environment_integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    """Returns the variable `name`. Raises RunError `rendezvous-failed` if it is not a number, or unset without `default`."""
     value = environ.get(name, default)
     if value is None or not value.isdecimal():
         message = f"the environment variable {name} must be a number, but is {'not set' if value is None else repr(value)}"
@@ -450,19 +451,18 @@ def _environment_integer(environ: Mapping[str, str], name: str, default: str | N
 
 
 STORE_VARIABLE = "SLEY_STORE"
-"""The environment variable in which a local launch names its file store. Without it, `env://` is used."""
+"""The environment variable in which a local launch names its file store. If it is not set, torch's `env://` is used."""
 
-_STORE_KEYS = (STORE_VARIABLE, "MASTER_ADDR", "MASTER_PORT", "RANK")
+_STORE_KEYS = (STORE_VARIABLE, "MASTER_ADDR", "MASTER_PORT", "RANK")  # variables that identify a store and its user
 _num_uses_by_purpose: Counter[tuple[str | None, ...]] = Counter()
 _open_stores: dict[tuple[str | None, ...], Store] = {}
 
 
 def open_store(environ: Mapping[str, str], rank: int, size: int, timeout: timedelta) -> Store:
-    """Returns the store that the launcher's environment names. Blocks until the store exists.
-
-    A store is opened once, and stays open until another one is opened. Closing it between two worlds would be unsafe: the last
-    rank to close a file store deletes the file, even if another rank has just reopened it, and a TCP store ends with rank 0's,
-    even if another rank has just reconnected to it. Raises torch's RuntimeError or ValueError if the store cannot be opened.
+    """Returns the store that the launcher's environment names. Blocks until the store exists, for at most `timeout`. A store is
+    opened once, and stays open until another store is opened. Closing it between two worlds would be unsafe: the last rank to
+    close a file store deletes the file, even if another rank has just reopened it, and if rank 0 closes a TCP store, a rank
+    that has just reconnected loses it. Raises torch's RuntimeError or ValueError if opening the store fails.
     """
     key = (*(environ.get(name) for name in _STORE_KEYS), str(size))
     if key in _open_stores:
@@ -476,7 +476,9 @@ def open_store(environ: Mapping[str, str], rank: int, size: int, timeout: timede
 
 
 def make_prefix_store(store: Store, environ: Mapping[str, str], purpose: str) -> PrefixStore:
-    """Returns a store with an unused prefix in `store`, the same on all ranks that call this equally often for `purpose`."""
+    """Returns a view of `store` in which all keys get a prefix that this process has not used before. Ranks that have called
+    this function equally often for `purpose` get the same prefix.
+    """
     key = (purpose, *(environ.get(name) for name in _STORE_KEYS))
     _num_uses_by_purpose[key] += 1
     # After a restart the store still has the addresses of ended ranks, which gloo must not use. Several hosts count their
@@ -486,11 +488,11 @@ def make_prefix_store(store: Store, environ: Mapping[str, str], purpose: str) ->
 
 
 def reset_stores() -> None:
-    """Resets the counts of `make_prefix_store`, and closes open stores, so that the state is that of a new process."""
+    """Resets the counts of `make_prefix_store`, and drops the open stores, as in a new process."""
     _num_uses_by_purpose.clear()
     _open_stores.clear()
 
 
 def is_single_host(environ: Mapping[str, str]) -> bool:
-    """Returns whether at most one torchrun agent started the ranks. The agent's store then outlives the ranks."""
+    """Returns whether at most one torchrun agent started the ranks. The store of a single agent outlives the ranks."""
     return environ.get("GROUP_WORLD_SIZE", "1") == "1"

@@ -12,9 +12,8 @@ of 2^-32 if they do not. All ranks see the same sum. If it is not 0, they gather
 wait for each other in the first action, the check runs before it.
 
 `CopyComparison` compares the copies of weights and buffers before the first step and every `COMPARE_EVERY` steps, on every rank
-that holds a copy, since replicas that diverge stay different: parameters over their reduce group and, if several stages hold
-one, over its tie group; buffers over the stage. First values differ if a model draws from a generator whose state differs
-between ranks; later values, if ranks write different values.
+that holds a copy, since replicas that diverge stay different. It compares parameters over their reduce group and, if several
+stages hold a parameter, over its tie group. It compares buffers over the stage.
 
 A value that a forward writes differs between replicas, which see different samples, and is written once per microbatch and
 recomputation. `WriteWatch` refuses such writes. It compares version counters before and after a layer, in all microbatches of
@@ -49,20 +48,21 @@ from sley_core.model.layers import Layer
 from sley_core.model.tensors import fingerprint, flat_bytes, matches_any, version_of
 
 CALL, TRAINED, MICROBATCHES, BATCH = range(4)
-"""The facts that ranks compare: the call, the trained parameters, the number of microbatches, and the samples."""
+"""The indices of the facts that ranks compare: the call, the trained parameters, the number of microbatches, the samples."""
 
 _REFUSALS, _COUNTS, _WEIGHT = 4, 5, 5 + len(NO_COUNTS)
-"""The indices in the summed float64 tensor of the number of refusals, the first count, and the first weight term. All elements
-before the weight terms are integers below 2^53, so their sums are exact. No other exchange of these ranks has this length.
+"""Indices into the float64 tensor that ranks sum: of the number of refusals, the first count, and the first weight term. All
+elements before the weight terms are integers below 2^53, so their sums are exact. No other exchange has this length.
 """
 
 _END_BYTES = 1 << 12
-"""The number of bytes that are hashed at the beginning of each batch field, and at its end."""
+"""The number of bytes that are hashed at the beginning of each batch field, and again at its end."""
 
 _HINTS = {
     CALL: "call the same methods of a run in the same order on all ranks, and check whether some ranks caught an error",
     TRAINED: "freeze and unfreeze the same parameters on all ranks, between two steps",
-    MICROBATCHES: "run equally many microbatches on all ranks of a pipeline, weight or sequence; with canonical sums, on all",
+    MICROBATCHES: "run equally many microbatches on ranks that share a pipeline, weights or sequences, and, with canonical "
+    "sums, on all ranks",
     BATCH: "pass the same samples, the rows `run.rows` of a batch, to all stages of a pipeline and all ranks of a sequence",
 }
 
@@ -71,8 +71,8 @@ FactView = tuple[Any, int]
 
 
 class Agreement:
-    """Compares the ranks of `groups` in a step, and sums `weight` and `counts` of the global batch, which are valid after
-    `check`. store: the gradient store, whose trained parameters are compared; None for an evaluation.
+    """Checks in each step or evaluation that the ranks of `groups` agree. weight, counts: the loss weight and the counts of the
+    global batch, valid after `check`. store: the gradient store; its trained parameters are compared. None for an evaluation.
     """
 
     def __init__(self, groups: Groups, store: GradientStore | None = None) -> None:
@@ -90,12 +90,10 @@ class Agreement:
         self._pending: Work | None = None
 
     def begin(self, label: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> "Agreement":
-        """Starts one asynchronous all-reduce over all ranks on the host, and returns this object. Every rank calls this, and
-        then `check`.
-
-        label: the name of the work that begins, for errors. batch: this rank's samples. Their weights are summed over all
-        ranks; ranks without the loss pass none. Their counts are summed over the ranks that are first along `pp` and `sp`.
-        refusal: the reason why this rank cannot begin; `check` raises the first rank's refusal on all ranks.
+        """Starts one asynchronous all-reduce over all ranks on the host, and returns this object. All ranks call this, and then
+        `check`. label: the name of the work that begins, for errors. batch: this rank's samples. Their weights are summed over
+        all ranks, and their counts over the ranks that are first along `pp` and `sp`. refusal: the reason why this rank cannot
+        begin; `check` raises the refusal of the first such rank on all ranks.
         """
         terms = self.reduction.weight_terms(batch.weights if batch else ())
         self.weight = self.reduction.weight_from_terms(terms)
@@ -120,7 +118,7 @@ class Agreement:
         return self
 
     def check(self) -> None:
-        """Waits for the sum; sets `weight` and `counts`. Raises `ranks-differ` or the first rank's refusal on all ranks."""
+        """Waits for the sum, and sets `weight` and `counts`. Raises RunError on all ranks if they differ or a rank refuses."""
         if self._pending is None:
             if self._refusal is not None:
                 raise self._refusal
@@ -139,7 +137,7 @@ class Agreement:
         self.counts = BatchCounts(*self._sum[_COUNTS:_WEIGHT].tolist())
 
     def _trained_views(self) -> dict[str, FactView]:
-        """Returns the trained parameters in layout order, by the axis whose ranks must agree. Computes them once per layout."""
+        """Returns, by axis, the trained parameters on which its ranks must agree. Computes the result once per layout."""
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts
             names = tuple(param.name for param in self.store.params)
@@ -153,7 +151,7 @@ class Agreement:
         return self._trained
 
     def _sample_views(self, batch: StepBatch) -> dict[str, FactView]:
-        """Returns shapes and checksums of the batch, by the axis whose ranks must have the same samples."""
+        """Returns, by axis, the shapes and a checksum of the batch on which its ranks must agree."""
         axes = [axis for axis in ("pp", "sp") if self.groups[axis].size > 1]
         if not axes:
             return {}
@@ -166,7 +164,7 @@ class Agreement:
         return dict.fromkeys(axes, (descriptions, number))
 
     def _mismatch_error(self) -> RunError:
-        """Returns the error `ranks-differ`, the same on all ranks. A blocking collective on `control`."""
+        """Returns the same error `ranks-differ` on all ranks. A blocking collective on `control`."""
         # Views are keyed by the label of the group that must agree, and travel as JSON: [description, checksum].
         local_views = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
         views = self._control.gather_objects(local_views, label="the differences between ranks")
@@ -180,6 +178,7 @@ class Agreement:
 
 
 def _mismatch_message(fact: int, views: Mapping[int, FactView]) -> str:
+    """Returns a text that says how two ranks differ in `fact`. views: each rank's view of the fact, not all equal."""
     (rank, *_), peer = _odd_and_usual_ranks({rank: number for rank, (_, number) in views.items()})
     rank_value, peer_value = views[rank][0], views[peer][0]
     if fact == CALL:
@@ -201,7 +200,7 @@ def _mismatch_message(fact: int, views: Mapping[int, FactView]) -> str:
 
 
 def _odd_and_usual_ranks(values: Mapping[int, Any]) -> tuple[list[int], int]:
-    """Returns the ranks whose value is not the most common one, and the first rank with the most common value."""
+    """Returns the ranks without the most common value, and the first rank with it. values: by rank."""
     usual_value, _ = Counter(values.values()).most_common(1)[0]
     odd_ranks = [rank for rank, value in values.items() if value != usual_value]
     return odd_ranks, next(rank for rank, value in values.items() if value == usual_value)
@@ -210,10 +209,9 @@ def _odd_and_usual_ranks(values: Mapping[int, Any]) -> tuple[list[int], int]:
 def check_agreement(
     facts: Mapping[str, str], control: Group, parts: Mapping[str, Callable[[], Mapping[str, str]]] = MappingProxyType({})
 ) -> None:
-    """Compares `facts` (plan digest, versions, group table) over all ranks. A blocking collective on `control`.
-
-    parts: for some facts, a function that returns the fact's parts; it is called only if ranks differ. Raises RunError
-    `ranks-disagree` on all ranks, with the fact, a rank in the minority, and both values.
+    """Compares `facts`, such as the plan's digest, over all ranks. A blocking collective on `control`. parts: for some facts, a
+    function that returns the fact's parts; it is called only if ranks differ. Raises RunError `ranks-disagree` on all ranks;
+    the message names the fact, a rank in the minority, and both values.
     """
     values_of_ranks = control.gather_objects(dict(facts), label="the values that all ranks compare")
     for name in facts:
@@ -235,41 +233,40 @@ def check_agreement(
 
 
 def describe_differences(actual: Mapping[str, str], usual: Mapping[str, str]) -> str:
-    """Returns a text with up to three differing parts and both values of each."""
+    """Returns a text with up to three parts whose values differ, and both values of each part."""
     names = [name for name in {**actual, **usual} if actual.get(name) != usual.get(name)]
     return shorten_names([f"`{name}` is {actual.get(name, 'unset')}, not {usual.get(name, 'unset')}" for name in names], 3)
 
 
 Exchanges = dict[str, ExchangeSummary]
-"""Summaries of a rank's exchanges without marks, by group label."""
+"""Summaries of a rank's exchanges without marks, by the label of the group."""
 
-_NO_EXCHANGES = ((), 0, 0, "")
+_NO_EXCHANGES = ((), 0, 0, "")  # an `ExchangeSummary` of an empty log
 
 
 def difference_term(group: Group, number: int) -> int:
-    """Returns this rank's term of a sum over all ranks that is 0 if the ranks of `group` have the same `number`.
-
-    The term is an integer below 2^32 x the group's size, and float64 sums are exact below 2^53. If ranks differ, the sum is 0
-    with a probability of 2^-32. The hash includes the group, so that differences in two groups do not cancel.
+    """Returns this rank's term of a sum over all ranks. The sum is 0 if the ranks of `group` have the same `number`. The term
+    is an integer of magnitude below 2^32 x the group's size, and float64 sums are exact below 2^53. If ranks differ, the sum is
+    0 with a probability of 2^-32. The hash includes the group, so that differences in two groups do not cancel.
     """
     digest = blake2b(f"{group.axis} {group.ranks[0]} {number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
 
 
 def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
-    """Returns summaries of this rank's exchanges since the logs of `groups` were cleared, by the group's label."""
+    """Returns a summary of this rank's exchanges in each of `groups` since its log was cleared. Omits groups without any."""
     # This runs in every step, so long labels are built only for groups with exchanges.
     return {str(group): exchanged for group in groups if (exchanged := group.exchange_log.summarise(group.ranks)) is not None}
 
 
 def exchange_difference(groups: Iterable[Group]) -> int:
-    """Returns this rank's term of a sum over all ranks that is 0 if the ranks of each group made the same exchanges."""
+    """Returns this rank's term of a sum over all ranks. The sum is 0 if the ranks of each group made the same exchanges."""
     summaries = ((group, group.exchange_log.summarise(group.ranks)) for group in groups)
     return sum(difference_term(group, summary.checksum) for group, summary in summaries if summary is not None)
 
 
 def exchange_mismatch_error(when: str, local_exchanges: Exchanges, control: Group) -> RunError:
-    """Returns the error `ranks-differ`, the same on all ranks, with the first group whose exchanges differ and two of its
+    """Returns the same error `ranks-differ` on all ranks, which names the first group whose exchanges differ and two of its
     ranks. A blocking collective on `control`. when: the name of the step. local_exchanges: this rank's exchanges.
     """
     views = control.gather_objects(local_exchanges, label="the collectives of all ranks")
@@ -290,7 +287,9 @@ def _format_exchanges(exchanged: Sequence[Any]) -> str:
 
 
 class CopyComparison:
-    """Compares the copies of weights and buffers on all ranks, except buffers that match a pattern of `per_rank_buffers`."""
+    """Checks that ranks with copies of the same weights and buffers have equal values. Ignores buffers whose names match a
+    pattern of `per_rank_buffers`.
+    """
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self.parts = parts
@@ -298,8 +297,8 @@ class CopyComparison:
         self._is_first = True
 
     def __call__(self) -> None:
-        """Waits for the last step, and compares fingerprints of the values by blocking collectives. All ranks call this. Raises
-        the same RunError `ranks-differ`, with the differing values and two ranks, on all ranks of the run.
+        """Waits for the last step, and compares fingerprints of the values by blocking collectives. All ranks call this. If
+        values differ, raises the same RunError `ranks-differ` on all ranks, which names the values and two ranks.
         """
         is_first, self._is_first = self._is_first, False
         parts = self.parts
@@ -322,7 +321,7 @@ class CopyComparison:
             raise RunError("ranks-differ", fault, hint=hint)
 
     def _values_by_axis(self) -> dict[str, dict[str, Tensor]]:
-        """Returns, by axis, the values by name that its ranks have copies of, in the same order on all ranks."""
+        """Returns, by axis, the values that its ranks have in common: a dict by name, in the same order on all ranks."""
         groups, values = self.parts.groups, defaultdict[str, dict[str, Tensor]](dict)
         for param in sorted(self.parts.registry, key=lambda param: param.name):
             for axis in (param.reduce_group, param.tie_axis):
@@ -336,7 +335,9 @@ class CopyComparison:
 
 
 def _compare_fingerprints(label: str, names: Sequence[str], fingerprints: Tensor, group: Group) -> str:
-    """Compares fingerprints over `group`, whose ranks pass the same names. Blocks. Returns a text of the differences or ""."""
+    """Compares `fingerprints` [len(names)] over `group`, a blocking collective, and returns a text of the differences, or "" if
+    there are none. All ranks pass the same `names`.
+    """
     extremes = torch.stack([fingerprints, ~fingerprints])  # the maximum of ~x is ~(the minimum of x)
     group.all_reduce(extremes, "max", label=f"the fingerprints of {label}").wait()
     is_odd = extremes[0] != ~extremes[1]
@@ -355,6 +356,8 @@ COMPARE_EVERY = 256
 
 
 class _TensorSlot(NamedTuple):
+    """A place for a parameter or buffer of a layer: `values[key]`, an entry of `module`. name: its path in the model."""
+
     name: str
     module: nn.Module
     values: Mapping[str, Tensor | None]
@@ -363,7 +366,7 @@ class _TensorSlot(NamedTuple):
 
 
 class _LayerSnapshot(NamedTuple):
-    """The watched tensors of a layer. states: their versions, each paired with a hash of the values if `compares_values`."""
+    """The watched tensors of a layer. states: their versions, or, if `compares_values`, pairs of a version and a hash."""
 
     tensors: list[Tensor | None]
     states: list[tuple[int, int]] | list[int]
@@ -371,7 +374,9 @@ class _LayerSnapshot(NamedTuple):
 
 
 class WriteWatch:
-    """Refuses layers' writes to buffers, except `per_rank_buffers`, and to weights if one process would get other values."""
+    """Finds writes of forwards to buffers and weights. Refuses writes to buffers, unless their names match a pattern of
+    `per_rank_buffers`, and writes to weights unless one process would write the same values.
+    """
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self._has_one_replica = parts.groups["stage"].size == 1
@@ -383,7 +388,7 @@ class WriteWatch:
         self._writers: dict[str, str] = {}
 
     def begin_call(self, layer: Layer, micro: MicroStep) -> _LayerSnapshot | None:
-        """Returns a snapshot of `layer`, or None if this call is not watched."""
+        """Returns a snapshot of `layer` before its call for `micro`, or None if this call is not watched."""
         is_first_call = layer.name not in self._slots_of_layer
         if is_first_call:
             self._slots_of_layer[layer.name] = list(self._list_slots(layer))
@@ -394,7 +399,9 @@ class WriteWatch:
         return self._snapshot(layer, compares_values=compares_values)
 
     def check(self, layer: Layer, before: _LayerSnapshot | None) -> None:
-        """Raises RunError "weight-written" or PlanError "model-buffer-written" for a refused write. before: of `begin_call`."""
+        """Raises RunError "weight-written" or PlanError "model-buffer-written" if the layer has made a refused write since
+        `before`, the result of `begin_call`.
+        """
         if before is None:
             return
         after = self._snapshot(layer, compares_values=before.compares_values)
@@ -414,13 +421,13 @@ class WriteWatch:
         return _LayerSnapshot(tensors, states, compares_values)
 
     def check_rerun(self, layer: Layer) -> None:
-        """Raises RunError "weight-written" if `layer`, which runs again in the backward, has written a weight."""
+        """Raises RunError "weight-written" if `layer` has written a weight. Called when the backward recomputes the layer."""
         if layer.name in self._writers:
             reason = "it would be written again when the backward recomputes the forward"
             raise _weight_written_error(layer, self._writers[layer.name], reason)
 
     def _check_weight_write(self, layer: Layer, slot: _TensorSlot) -> None:
-        """Raises RunError "weight-written" unless a single process would write the same values as often."""
+        """Records a write to a weight. Raises RunError "weight-written" if one process would not write the same values."""
         parameter = slot.values[slot.key]
         param: Param | None = self._params_by_id.get(id(parameter))
         reason = None
@@ -435,7 +442,7 @@ class WriteWatch:
         self._writers[layer.name] = slot.name
 
     def _list_slots(self, layer: Layer) -> Iterable[_TensorSlot]:
-        """Yields the slots of the layer's unsharded parameters, and of its buffers that must not be written."""
+        """Yields the slots of the layer's unsharded parameters, and of the buffers that it must not write."""
         for name, module in layer.module.named_modules(prefix=layer.name):
             for values, is_buffer in ((module._parameters, False), (module._buffers, True)):
                 for key, tensor in values.items():
@@ -446,7 +453,7 @@ class WriteWatch:
 
 
 def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:
-    """Raises RunError "field-written" if `layers` have written a batch field in place. before: the versions of `fields`."""
+    """Raises RunError "field-written" if `layers` have written to a batch field. before: the versions of `fields` before."""
     for (name, field), version in zip(fields.items(), before, strict=True):
         if version_of(field) != version:
             readers = ", ".join(layer.name for layer in layers if name in layer.fields) or "no layer of this stage"

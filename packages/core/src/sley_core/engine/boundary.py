@@ -29,11 +29,11 @@ from torch.utils._pytree import SUPPORTED_NODES
 from sley_core.errors import RunError
 
 Context = Any
-"""The data, serialisable as JSON, by which a container is rebuilt from its parts: field names or keys."""
+"""The data from which a container is rebuilt with its parts, such as field names or keys. It can be written as JSON."""
 
 
 def find_type(name: str) -> Any:
-    """Returns the class with this name, of the form `module:qualname`, or None if no imported module has it."""
+    """Returns the class named `name`, of the form `module:qualname`, or None if no imported module has it."""
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
     for attribute in path.split("."):
@@ -42,8 +42,8 @@ def find_type(name: str) -> Any:
 
 
 def split_container(value: Any) -> tuple[Context, list[Any]] | None:
-    """Returns the context and the parts of `value`, for `rebuild_container`. Returns None unless it is a named tuple, a named
-    result of a torch function, of a type that torch's pytrees know, or a dataclass without other attributes.
+    """Returns the context and the parts of `value`, for `rebuild_container`. Returns None unless `value` is a named tuple, a
+    named result of a torch function, a container that torch's pytrees know, or a dataclass whose attributes are all fields.
     """
     cls = type(value)
     if isinstance(value, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):
@@ -63,7 +63,7 @@ def split_container(value: Any) -> tuple[Context, list[Any]] | None:
 
 
 def rebuild_container(cls: Any, context: Context, parts: Sequence[Any]) -> Any:
-    """Returns a container of type `cls` with these `parts`, without calling initialisers of dataclasses or named tuples."""
+    """Returns a container of type `cls` with `parts`. Does not call the initialisers of dataclasses or named tuples."""
     if issubclass(cls, tuple) and hasattr(cls, "n_sequence_fields"):
         return cls(parts)
     if issubclass(cls, tuple):
@@ -77,7 +77,9 @@ def rebuild_container(cls: Any, context: Context, parts: Sequence[Any]) -> Any:
 
 
 def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """Yields each tensor in nested containers and objects once. Does not search modules, classes and functions."""
+    """Yields each tensor in `values` and in nested containers and objects once. Does not search modules, classes and functions.
+    visited: the values that the search has met, by id; they are skipped.
+    """
     visited = {} if visited is None else visited
     for value in values:
         if id(value) in visited:
@@ -92,8 +94,8 @@ def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> 
 
 
 def copy_containers(value: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Returns a copy of `value` and of nested containers and objects, with the same tensors and modules. A value that cannot be
-    copied is kept. copies: the copies by the ids of their originals.
+    """Returns a copy of `value` and of nested containers and objects, with the same tensors and modules. A value that
+    `copy.copy` cannot copy is not copied. copies: the copies that exist already, by the ids of their originals.
     """
     copies = {} if copies is None else copies
     if id(value) in copies:
@@ -121,10 +123,11 @@ def copy_containers(value: Any, copies: dict[int, Any] | None = None) -> Any:
 
 _PLAIN_TYPES = str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Enum
 _ATOMIC_TYPES = Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, *_PLAIN_TYPES
-"""Types whose values are neither copied nor searched."""
+"""The types whose values `copy_containers` does not copy and `tensors_in` does not search."""
 
 
 def _attributes(value: Any) -> dict[str, Any]:
+    """Returns the attributes of `value` in slots and `__dict__` by name; {} for an atomic type."""
     if isinstance(value, _ATOMIC_TYPES):
         return {}
     slots: list[str] = []
@@ -136,18 +139,17 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 Structure: TypeAlias = Any
-"""None, a leaf's index, a list of structures, {"tuple" | "dict": ...}, or {"type": name, ...}: serialisable as JSON."""
-
+"""None, a leaf's index, a list of structures, {"tuple" | "dict": ...}, or {"type": name, ...}. It can be written as JSON."""
 
 _HAS_GRADIENT, _OVERLAPS, _SAME_AS_FACTOR = 1, 2, 4
-"""A leaf's flags: two bits, and the factor of `same_as` + 1."""
+"""The parts of `Leaf.flags`: two bits, and the factor of the number `same_as` + 1, which is 0 if `same_as` is None."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """Describes one tensor: its dtype and shape, and flags that may vary between microbatches. has_gradient: whether the
-    receiver sends a gradient back. same_as: the index of an earlier leaf with the same tensor, or None; only that earlier leaf
-    gets a gradient. overlaps: whether the sender's tensor shares memory with another leaf.
+    """Describes one tensor of a value: its dtype and shape, and flags that may vary between microbatches. has_gradient: whether
+    the receiver sends a gradient back. same_as: the index of an earlier leaf with the same tensor, or None; only the earlier
+    leaf gets a gradient. overlaps: whether the sender's tensor shares memory with another leaf.
     """
 
     dtype: torch.dtype
@@ -170,6 +172,7 @@ class Leaf:
         return _SAME_AS_FACTOR * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
     def with_flags(self, flags: int) -> "Leaf":
+        """Returns this leaf with other `flags`, a value of the property `flags`."""
         first, has_gradient = flags // _SAME_AS_FACTOR, bool(flags & _HAS_GRADIENT)
         same_as = first - 1 if first else None
         return replace(self, has_gradient=has_gradient, same_as=same_as, overlaps=bool(flags & _OVERLAPS))
@@ -188,16 +191,16 @@ class Description:
 
     @property
     def flags(self) -> bytes:
-        """Returns the flags of all leaves, `Leaf.FLAG_BYTES` each, little-endian."""
+        """Returns the flags of all leaves as little-endian integers of `Leaf.FLAG_BYTES` bytes each."""
         return struct.pack(f"<{len(self.leaves)}I", *(leaf.flags for leaf in self.leaves))
 
     @property
     def gradients(self) -> "Description":
-        """Returns the description of the gradients that the receiver sends back, in the order of the leaves."""
+        """Returns the description, without structure, of the gradients that the receiver sends back, in the order of leaves."""
         return Description(tuple(leaf for leaf in self.leaves if leaf.has_gradient), None)
 
     def with_overlaps(self, tensors: Sequence[Tensor]) -> "Description":
-        """Returns the description with `overlaps` set on leaves that share memory. tensors: the leaves' original tensors."""
+        """Returns a description with `overlaps` set on leaves that share memory. tensors: the sender's tensor of each leaf."""
         spans = {index: _address_range(tensors[index]) for index, leaf in enumerate(self.leaves) if leaf.same_as is None}
         pairs = permutations(spans.items(), 2)
         overlapping = {index for (index, (start, end)), (_, (first, last)) in pairs if start < last and first < end}
@@ -212,6 +215,7 @@ class Description:
         return kinds == other_kinds and self.structure == other.structure
 
     def with_flags(self, flags: bytes) -> "Description":
+        """Returns this description with other `flags`, a value of the property `flags`."""
         if flags == self.flags:
             return self
         numbers = struct.unpack(f"<{len(self.leaves)}I", flags)
@@ -222,15 +226,17 @@ class Description:
 
 
 def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
-    """Returns the tensors of `value` and its structure. Raises RunError `boundary-type` for a part of an unsupported type.
-    layer: the name of the layer that returned `value`, for the error.
+    """Returns the tensors of `value` and its structure. Raises RunError `boundary-type` if a part has an unsupported type.
+    layer: the name of the layer that returned `value`, for the error; "" if unknown.
     """
     leaves: list[Tensor] = []
     return leaves, _structure(value, leaves, layer)
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
-    """Returns the value that `flatten` split. Raises RunError `boundary-type` for a type that this process has not imported."""
+    """Returns a value with the tensors `leaves`, the inverse of `flatten`. Raises RunError `boundary-type` if a type in
+    `structure` is not imported in this process.
+    """
     if structure is None:
         return None
     if isinstance(structure, int):
@@ -250,7 +256,7 @@ def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
 
 
 def _address_range(tensor: Tensor) -> tuple[int, int]:
-    """Returns the address of the tensor's first element, and that of the end of its last element; (0, 0) if it is empty."""
+    """Returns the addresses at which the first element of `tensor` begins and its last element ends; (0, 0) if it is empty."""
     if not tensor.numel():
         return 0, 0
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -258,7 +264,7 @@ def _address_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
-    """Returns the structure of `part`, and appends its tensors to `leaves`. As a closure, it would keep the tensors alive."""
+    """Returns the structure of `part`, and appends its tensors to `leaves`. A recursive closure would keep tensors alive."""
     if part is None:
         return None
     if isinstance(part, Tensor):

@@ -40,10 +40,9 @@ from sley_core.model.tensors import matches_any, select_parameter_dtype
 
 
 class FlatLayout:
-    """The layout of tensors with these `shapes` in a flat buffer.
-
-    alignment: the alignment of each tensor, in elements. multiple: the number of equal, aligned parts into which the buffer can
-    be divided. offsets: the offsets of the tensors, in elements. numel: the number of elements of the buffer, with padding.
+    """The places of tensors with the given `shapes` in a flat buffer. alignment: the alignment of each tensor, in elements.
+    multiple: the number of equal, aligned parts into which the buffer can be divided. offsets: the tensors' offsets, in
+    elements. numel: the number of elements of the buffer, including padding.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) -> None:
@@ -59,7 +58,7 @@ class FlatLayout:
         self._views = list(zip(map(tuple, shapes), strides, self.offsets, strict=True))
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Returns a contiguous view of `flat` [numel] for each of the shapes."""
+        """Returns one contiguous view of `flat` [numel] for each of the `shapes`."""
         assert flat.numel() == self.numel, f"{flat.numel()} elements for {self.numel}"
         start = int(flat.storage_offset())
         # One call instead of a slice and a `view`.
@@ -67,11 +66,10 @@ class FlatLayout:
 
 
 class FlatBuffer:
-    """Holds `len(shapes)` contiguous, aligned views into one zeroed tensor `data` of `dtype` on `device`.
-
-    data: shape [numel], including padding. views: the views, in the order of `shapes`. Padding stays zero as long as only views
-    are written, so a sum or a norm over `data` equals that over the views. memory: the zeroed tensor that becomes `data`;
-    allocated by default. alignment, multiple: as in `FlatLayout`; the default alignment is ALIGNMENT_BYTES bytes.
+    """Holds `len(shapes)` contiguous, aligned views into one zeroed tensor `data` of `dtype` on `device`. data: shape [numel],
+    including padding. views: the views, in the order of `shapes`. Padding stays zero as long as only views are written, so a
+    sum or norm over `data` equals the sum or norm over the views. memory: the zeroed tensor that becomes `data`; allocated if
+    None. alignment, multiple: as in `FlatLayout`; the default alignment is ALIGNMENT_BYTES bytes.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ offsets, which are multiples of 256 bytes in every dtype of two bytes or more.
 
 
 class ElementRange(NamedTuple):
-    """Names the range [first, last) of elements of a flattened parameter."""
+    """The half-open range [first, last) of elements of a flattened parameter."""
 
     first: int
     last: int
@@ -111,20 +109,20 @@ class ElementRange(NamedTuple):
         return self.last - self.first
 
     def optimizer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the parameter's `shape` if the range has all elements. Otherwise returns a flat shape with leading dims of 1,
-        since an optimizer may treat matrices and vectors differently.
+        """Returns the shape in which an optimizer gets these elements of a parameter of `shape`: `shape` itself if the range
+        has all elements; else [1, ..., 1, numel], since an optimizer may treat matrices and vectors differently.
         """
         return tuple(shape) if self.numel == prod(shape) else (*(1 for _ in shape[1:]), self.numel)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Returns a view of these elements of `tensor`, which is contiguous and has the parameter's shape."""
+        """Returns a view, of shape `optimizer_shape`, of these elements of `tensor`, a contiguous tensor like the parameter."""
         return tensor.reshape(-1)[self.first : self.last].view(self.optimizer_shape(tensor.shape))
 
 
 @dataclass(frozen=True)
 class BufferShard:
-    """Names this rank's part of a buffer: part `index` of `count` equal parts over the group `axis`. Other ranks of a larger
-    reduce group have copies of the part.
+    """This rank's part of a buffer: part `index` of `count` equal parts, one for each rank of the group `axis`. If the reduce
+    group is larger than that group, its other ranks have copies of the part.
     """
 
     axis: str
@@ -139,16 +137,16 @@ class BufferShard:
 
 
 UNSHARDED = BufferShard("", 1, 0)
-"""The only shard of a buffer that is not divided."""
+"""The shard that contains all of a buffer."""
 
 
 class Layout(NamedTuple):
-    """The layout of gradients that a reducer needs: the buffers, and the order in which parameters are reported ready.
+    """The layout of gradients that a reducer needs: the buffers, and the order in which the store reports ready gradients.
 
     buffers: the parameters of each buffer, all of one `Param.family`. order: all parameters in the order of their reports,
-    which is equal on all ranks of every reduce group. unbuffered: those in no buffer, because no handler reduces them. shards:
-    the part of each buffer whose sum this rank gets, None for a full buffer; empty if all are full. is_fixed: whether masters
-    and optimizer states follow the layout, so that no parameter may be frozen or unfrozen.
+    which is equal on all ranks of every reduce group. unbuffered: the parameters in no buffer, because no handler reduces them.
+    shards: for each buffer, the part whose sum this rank gets, or None for the full buffer; empty if all buffers are full.
+    is_fixed: whether masters and optimizer states follow the layout, so that no parameter may be frozen or unfrozen.
     """
 
     buffers: list[list[Param]]
@@ -158,15 +156,17 @@ class Layout(NamedTuple):
     is_fixed: bool = False
 
     def check(self, trainable: Sequence[Param]) -> None:
-        """Asserts that `order`, and `buffers` with `unbuffered`, contain each of `trainable`, in the registry's order, once."""
+        """Asserts that `order` contains each of `trainable` once, and that `buffers` and `unbuffered` together do so, too.
+        trainable: in the order of the registry.
+        """
         for params in (self.order, [param for buffer in (*self.buffers, self.unbuffered) for param in buffer]):
             indices = sorted(param.index for param in params)
             assert indices == [param.index for param in trainable], "a layout names every trainable parameter once"
 
 
 class NormGroup(NamedTuple):
-    """Groups this rank's gradients, of one dtype, that enter a norm with the same factor. stages: the stages that have a copy
-    of each. num_shards: the number of ranks of the reduce group that share one copy, each with other elements.
+    """The gradients of this rank, of one dtype, whose squares enter a norm with the same factor. stages: the stages that have a
+    copy of each gradient. num_shards: the number of ranks of the reduce group that divide one copy among themselves.
     """
 
     tensors: list[Tensor]
@@ -176,7 +176,7 @@ class NormGroup(NamedTuple):
 
 
 Planner = Callable[[list[Param]], Layout]
-"""A function that returns the layout of parameters, which it receives in reverse order of use."""
+"""A function that receives the trainable parameters in reverse order of use, and returns their layout."""
 
 
 def plan_without_buffers(params: list[Param]) -> Layout:
@@ -193,8 +193,8 @@ def group_by_reduce_group(params: list[Param]) -> Layout:
 
 
 class GradientBuffer(FlatBuffer):
-    """Holds the gradients of parameters of one family, side by side in `memory`. shard: the part whose sum this rank gets; None
-    for the full buffer. has_full_gradients: False once a reducer has begun to sum a sharded buffer.
+    """Holds the gradients of `params`, which have one `Param.family`, side by side in `memory`. shard: the part whose sum this
+    rank gets; None for the full buffer. has_full_gradients: False once a reducer has begun to sum a sharded buffer.
     """
 
     def __init__(self, params: Sequence[Param], memory: Tensor, shard: BufferShard | None = None) -> None:
@@ -221,11 +221,11 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def ranges(self) -> dict[Param, ElementRange]:
-        """Returns the range of each parameter's elements in this rank's part, which may be empty."""
+        """Returns, for each parameter, the range of its elements in this rank's part. The range may be empty."""
         return self.ranges_of((self.shard or UNSHARDED).index)
 
     def ranges_of(self, index: int) -> dict[Param, ElementRange]:
-        """Returns the range of each parameter's elements in part `index` of the buffer."""
+        """Returns, for each parameter, the range of its elements in part `index` of the buffer. The range may be empty."""
         begin, end = replace(self.shard or UNSHARDED, index=index).bounds(self.data.numel())
         ranges = {}
         for param, start in zip(self.params, self.offsets, strict=True):
@@ -235,10 +235,11 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def parts(self) -> dict[Param, Tensor]:
+        """Returns, for each parameter, a view of its elements in this rank's part of the gradients."""
         return self.part_views(self.local_part)
 
     def part_views(self, memory: Tensor) -> dict[Param, Tensor]:
-        """Returns, for each parameter, a view of its elements in `memory`, a tensor of the length of `local_part`."""
+        """Returns, for each parameter, a view of its elements in `memory`, a flat tensor as long as `local_part`."""
         views = {}
         for param, start in zip(self.params, self.offsets, strict=True):
             elements = self.ranges[param]
@@ -263,7 +264,7 @@ def _buffer_alignment(shard: BufferShard | None) -> dict[str, Any]:
 
 
 def allocate_buffers(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[GradientBuffer]]:
-    """Allocates one zeroed tensor for all buffers of `layout`. Returns it and the buffers, without those of no parameters."""
+    """Allocates one zeroed tensor for all buffers of `layout`. Returns the tensor and the buffers that have parameters."""
     shards = layout.shards or [None] * len(layout.buffers)
     lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
     sizes = []
@@ -277,10 +278,8 @@ def allocate_buffers(layout: Layout, dtype: torch.dtype, device: torch.device) -
 
 class WeightBuffer(FlatBuffer):
     """Holds the working weights of `params` side by side, in `num_parts` equal parts. Each parameter has the same offset as its
-    gradient in a gradient buffer of `num_parts` shards.
-
-    It has no memory until `build`, so that only one buffer at a time exists beside the initial values. On a CPU, an access
-    before that crashes the process.
+    gradient in a gradient buffer of `num_parts` shards. The buffer has no memory until `build`, so that initial values exist
+    beside at most one new buffer at a time. On a CPU, an access before `build` crashes the process.
     """
 
     def __init__(self, params: Sequence[Param], dtype: torch.dtype, num_parts: int) -> None:
@@ -291,6 +290,7 @@ class WeightBuffer(FlatBuffer):
         self._num_freed = free(self.data)  # 0 once it has memory
 
     def build(self) -> None:
+        """Allocates zeroed memory for the buffer, unless it has memory already."""
         if self._num_freed:
             reallocate(self.data, self._num_freed)
             self.data.zero_()
@@ -298,22 +298,21 @@ class WeightBuffer(FlatBuffer):
 
 
 class Completion(Protocol):
-    """Fetches the parts of weights that other ranks update: start ──> wait ──> finish."""
+    """Fetches the parts of weights that other ranks update, after each step: start ──> wait ──> finish."""
 
     def start(self) -> None:
-        """Starts the exchange, once this rank has updated its own parts. All ranks call this."""
+        """Starts the exchange. Called on all ranks after this rank has updated its own parts."""
 
     def wait(self) -> None:
-        """Blocks until all weights are those of the last step. Other ranks need not call anything after their `start`."""
+        """Blocks until this rank has the weights of the last step. Other ranks need not call anything after their `start`."""
 
     def finish(self) -> None:
         """Calls `wait`, and blocks until no other rank reads this rank's weights, so that they may be written."""
 
 
 class WeightStore:
-    """Holds the buffers of working weights, in `dtype`. Weights whose names match a pattern of `keep` stay in fp32.
-
-    is_eager: whether `start_completions` also waits; if not, weights arrive during the next step, each before its layer runs.
+    """Holds the buffers of working weights, in `dtype`. Weights whose names match a pattern of `keep` stay in fp32. is_eager:
+    whether `start_completions` also waits. If False, weights arrive during the next step, before their layers run.
     """
 
     def __init__(self, dtype: torch.dtype, keep: Sequence[str] = ()) -> None:
@@ -327,7 +326,7 @@ class WeightStore:
         self._is_laid_out = False
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
-        """Returns a buffer without memory for each (parameters, number of parts). Must be called before masters are made."""
+        """Adds and returns a buffer without memory for each pair of parameters and number of parts. Must precede `adopt`."""
         assert not self._is_laid_out, "weights are laid out before masters are made"
         buffers = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
         for buffer in buffers:
@@ -343,11 +342,12 @@ class WeightStore:
         return param in self._places
 
     def dtype_of(self, param: Param) -> torch.dtype:
+        """Returns the dtype of the parameter's working weight."""
         return select_parameter_dtype(param.name, self.dtype, self.keep)
 
     def adopt(self, param: Param) -> None:
         """Rounds the parameter's value to its working dtype, and moves it to its place in a buffer, if it has one. Afterwards
-        it is contiguous: fused optimizers read weight, gradient and states in the order of memory, whatever their strides.
+        the parameter is contiguous, since fused optimizers read weight, gradient and states in the order of memory.
         """
         self._is_laid_out = True
         parameter = param.parameter
@@ -365,14 +365,14 @@ class WeightStore:
 
     @torch.no_grad()
     def restore_places(self) -> None:
-        """For each parameter whose `.data` a program has replaced, copies the values back to its place in a buffer."""
+        """Moves each parameter whose `.data` a program has replaced back to its place in a buffer, with its new values."""
         for parameter, place in self.moved_parameters():
             value = parameter.detach()
             parameter.data = place
             parameter.copy_(value)  # increments its version counter, by which masters notice the write
 
     def moved_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields each parameter whose `.data` a program has replaced, though not by an offload, and its place in a buffer."""
+        """Yields each parameter whose `.data` a program has replaced, and its place in a buffer. Offloads do not replace it."""
         # Does not compare addresses, which change when memory moves, nor use `is_set_to`, which refuses fake tensors.
         for parameter, place in self._buffered_params:
             same_storage = storage_id(parameter) == storage_id(place)
@@ -385,7 +385,7 @@ class WeightStore:
 
     @property
     def can_arrive_late(self) -> bool:
-        """Returns whether weights may be in flight after a step returns. The result is the same on all ranks."""
+        """Returns whether weights may still arrive after a step has returned. The result is equal on all ranks."""
         return bool(self._completions) and not self.is_eager
 
     def start_completions(self) -> None:
@@ -402,7 +402,7 @@ class WeightStore:
 
     @contextmanager
     def settle_on_error(self) -> Iterator[None]:
-        """If the block raises, waits for complete weights and re-raises. Ignores a RunError of that wait."""
+        """If the block raises an exception, waits for complete weights, ignores a RunError of this wait, and re-raises."""
         try:
             yield
         except BaseException:

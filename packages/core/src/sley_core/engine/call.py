@@ -7,10 +7,10 @@ Recomputation, by torch's non-reentrant checkpoint, runs all steps after the pol
 with phase `recompute`. Generators are seeded before every call, so their states are not saved. Nothing may depend on code that
 runs after the layer, since a recomputation stops as soon as it has its tensors.
 
-A layer may put its results into a dict, list or object among its arguments, so its second run gets copies of these, made before
-the first run, with the same tensors. torch's checkpoint detects writes in place to tensor arguments, but not to tensors in
-tuples and dicts. So the version counters of all tensors in the arguments are compared here; in the first step their bits too,
-since some writes do not change a counter.
+A layer may put its results into a dict, list or object among its arguments, so its second run gets copies of these containers,
+made before the first run, with the same tensors. torch's checkpoint detects writes in place to tensor arguments, but not to
+tensors in tuples and dicts. So this module compares the version counters of all tensors in the arguments, and in the first step
+also their bits, since some writes do not change a counter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ class Recompute(ActivationPolicy):
         self._num_steps = 0
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Counts the training steps, since the bits of inputs are compared only in the first one."""
+        """Counts the training steps, since `call` compares the bits of inputs only in the first step."""
         self._num_steps += phase is Phase.TRAIN
 
     def call(
@@ -93,22 +93,25 @@ class Recompute(ActivationPolicy):
         return output
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns the contexts of a layer's forward and of its recomputation, once per layer call; here they do nothing."""
+        """Returns the contexts of a layer's forward and of its recomputation, for one layer call. Here, they do nothing."""
         return nullcontext(), nullcontext()
 
 
 def _read_versions(inputs: Any, *, with_bits: bool) -> list[tuple[int, int]]:
-    """Returns each tensor's version and hash of values (0 without `with_bits`). Waits for the hashes."""
+    """Returns the version of each tensor in `inputs`, and a hash of its values (0 without `with_bits`). Waits for hashes."""
     versions_and_hashes = [(version_of(tensor), sum_of_bits(tensor) if with_bits else None) for tensor in tensors_in((inputs,))]
     return [(version, 0 if bits is None else int(bits)) for version, bits in versions_and_hashes]
 
 
 def build_keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
+    """Builds `core.keep`, the policy that saves all activations."""
     return Keep()
 
 
 def build_recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for the first blocks: `config.fraction` of all layers but the first and last, rounded half up."""
+    """Builds `core.recompute`, which recomputes the first `config.fraction`, rounded half up, of the layers except the model's
+    first and last layer.
+    """
     blocks = layer_names[1:-1]
     # The decimal number in the plan: the float 0.285 is slightly less, so 0.285 x 100 would round to 28.
     share = Decimal(str(config.fraction)) * len(blocks)
@@ -123,12 +126,12 @@ torch's CPU generator uses (Steele et al., Fast Splittable Pseudorandom Number G
 
 @dataclass(eq=False)
 class LayerCaller:
-    """Calls layers under the activation policy, after a wait for the weights of each (`waits`).
+    """Calls layers under the activation policy. Before each call, waits for the layer's weights (`waits`) and seeds generators.
 
     seed: the run's seed. hooks: the scheduler hooks, to which recomputations are reported. slice_index: the index of this
     rank's slice of its sequences; slices of one sample draw different random numbers. step_progress: receives the name of each
-    called layer. data_timeout_s: the limit of the wait for a dataset that draws from the same generators. write_watch: checks
-    the writes of layers, if any. sequence: the attention over split sequences, if any, which may check the calls of layers.
+    called layer. data_timeout_s: how long to wait for a dataset that draws from the same generators. write_watch: checks
+    whether layers write weights and buffers. sequence: the attention over split sequences, which may check the calls of layers.
     """
 
     device: Device
@@ -151,7 +154,9 @@ class LayerCaller:
         self._generators: dict[str, list[Any]] = {}
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Calls `layer.module(*args, **fields)` under the policy. args: the previous layer's output; () for the first layer."""
+        """Returns `layer.module(*args, **fields)`, called under the policy unless the phase is an evaluation. args: the
+        previous layer's output; () for the first layer. fields: the batch fields that the layer reads.
+        """
         call_layer = self._run_layer if self._keeps_all or micro.phase is Phase.EVALUATE else self._call_with_policy
         if self.sequence is not None and micro.phase is Phase.TRAIN:
             return self.sequence.call_layer(
@@ -164,10 +169,11 @@ class LayerCaller:
         return call_layer(layer, args, fields, micro)
 
     def seed_loss(self, micro: MicroStep) -> None:
-        """Seeds all generators for a loss of full sequences, equally on all ranks that share the sequences."""
+        """Seeds all generators for the loss of `micro`, equally on all ranks that share its sequences."""
         self.device.seed((derive_seed(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN_RATIO_64) % (1 << 63))
 
     def _call_with_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
+        """Lets the policy run the layer. Its second and later runs are reported to the hooks as recomputations."""
         num_runs = 0
 
         def run_layer(*args: Any, **fields: Any) -> Any:
@@ -183,6 +189,7 @@ class LayerCaller:
         return self.policy.call(layer.name, run_layer, args, fields, micro)
 
     def _run_layer(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
+        """Waits for the layer's weights, seeds the generators and calls the layer. Errors get a note about the call."""
         self.step_progress.layer = layer.name
         self.waits.wait_for(layer.name)
         is_first_call = layer.name not in self._generators
@@ -218,7 +225,7 @@ class LayerCaller:
     @contextmanager
     def hold_generators(self, label: str, micro: MicroStep, function: Any) -> Iterator[None]:
         """Holds `GENERATOR_LOCK` within the block, in which the caller calls `function`. An exception gets a note with `label`,
-        such as "the loss". Raises RunError "data-timeout" if the lock is not free in time.
+        such as "the loss". Raises RunError "data-timeout" if the lock is not free within `data_timeout_s`.
         """
         self._acquire_generators(label)
         try:
@@ -237,7 +244,7 @@ class LayerCaller:
             raise RunError("data-timeout", message, hint=hint)
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
-        """Returns the seed of a call. Hashes once per layer and step, since a hash takes as long as a small layer."""
+        """Returns the seed of a call. Hashes once per layer and once per step, since a hash takes as long as a small layer."""
         if layer not in self._layer_seeds:
             self._layer_seeds[layer] = derive_seed(self.seed, "layer", layer, *self._slice)
         if micro.step != self._step:
@@ -246,7 +253,7 @@ class LayerCaller:
 
 
 def call_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> None:
-    """Calls the method `event` of each scheduler hook. An exception gets a note that names the hook."""
+    """Calls the method `event` of each scheduler hook with `arguments`. An exception gets a note that names the hook."""
     for hook in hooks:
         try:
             getattr(hook, event)(*arguments)
@@ -269,8 +276,8 @@ def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
 
 
 def compile_layers(layers: Sequence[Layer], config: CompileConfig, policy: ActivationPolicy, undo: ExitStack) -> None:
-    """Compiles the forwards of `layers`, as `policy` wraps them, with torch.compile until `undo` closes. Layers of one class
-    and shape share one graph. A module's own `compile` may compile only some of its submodules.
+    """Replaces the forwards of `layers`, as `policy` wraps them, by compiled functions until `undo` closes. Layers of one class
+    and shape share one graph. A module that overrides `compile` chooses which of its submodules are compiled.
     """
     from torch._dynamo import config as compiler_config  # loads the compiler
 
@@ -310,7 +317,7 @@ def count_graphs() -> int:
 
 
 def recompile_reasons() -> dict[str, str]:
-    """Returns the failed guard of each recent recompilation by compile id. Omits changes of grad mode, as in evaluations."""
+    """Returns the failed guard of each recent recompilation, by compile id. Omits recompilations for another grad mode."""
     from torch._dynamo.utils import get_compilation_metrics
 
     reasons = ((str(metrics.compile_id), metrics.recompile_reason) for metrics in get_compilation_metrics())

@@ -6,7 +6,7 @@ the last bits. Rows of an embedding table's gradient are added one by one in the
 no dense gradient of the table is allocated.
 
 A split backward has the actions I and W but traverses the graph once, in I: linears put (g, x) into a queue instead of
-multiplying them, and W adds the products to the store. Other parameters get their gradients in I. So recomputation runs once.
+multiplying them, and W adds the products to the store. Other parameters get their gradients in I. A recomputation runs once.
 """
 
 from collections import Counter
@@ -37,8 +37,8 @@ DeferredProduct = Callable[[], None]
 
 
 class WeightQueue:
-    """Holds the deferred products of each I action until its W action. I opens `collect(key)`, in which linears call `put`, and
-    W calls `run(key)`. on_last_product: called with a parameter after its last product of a `run`; None calls nothing.
+    """Holds the products that each I action defers to its W action. I opens `collect(key)`, in which linears call `put`, and W
+    calls `run(key)`. on_last_product: if not None, it is called with a parameter after the parameter's last product of a `run`.
     """
 
     def __init__(self) -> None:
@@ -48,6 +48,7 @@ class WeightQueue:
 
     @property
     def is_collecting(self) -> bool:
+        """Returns whether a `collect` block is open."""
         return self._open is not None
 
     @contextmanager
@@ -62,14 +63,14 @@ class WeightQueue:
             self._open = None
 
     def put(self, product: DeferredProduct, param: Param | None = None) -> None:
-        """Queues `product`, which multiplies a linear's output gradient and input. param: the weight, for `on_last_product`."""
+        """Queues `product` for the W action of the open `collect` block. param: the weight, for `on_last_product`, or None."""
         assert self._open is not None, "no I is running"
         self._queued[self._open].append((product, param))
 
     @torch.no_grad()
     def run(self, key: ActionKey) -> None:
-        """Computes the weight gradients that the I action of `key` queued, and frees the tensors of each before the next. Calls
-        `on_last_product` with a parameter after its last product.
+        """Calls the products that the I action of `key` queued, and frees the tensors of each product before it calls the next.
+        Calls `on_last_product` with a parameter after the parameter's last product.
         """
         queued = self._queued.pop(key)
         num_remaining = Counter(param for _, param in queued)
@@ -83,21 +84,21 @@ class WeightQueue:
                 self.on_last_product(param)
 
     def clear(self) -> None:
+        """Discards all products."""
         self._queued.clear()
         self._open = None
 
 
 _UNSHARED_REFERENCES = 2
-"""The number of references to an unshared tensor's storage: the tensor's own, and that of the storage object used to count."""
+"""The use count of an unshared tensor's storage: one for the tensor, and one for the storage object that reads the count."""
 
 
 @dataclass(eq=False)
 class WeightGradientSink:
-    """Receives the factors of one weight gradient. Multiplies them at once, or queues them while an I action collects.
-
-    Between I and W, a hook or the backward of another branch may write in place to an output gradient that it shares. So shared
-    gradients are copied until the first W has shown whether this happens, and from then on only if it does. multiply: adds the
-    product of output gradient and input to the weight's gradient. param: the weight, for `on_last_product`.
+    """Receives the factors of one weight's gradient. Multiplies them at once, or queues them while an I action collects.
+    Between I and W, a hook or the backward of another branch may write in place to an output gradient with which it shares
+    memory. So shared gradients are copied until the first W has shown whether this happens, and later only if it did. multiply:
+    adds the product of output gradient and input to the weight's gradient. param: the weight, for `on_last_product`.
     """
 
     multiply: Callable[[Tensor, Tensor], None]
@@ -106,7 +107,9 @@ class WeightGradientSink:
     _copies: bool | None = field(default=None, init=False)
 
     def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
-        """Multiplies or queues output gradient `rows` [n, out] and `inputs` [n, in], or an embedding's tokens [n]."""
+        """Multiplies or queues the output gradient `rows` [n, out] and `inputs`: [n, in], or the tokens [n] of an embedding.
+        is_shared: the result of `shares_memory` for the output gradient.
+        """
         if not self.queue.is_collecting:
             self.multiply(rows, inputs)
             return
@@ -115,7 +118,7 @@ class WeightGradientSink:
         self.queue.put(product, self.param)
 
     def shares_memory(self, gradient: Tensor) -> bool:
-        """Returns whether `gradient` will be queued and others share its memory. Must be called before a view exists."""
+        """Returns whether `gradient` will be queued and other tensors share its memory. Must be called before it is viewed."""
         if not self.queue.is_collecting:
             return False
         storage = gradient.untyped_storage()
@@ -123,7 +126,7 @@ class WeightGradientSink:
         return tensors > 1 or torch._C._storage_Use_Count(storage._cdata) > _UNSHARED_REFERENCES
 
     def _multiply(self, rows: Tensor, inputs: Tensor, copied: Tensor | None, version: int, version_of_inputs: int) -> None:
-        """Multiplies the queued factors. Raises RunError `gradient-written` if a factor was written after the I queued it."""
+        """Multiplies the queued factors. Raises RunError `gradient-written` if a factor was written after it was queued."""
         if copied is not None and self._copies is None:
             current, recorded = sum_of_bits(rows), sum_of_bits(copied)
             self._copies = current is not None and recorded is not None and not torch.equal(current, recorded)
@@ -143,8 +146,8 @@ BiasSink = Callable[[Tensor], None]
 
 
 class DirectLinear(torch.autograd.Function):
-    """Computes `F.linear`. Its backward passes the factors of the weight's gradient to `sink` if autograd would add the
-    gradient to `grad`, and returns it for `autograd.grad`. bias_sink: the same for the bias; None leaves it to autograd.
+    """Computes `F.linear`. If the backward adds to the weight's `grad`, it passes the factors of the gradient to `sink`; for
+    `autograd.grad`, it returns the gradient. bias_sink: the same for the bias; if None, autograd adds the bias's gradient.
     """
 
     @staticmethod
@@ -178,7 +181,7 @@ class DirectLinear(torch.autograd.Function):
 
 
 def no_view(result: Tensor) -> Tensor:
-    """Returns `result` as a tensor that is no view: autograd forbids in-place writes to views from custom functions."""
+    """Returns a tensor like `result` that is not a view. Autograd forbids in-place writes to views from custom functions."""
     no_view: Tensor = torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
     return no_view
 
@@ -192,8 +195,8 @@ class GradientUse(Enum):
 
     @classmethod
     def find(cls, ctx: Any, index: int = 1) -> "GradientUse":
-        """Returns how the running backward uses a weight's gradient. Must be called in every backward, since a program may call
-        both `backward` and `autograd.grad`. index: the index of the weight, a leaf, among the autograd function's inputs.
+        """Returns how the running backward uses the gradient of a weight. index: the index of the weight, a leaf, among the
+        inputs of the autograd function of `ctx`. A program may mix `backward` and `autograd.grad`, so each backward calls this.
         """
         accumulation = ctx.next_functions[index][0]
         if accumulation is None:
@@ -207,8 +210,8 @@ class GradientUse(Enum):
 def linear_forward(
     linear: nn.Linear, weight: Tensor, sink: WeightGradientSink, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
 ) -> Tensor:
-    """Runs the forward of `linear` while a run is open; models may pass `input` by name. weight, bias: the parameters in the
-    store; if the module has other parameters now, autograd handles these.
+    """Returns the output of `linear` for `input`, which models may pass by name. Replaces its forward while a run is open.
+    weight, bias: the parameters in the gradient store; autograd handles other parameters that the module may have now.
     """
     current_weight = linear.weight
     # Autograd handles frozen weights, whose input need not be kept, weights that a program put in place of the store's, and
@@ -223,7 +226,7 @@ def linear_forward(
 
 
 def _is_special_input(input: Tensor) -> bool:
-    """Returns whether torch treats a linear of `input` specially: autocast, functorch, forward-mode AD, tensor subclasses."""
+    """Returns whether torch treats `input` specially in a linear: autocast, functorch, forward-mode AD, tensor subclasses."""
     is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return is_transformed or not is_plain(input) or torch.is_autocast_enabled(input.device.type)
 
@@ -232,10 +235,10 @@ def patch_layers(parts: Parts, *, splits_backwards: bool) -> Callable[[], None]:
     """Patches plain linears and embeddings to add their weight gradients to the store directly. Returns a function that removes
     the patches.
 
-    With `accumulation = "direct"`, linears whose weight and gradient have the same dtype are patched, since not every device
-    can accumulate a bf16 product into fp32 in one call. If backwards are split, all linears are patched. If the order of sums
-    is fixed, all linears (with their biases) and all embeddings are. Skips modules with a sharded parameter,
-    which a communicator handles, and modules whose weight is not a parameter (`weight_norm`) or whose forward was replaced.
+    With `accumulation = "direct"`, patches linears whose weight and gradient have the same dtype, since not every device can
+    accumulate a bf16 product into fp32 in one call. If backwards are split, patches all linears. If the order of sums is fixed,
+    patches all linears (with their biases) and all embeddings. Skips modules with a sharded parameter, which a communicator
+    handles, and modules whose weight is not a parameter (`weight_norm`) or whose forward has been replaced.
     """
     store, registry, queue = parts.store, parts.registry, parts.queue
     fixed_order = store.reduction.has_fixed_order
@@ -273,13 +276,15 @@ def patch_layers(parts: Parts, *, splits_backwards: bool) -> Callable[[], None]:
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Returns whether `module` is exactly torch's linear, with a weight that is its own parameter and an unpatched forward."""
+    """Returns whether `module` is an `nn.Linear`, not a subclass, with its weight as a parameter and an unpatched forward."""
     is_own = type(module) is nn.Linear and "forward" not in module.__dict__
     return is_own and module._parameters.get("weight") is not None
 
 
 class DirectEmbedding(torch.autograd.Function):
-    """Computes `F.embedding`. Its backward passes the gradient's rows to `sink` if autograd would add them to `grad`."""
+    """Computes `F.embedding`. If the backward adds to the weight's `grad`, it passes the output gradient and the tokens to
+    `sink`; for `autograd.grad`, it returns the gradient of the table.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: WeightGradientSink) -> Tensor:
@@ -306,7 +311,9 @@ class DirectEmbedding(torch.autograd.Function):
 
 
 def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: WeightGradientSink, input: Tensor) -> Tensor:
-    """Runs the forward of `embedding` while a run is open. weight: the parameter in the store; autograd handles any other."""
+    """Returns the output of `embedding` for the tokens `input`. Replaces its forward while a run is open. weight: the parameter
+    in the gradient store; autograd handles any other weight.
+    """
     table = embedding.weight
     is_own = table is weight and table.requires_grad and not table._backward_hooks
     if not is_own or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
@@ -316,11 +323,14 @@ def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: WeightGradi
 
 
 def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Returns whether `module` is exactly torch's embedding, without `max_norm`, `sparse` or `scale_grad_by_freq`."""
+    """Returns whether `module` is an `nn.Embedding`, not a subclass, with its weight as a parameter and an unpatched forward,
+    without `max_norm`, `sparse` and `scale_grad_by_freq`.
+    """
     if type(module) is not nn.Embedding or "forward" in module.__dict__ or module._parameters.get("weight") is None:
         return False
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
 
 
 def _add_bias(store: GradientStore, param: Param, layer: str, rows: Tensor) -> None:
+    """Adds the sum of `rows` [n, out], in the store's dtype, to the gradient of the bias `param`."""
     store.add(param, rows.sum(0, dtype=store.dtype), layer, counts_pass=False)
