@@ -266,7 +266,7 @@ MISMATCH_HINT = (
 
 
 class Mark(NamedTuple):
-    """Identifies an exchange by a label, a 31-bit checksum and the size of this rank's tensors in bytes. Ranks compare marks."""
+    """Identifies an exchange by a label, a 31-bit checksum and the bytes of this rank's tensors, so ranks can compare it."""
 
     label: str
     checksum: int
