@@ -106,7 +106,7 @@ def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroup
 
 @hookimpl
 def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
-    """Yields a problem if `shards` does not divide the size of a reduce group, or would split canonical sums into several."""
+    """Yields a problem if `shards` does not divide the size of a reduce group, or would split a canonical sum."""
     for index, handler in enumerate(plan.gradient_handlers):
         if not isinstance(handler.config, ShardedConfig) or handler.config.shards is None:
             continue
@@ -127,7 +127,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
 
 
 def reduction_axes(topology: Topology) -> list[str]:
-    """Returns the axes that gradients are reduced over, except those with only one rank."""
+    """Returns the axes over which gradients are reduced, except axes whose groups have only one rank."""
     axes = ("stage", "wdp") if topology.wp > 1 else ("stage",)
     return [axis for axis in axes if topology.size_of(axis) > 1]
 

@@ -80,7 +80,7 @@ class BucketedReducer(GradientHandler):
 
 
 def find_last_params(buffers: Iterable[GradientBuffer]) -> set[Param]:
-    """Returns the parameter of each bucket whose gradient comes last: that with the lowest index in the registry."""
+    """Returns each bucket's parameter that gets its gradient last, which has the lowest index in the registry."""
     return {min(buffer.params, key=lambda param: param.index) for buffer in buffers}
 
 
@@ -122,8 +122,8 @@ class WeightGathers:
             self._gathers[index] = transport.all_gather([buffer.data], [buffer.data[start:end]], label=label)
 
     def is_due(self, indices: Iterable[int]) -> bool:
-        """Returns whether a buffer of `indices` awaits its `wait_for`. Depends only on earlier calls, not on arrived data, so
-        the result is the same on all ranks.
+        """Returns whether the gather of a buffer of `indices` has started, but `wait_for` has not waited for it. Depends only on
+        earlier calls, not on arrived data, so the result is the same on all ranks.
         """
         return any(index in self._gathers for index in indices)
 

@@ -33,7 +33,7 @@ class AllReduceSums(Sums):
         self._handles: list[Work] = []
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts the all-reduce of `buffer`, and advances the earlier ones."""
+        """Starts the all-reduce of `buffer`, and advances the all-reduces in flight."""
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.
         self._handles.append(group.transport().all_reduce(buffer.data, label=describe_bucket(buffer), contents=buffer.contents))
         self.sent.add(buffer.data, group, passes=2)
@@ -93,7 +93,7 @@ class _Bf16Sum:
         self.work: Work = group.all_to_all(self.receive_row, self.send_row, label=describe_bucket(buffer))
 
     def gather(self) -> None:
-        """Waits for the exchange, sums this rank's slice in at least fp32, and starts the all-gather, once."""
+        """In its first call, waits for the exchange, sums this rank's slice in at least fp32, and starts the all-gather."""
         if self._has_gathered:
             return
         self._has_gathered = True

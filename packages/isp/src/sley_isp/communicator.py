@@ -33,9 +33,7 @@ BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 
 
 class Communicator(WeightCommunicator):
-    """Gathers sharded weights before each use, and reduces their gradients. action: the running action of a step or an
-    evaluation, or None.
-    """
+    """Gathers sharded weights before each use, and reduces their gradients. action: the action that runs now, or None."""
 
     def __init__(self, config: CommunicatorConfig) -> None:
         self.config = config
@@ -276,6 +274,7 @@ class Communicator(WeightCommunicator):
         self._open_stack.close()
 
     def _apply(self, decision: Decision) -> None:
+        """Reshards and starts to unshard the groups of `decision`, and counts them."""
         for group in cast(list[ParamGroup], decision.reshard):
             unsharded = self._unsharded.pop(group)
             unsharded.reshard()

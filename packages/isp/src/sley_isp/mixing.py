@@ -49,7 +49,7 @@ class PositionProbe:
     """Probes each layer once, in its first call in training, except layers that match `unchecked_layers`. The two positions
     with other inputs are not mirror images of each other, so the probe also detects a reversal of positions.
 
-    length: the number of positions of a slice. dim: their dim in the layer's inputs and output.
+    length: the number of positions of a slice. dim: the dim of positions in the layer's inputs and output.
     """
 
     def __init__(self, data: DataInfo, num_slices: int, unchecked_layers: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ class PositionProbe:
         return output
 
     def attend(self, tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
-        """Returns the context of `tensors` [b, s, ...]: `attention()` in the first run, the recorded context in the second."""
+        """Returns the context of `tensors` [b, s, ...]: `attention()` in the first call, the recorded context in the second."""
         if not self.is_second:
             context = attention()
             state = _default_generator(context.device).get_state()

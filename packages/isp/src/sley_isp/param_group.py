@@ -175,7 +175,7 @@ class PublishedShards:
         self._shards: dict[ParamGroup, tuple[int, list[Tensor]]] = {}
 
     def publish(self, groups: Sequence[ParamGroup]) -> None:
-        """Publishes the shards of those `groups` that are current. The shards of the others are sent in each all-gather."""
+        """Publishes the shards of all `groups` whose weights are current. All other shards are sent in each all-gather."""
         self._shards = {group: (group.version, group.shards_to_send()) for group in groups if not self._is_due(group.layer)}
         if self._shards:
             due_names = ", ".join(group.name for group in groups if group not in self._shards)
@@ -185,8 +185,8 @@ class PublishedShards:
             self._published = self._group.transport("gather").publish(shards, label=label)
 
     def gather(self, group: ParamGroup, *, is_unchanged: bool) -> UnshardedGroup:
-        """Starts the all-gather of `group`, from the published shards if the group's version is unchanged and `is_unchanged`:
-        whether every write since the publication has changed the version. All ranks of `wp` must make the same choice.
+        """Starts the all-gather of `group`, from its published shards if its version and the data are unchanged. is_unchanged:
+        whether an equal version proves that the data are unchanged. All ranks of `wp` must make the same choice.
         """
         version, shards = self._shards.get(group, (None, []))
         if is_unchanged and self._published is not None and version == group.version:

@@ -22,9 +22,7 @@ FP8_TOLERANCE = 2**-4
 
 
 class WeightGroupConfig(Table):
-    """Options for the weights that match a pattern. The first matching group applies. Options that are left out have the values
-    of `[weights]`.
-    """
+    """Options that replace those of `[weights]` for weights that match a pattern. The first matching group applies."""
 
     match: Annotated[str, Field(min_length=1)]
     """A pattern of parameter names, in which `*` matches any text, including dots: `"*.experts.*"`."""
@@ -43,13 +41,13 @@ class WeightGroupConfig(Table):
 
 
 class CommunicatorConfig(Table):
-    """Shards parameters along their first dim, and all-gathers them just before each use."""
+    """Shards parameters, usually along their first dim, and all-gathers them just before each use."""
 
     overlap: bool = True
     """Whether to prefetch and reduce in the background, or wait for each exchange. The results are the same bit for bit."""
 
     unit: Literal["layer", "module"] = "layer"
-    """The weights that one all-gather gathers: all sharded weights of a layer, or those of one plain linear or embedding."""
+    """The weights that one all-gather gathers: all sharded weights of a layer, or of one plain linear or embedding."""
 
     ahead: NonNegativeInt = 1
     """The number of layers or modules to prefetch."""
@@ -95,7 +93,7 @@ class AllToAllConfig(SequenceConfig):
     """Exchanges slices of all heads for full sequences of some heads before attention, and does the reverse after it."""
 
     modules: Array[str] = ()
-    """Patterns of names of more attention modules, as `"*.attend"`. They must take `q, k, v` and return the context."""
+    """Patterns of the names of more attention modules, such as `"*.attend"`, which take `q, k, v` and return the context."""
 
     unchecked_layers: Array[str] = ()
     """Patterns of the names of layers that the run does not check for operations that mix positions."""

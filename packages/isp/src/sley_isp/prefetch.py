@@ -31,7 +31,7 @@ Key = Hashable
 
 
 class Decision(NamedTuple):
-    """The groups to reshard, and then those to unshard, in order: first the current group if needed, then prefetches."""
+    """The groups to reshard, and the groups to unshard after that, in order: the current group if needed, then prefetches."""
 
     reshard: list[Group]
     unshard: list[Group]
@@ -62,8 +62,8 @@ class PrefetchPolicy:
         self._has_prefetched = False
 
     def add_group(self, group: Group, *, unit: Hashable, ahead: int) -> None:
-        """Sets the unit of `group`, by default its own, and by how many units its prefetch may precede its use. The `ahead` of
-        the policy is the upper limit.
+        """Sets the unit of `group`, and the number of units by which its prefetch may precede its use, at most the `ahead` of
+        the policy. Without this call, a group is a unit by itself.
         """
         self._units[group], self._aheads[group] = unit, ahead
 
@@ -142,7 +142,7 @@ class PrefetchPolicy:
                 yield group
 
     def _future_groups(self) -> Iterator[Group]:
-        """Yields the remaining groups of this pass, then those of the later passes, up to the first pass of unknown order."""
+        """Yields the remaining groups of this pass, then the groups of later passes, up to the first pass of unknown order."""
         if self._pass is not None:
             # A pass that has left the learned order depends on the data, so its later groups are unknown.
             if self._is_out_of_order or self._pass not in self._orders:

@@ -180,7 +180,7 @@ class GradientReducer:
             self._release(self._reductions.popleft())
 
     def _ordered_buckets(self) -> list[Bucket]:
-        """Returns the open buckets, those of later layers first, since the order of opening may differ between ranks."""
+        """Returns the open buckets, later layers first, because the order in which buckets open may differ between ranks."""
         return sorted(self._open_buckets, key=lambda bucket: -bucket.number)
 
     def _is_complete(self, bucket: Bucket) -> bool:

@@ -7,7 +7,7 @@ A linear or an embedding:
     split      first half: dx, and (g, x) is kept;    second half: dW and its reduce-scatter
 
 Here g is the gradient of the output y, and the last line is a backward that the schedule splits. The shard is an input of the
-autograd function, so that autograd runs its backward, which returns None as the shard's gradient, so that no memory is
+autograd function, so that autograd runs its backward. The backward returns None as the shard's gradient, so that no memory is
 allocated for it.
 
 A backward unshards the weights even if the input needs no gradient. All ranks of `wp` must gather the same groups in the same
@@ -171,9 +171,9 @@ class _Call(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the weight's gradient while the weight is gathered over `wp`. All ranks gather in the order of backwards. An
-        embedding's backward needs no weight. But if its group also has a linear, the embedding gathers the group, since other
-        ranks may run the linear at this point.
+        """Returns the input's gradient, and calls the sink for the weights' gradients while the weights are gathered. All
+        ranks gather in the order of backwards. An embedding's backward needs no weight. But if its group also has a linear, the
+        embedding gathers the group, since other ranks may run the linear at this point.
         """
         module: ShardedModule = ctx.module
         (x,) = ctx.saved_tensors
@@ -194,7 +194,7 @@ class _Call(torch.autograd.Function):
 
 
 MIN_BYTES = 4096
-"""The size in bytes below which these parameters are not sharded, since sharding less than a page saves no memory."""
+"""The size in bytes below which `can_gather_for_layer` is false, since sharding less than a page saves no memory."""
 
 
 def can_gather_for_layer(locations: Sequence[tuple[nn.Module, str]]) -> bool:
@@ -267,7 +267,7 @@ class ShardedLayer:
         return output
 
     def make_full_leaves(self, unsharded_groups: Sequence[UnshardedGroup]) -> dict[Param, Tensor]:
-        """Returns the full parameters in `unsharded_groups`, one for each group of `params`, as leaves that feed the sinks."""
+        """Returns the full parameters of `unsharded_groups`, in the order of `params`, as leaves that feed the sinks."""
         tensors = {}
         for unsharded, params in zip(unsharded_groups, self.params.values(), strict=True):
             for param in params:

@@ -8,7 +8,7 @@
     VocabularyHead   x [n, h] ──all_gather──> [wp n, h] ──> chunks: local rows ──> logits [c, v / wp] ──statistics, gathered──>
                      losses, the logits' gradient P, in place;   P W ──reduce_scatter──> dx [n, h]   while   P^T x ──> store
 
-Here n is the number of tokens of a rank, c that of a chunk, h the size of a hidden state, v the size of the vocabulary, and wp
+Here n is the number of tokens of a rank, c of a chunk, h the size of a hidden state, v the size of the vocabulary, and wp
 the number of ranks. Ranks may have different numbers of tokens, which are padded to the largest number.
 
 No rank holds the full table of a column-sharded embedding. Each rank sums its columns' gradient over the tokens of all ranks,
@@ -36,7 +36,7 @@ from sley_isp.reduce_scatter import Counters, Reduction
 from sley_isp.sharded_modules import ShardedModule, find_parameter_users, is_shardable
 
 NO_TARGET = -(1 << 62)
-"""The target of a token with an ignored label. It differs from every label, so that invalid labels are not ignored too."""
+"""The target of a token with an ignored label. It differs from every label, so that no invalid label is ignored."""
 
 
 class TokenGather:

@@ -24,7 +24,7 @@ EMBEDDING_NAME = "embed.tokens.weight"
 HEAD_NAME = "head.output.weight"
 HF_HEAD_NAME = "lm_head.weight"
 _OUTER_NAMES = {EMBEDDING_NAME: "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight", HEAD_NAME: HF_HEAD_NAME}
-_MODULE_NAMES = {
+_MODULE_NAMES = {  # Hugging Face's name of each module of a block
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
@@ -93,7 +93,7 @@ class FileInitializer:
 
 
 def _find_problems(files: TensorReader, shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> list[str]:
-    """Describes missing tensors, unknown tensors, wrong shapes and wrong dtypes. shapes: the expected shapes by name."""
+    """Returns a text for each missing or unknown tensor, wrong shape and wrong dtype. shapes: the expected shapes by name."""
     kinds = {name: files.kind(name) for name in files.names}
     problems = [f"{name!r} is missing" for name in shapes if name not in kinds]
     for name, kind in kinds.items():

@@ -16,15 +16,16 @@ from sley_models.plugin import LlamaConfig
 
 CONFIG_NAME = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""The class in transformers for each supported `model_type`."""
 
-_SIZE_KEYS = {
+_SIZE_KEYS = {  # Hugging Face's name of each key of `models.llama` for a size
     "num_layers": "num_hidden_layers",
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
     "ffn_hidden": "intermediate_size",
     "vocab_size": "vocab_size",
 }
-_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of "llama3"
 
 
 @dataclass(frozen=True)

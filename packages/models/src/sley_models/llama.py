@@ -46,6 +46,7 @@ def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
 
 
 def build_on_meta(layer_class: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    """Returns `layer_class(*args)` with parameters on the meta device."""
     with torch.device("meta"):
         return layer_class(*args)
 
@@ -209,7 +210,7 @@ class Rotary(nn.Module):
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Returns the frequencies as scaled by Llama 3.1: low ones divided by `factor`, high ones unchanged, others interpolated.
+    """Returns `frequencies` as Llama 3.1 scales them: low ones divided by `factor`, high ones unchanged, others interpolated.
     The number of rotations within the original context determines whether a frequency is low or high.
     """
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)

@@ -22,9 +22,7 @@ def compute_default_ffn_hidden(hidden: int) -> int:
 
 
 class RopeScaling(Table):
-    """Lowers the rotary frequencies for longer contexts, as in Llama 3.1. The keys are those of Hugging Face's `rope_type`
-    "llama3".
-    """
+    """Lowers the rotary frequencies for longer contexts, as in Llama 3.1, by the keys of Hugging Face's `rope_type` "llama3"."""
 
     factor: PositiveFloat
     """The divisor of low frequencies."""
@@ -105,9 +103,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     """The term that RMSNorm adds to the mean square."""
 
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """The standard deviation of the initial weights. For projections into the residual stream, it is divided by
-    sqrt(2 x num_layers).
-    """
+    """The standard deviation of initial weights, divided by sqrt(2 x num_layers) for projections into the residual stream."""
 
     @model_validator(mode="before")
     @classmethod

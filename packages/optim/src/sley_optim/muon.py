@@ -25,7 +25,7 @@ ParamGroups = Sequence[dict[str, Any]]
 
 def assign_roles(config: MuonConfig, params: Sequence[Param]) -> Mapping[str, ParameterRole]:
     """Returns the role of each parameter of the model by name: "muon" or "adamw". If the first group of the plan that matches
-    the name sets `optimizer`, that decides the role. Raises PlanError "muon-shape" if such a group selects Muon for a parameter
+    the name sets `optimizer`, this key decides the role. Raises PlanError "muon-shape" if the key selects Muon for a parameter
     that is neither a matrix nor a stack of matrices.
     """
     output_layer = _find_output_layer(params)
@@ -138,8 +138,8 @@ def _split_into_matrices(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def build(config: MuonConfig, groups: ParamGroups, device: torch.device) -> Muon:
-    """Builds the optimizer. Splits groups without a role, which do not come from a plan's model: Muon updates their matrices,
-    and AdamW their other parameters.
+    """Returns the optimizer of a plan's table `config`. Splits groups without a role, which do not come from a plan's model, so
+    that Muon updates their matrices, and AdamW their other parameters.
     """
     split_groups = []
     for group in groups:

@@ -10,13 +10,13 @@ sequence length:
                               └──────────────── yes ─> receive posted
 
 A receive can start once the peer has confirmed that it runs the same microbatches (`WalkCheck`), and the tensors of the message
-are known: those of an output once the peer has announced them, those of a gradient once this stage has sent the output. Other
-receives wait in a queue, because a communicator delivers messages in order.
+are known. The tensors of an output are known once the peer has announced them, and the tensors of a gradient once this stage
+has sent the output. Other receives wait in a queue, because a communicator delivers messages in order.
 
 Between two stages each communicator carries messages in only one direction, whatever the placement (docs/adr/0014).
 
 A walk is one pass through a list of actions. On a device, the first walk of each phase, such as training, sends its tensors
-through the host (`channels` explains why).
+through the host (`messages` explains why).
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ MAX_SENDS = 8
 
 @dataclass
 class _PendingReceive:
-    """`message` is None if `description` has no tensors, since the peer then sends nothing."""
+    """A started receive. message: None if `description` has no tensors, because the peer then sends nothing."""
 
     message: messages.Message | None
     pending: list[Work]

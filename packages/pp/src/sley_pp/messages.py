@@ -83,7 +83,7 @@ class Channels:
 
     def connect(self, peers: Iterable[int], device: Device) -> None:
         """Exchanges one byte on `device` with each of `peers` in both directions, unless an earlier call did. All stages must
-        call it while no message between stages is in flight. Each exchanges with its peers in ascending order of (lower stage,
+        call it while no message between stages is in flight. Each stage visits its peers in ascending order of (lower stage,
         higher stage), so that stages cannot deadlock.
         """
         for peer in sorted(set(peers) - self._connected_peers, key=lambda peer: sorted((self.stage, peer))):
@@ -134,7 +134,7 @@ class WalkCheck:
     """Checks that neighbouring stages run the same microbatches in a walk, which is one pass through a list of actions.
 
     At the start of a walk each stage sends its neighbours a digest of its microbatches, which they compare before they receive
-    messages. Otherwise stages that differ could wait forever or mistake messages. num_walks: the number of begun walks.
+    messages. Otherwise stages that differ could wait forever or mistake messages. num_walks: the number of walks so far.
     """
 
     def __init__(self, channels: Channels) -> None:
@@ -194,6 +194,7 @@ class WalkCheck:
 
 
 def stages_differ_error(fault: str) -> RunError:
+    """Returns RunError "stages-differ" with the message `fault`, for stages that run different steps."""
     hint = "run the same steps on all stages of a replica, with the same number and shapes of microbatches"
     return RunError("stages-differ", fault, hint=hint)
 
@@ -209,10 +210,12 @@ Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
 def message_layout(leaves: Sequence[Leaf]) -> Layout:
+    """Returns the layout of a message with the tensors that `leaves` describe."""
     return tuple((leaf.dtype, leaf.shape) for leaf in leaves)
 
 
 def header_bytes(layout: Layout) -> int:
+    """Returns the size of a message's header in bytes, a multiple of ALIGNMENT_BYTES."""
     return HEADER_BYTES + round_up(Leaf.FLAG_BYTES * len(layout), ALIGNMENT_BYTES)
 
 
@@ -278,6 +281,7 @@ class Message:
         self._header[HEADER_BYTES : HEADER_BYTES + len(flags)] = flags
 
     def read_header(self) -> tuple[int, int, bytes, str]:
+        """Returns the arguments with which the sender called `write_header`: walk, micro, flags and fault."""
         walk, micro, size = _NUMBERS.unpack_from(self._header)
         fault = bytes(self._header[_NUMBERS.size : _NUMBERS.size + size]).decode(errors="replace")
         return walk, micro, bytes(self._header[HEADER_BYTES : HEADER_BYTES + Leaf.FLAG_BYTES * len(self.layout)]), fault
@@ -290,6 +294,7 @@ def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 
 def boundary_mismatch_error(fault: str) -> RunError:
+    """Returns RunError "boundary-mismatch" with the message `fault`, for tensors that do not fit the announced ones."""
     hint = "make the tensors that a layer returns depend only on the shapes of the batch, not on its values"
     return RunError("boundary-mismatch", fault, hint=hint)
 
@@ -358,7 +363,7 @@ class MessagePool:
         self._messages_in_use.append(message)
 
     def release_unused(self) -> None:
-        """Releases those messages passed to `release_when_unused` that are no longer in use."""
+        """Releases the messages that were passed to `release_when_unused` and are no longer in use."""
         messages, self._messages_in_use = self._messages_in_use, []
         for message in messages:
             if message.is_shared:

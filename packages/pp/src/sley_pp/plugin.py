@@ -14,7 +14,7 @@ class GPipeConfig(Table):
 
 
 class OneFOneBConfig(Table):
-    """Alternates forwards and backwards. Is as fast as GPipe, but each stage keeps the activations of at most as many
+    """Alternates forwards and backwards. It is as fast as GPipe, but a stage keeps the activations of at most as many
     microbatches as there are stages.
     """
 
@@ -25,15 +25,15 @@ class InterleavedConfig(Table):
     """
 
     chunks: Annotated[int, Field(ge=2)] = 2
-    """The number of model chunks per stage. Chunk after chunk of the model is assigned to the stages in turn."""
+    """The number of model chunks per stage. The chunks of the model are assigned to the stages in turn."""
 
 
 class ZeroBubbleH1Config(Table):
-    """Runs 1F1B, but computes weight gradients when a stage would idle. Has a third of 1F1B's bubble, with the same memory."""
+    """Runs 1F1B, but computes weight gradients when a stage would idle. It has a third of 1F1B's bubble and the same memory."""
 
 
 class ZeroBubbleVConfig(Table):
-    """Runs two model chunks per stage, placed in a V, and computes weight gradients in idle time. Has almost no bubble."""
+    """Runs two model chunks per stage, placed in a V, and computes weight gradients in idle time. It has almost no bubble."""
 
 
 class CsvConfig(Table):
@@ -55,7 +55,7 @@ class BalancedConfig(Table):
     """Cuts the model so that the cost of the most expensive part is minimal."""
 
     layer_costs: Array[Annotated[float, Field(ge=0)]] | None = None
-    """The cost of each layer, in any unit. The default is its number of parameters."""
+    """The cost of each layer, in any unit; by default, its number of parameters."""
 
 
 class MeasuredConfig(Table):

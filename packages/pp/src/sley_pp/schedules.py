@@ -144,6 +144,7 @@ F: Symbol = (Kind.FORWARD, 0)
 B: Symbol = (Kind.BACKWARD, 0)
 F0, F1 = F, (Kind.FORWARD, 1)
 I0, I1 = (Kind.INPUT_GRADIENT, 0), (Kind.INPUT_GRADIENT, 1)
+"""Symbols for the patterns below: F and B for one chunk per stage, and F and I with the number of the chunk for two."""
 
 
 def number_microbatches(symbols: Iterable[Symbol]) -> list[Action]:
@@ -335,7 +336,7 @@ def build(
     | plugin.ZeroBubbleH1Config
     | plugin.ZeroBubbleVConfig,
 ) -> Schedule:
-    """Returns the schedule that a table of the plan selects."""
+    """Returns the schedule that the class of `config`, the plan's table `[pipeline]`, selects."""
     if isinstance(config, plugin.InterleavedConfig):
         return Schedule(interleaved, config.chunks)
     if isinstance(config, plugin.ZeroBubbleVConfig):
