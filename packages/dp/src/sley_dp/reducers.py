@@ -122,7 +122,7 @@ class WeightGathers:
             self._gathers[index] = transport.all_gather([buffer.data], [buffer.data[start:end]], label=label)
 
     def is_due(self, indices: Iterable[int]) -> bool:
-        """Returns whether the gather of a buffer of `indices` has started, but `wait_for` has not waited for it. Depends only on
+        """Returns whether the gather of a buffer of `indices` has started, but `wait_for` has not ended it. Depends only on
         earlier calls, not on arrived data, so the result is the same on all ranks.
         """
         return any(index in self._gathers for index in indices)

@@ -22,7 +22,7 @@ def compute_default_ffn_hidden(hidden: int) -> int:
 
 
 class RopeScaling(Table):
-    """Lowers the rotary frequencies for longer contexts, as in Llama 3.1, by the keys of Hugging Face's `rope_type` "llama3"."""
+    """Lowers the rotary frequencies for longer contexts, as in Llama 3.1, with the keys of Hugging Face's type "llama3"."""
 
     factor: PositiveFloat
     """The divisor of low frequencies."""
