@@ -156,11 +156,11 @@ def section() -> str:
 {HEADING}
 <!-- The rest of this page is written by `python apps/train-cli/tests/own/parity_table.py`; do not edit. -->
 
-Tests compare {len(table)} layouts of a small Llama, on 2 to 8 ranks, with one process and with a plain PyTorch loop that does
-not use the engine. They compare the loss, the gradient norm, the held-out loss, every gradient of the first step, and every
-weight after three steps, within the [tolerances](internals.md#parity). Replicas must be bit-identical. Any two compatible
-values of the factors occur together in at least one layout ({covered} pairs). CI runs {NUM_IN_CI} layouts, which have
-{100 * in_ci // covered} % of the pairs. `nox -s campaign` runs all of them, 100 random layouts, and 2,000 random models.
+Tests compare {len(table)} layouts of a small Llama, on 2 to 8 ranks, with one process and with a plain PyTorch loop without
+the engine. They compare the loss, the gradient norm, the held-out loss, every gradient of the first step, and every weight
+after three steps, within the [tolerances](internals.md#parity). Replicas must be bit-identical. Each layout has one value of
+each factor below. Any two compatible values ({covered} pairs) occur together in some layout. CI runs {NUM_IN_CI} layouts
+with {100 * in_ci // covered} % of the pairs. `nox -s campaign` runs all layouts, 100 random ones, and 2,000 random models.
 
 | Factor | Values |
 |---|---|
@@ -169,9 +169,9 @@ values of the factors occur together in at least one layout ({covered} pairs). C
 ### Known silent errors
 
 Each row is a test that trains a small plan in a layout in which other programs silently produce wrong results. Every
-loss, norm, gradient and final weight must equal that of one process, within {LIMIT:g}, or {ROWS[-1].limit:g} in bf16. Except
-for dropout and bf16, it must also equal that of a plain PyTorch loop. To show that the row can fail, another test injects
-such a fault into the ranks, and the comparison must report it. An arrow means that a run resumes in another layout.
+loss, norm, gradient and final weight must agree with one process within {LIMIT:g}, or {ROWS[-1].limit:g} in bf16. Except
+for dropout and bf16, they must also agree with a plain PyTorch loop. To show that the comparison finds the error, another
+test injects this error into the ranks, and the comparison must fail. An arrow means that a run resumes in another layout.
 
 | Layout | Silent error in other programs | Seen in |
 |---|---|---|
