@@ -15,11 +15,13 @@ from sley_core.errors import RunError, SleyError, UsageError, format_cause
 from sley_core.protocols import Checkpointer, RestoreResult
 
 FAILURE_CODE = "checkpoint-failed"
-"""The code of the RunError of a failed save."""
+"""The code of the RunError that reports a failed save."""
 
 
 class AnyLayoutCheckpointer(Checkpointer):
-    """Saves and loads a run's checkpoints on one rank. table: the plan's `[checkpoint]`, or None if only the program saves."""
+    """Saves and loads a run's checkpoints on one rank. table: the plan's `[checkpoint]`; None if the plan has no
+    such table.
+    """
 
     def __init__(self, table: AnyLayoutConfig | None, state: TrainingState) -> None:
         self.table = table
@@ -36,8 +38,8 @@ class AnyLayoutCheckpointer(Checkpointer):
         state.parts.events.gradients_done.append(self.copy_unwritten_state)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns the numbers of complete and failed saves, `saved` and `failed`, and the seconds for which training waited for
-        saves to start and to finish, `seconds_blocked` and `seconds_waited`.
+        """Returns the numbers of complete and of failed saves (`saved`, `failed`), and the seconds for which training waited
+        for saves to start and to finish (`seconds_blocked`, `seconds_waited`).
         """
         return dict(self._counts)
 
@@ -74,15 +76,17 @@ class AnyLayoutCheckpointer(Checkpointer):
         )
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to save after `step`, the same on all ranks: if it is a multiple of the plan's `every_steps` or rank
-        0 requested a save, unless a save of this step has started.
+        """Returns whether to save after `step`, the same on all ranks: if `step` is a multiple of the plan's `every_steps` or a
+        save was requested, unless a save of this step has started.
         """
         if self.table is None or step == self._saved_step:
             return False
         return self._is_save_requested or (self.table.every_steps is not None and step % self.table.every_steps == 0)
 
     def wants_save(self) -> bool:
-        """Returns whether the plan's `every_minutes` have passed since the last save; always False on ranks other than 0."""
+        """Returns whether the plan's `every_minutes` have passed since the last save. Always returns False on ranks other than
+        0.
+        """
         minutes = self.table.every_minutes if self.table and self.state.parts.world.rank == 0 else None
         return minutes is not None and time.monotonic() - self._save_time > 60 * minutes
 
@@ -91,8 +95,8 @@ class AnyLayoutCheckpointer(Checkpointer):
         self._is_save_requested = True
 
     def start_save(self, step: int) -> None:
-        """Starts the due save in mode "async", or completes it in mode "sync". All ranks call it. A failure is counted and
-        noted, and the run continues.
+        """Starts the due save in mode "async", or completes it in mode "sync". All ranks call it. If the save fails, counts the
+        failure, adds a note, and lets the run continue.
         """
         assert self.table is not None, "no save is due without a table"
         with self._tolerate_failure("seconds_blocked"):
@@ -133,7 +137,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         self._counts[count] += time.perf_counter() - start
 
     def copy_unwritten_state(self) -> None:
-        """Makes the update wait for the copies of a save in progress."""
+        """Makes later device work, such as the update, wait for the copies of a save in progress."""
         if self._background_writer is not None:
             self._background_writer.copy_unwritten_state()
 
@@ -176,15 +180,16 @@ class AnyLayoutCheckpointer(Checkpointer):
         self._counts["saved"] += 1
 
     def _record_failure(self, failure: str) -> None:
+        """Counts a failed save and adds a note, so that the step can be saved again."""
         self._saved_step = -1
         self._counts["failed"] += 1
         self.state.notes.append(f"{failure}; training is not affected")
 
     def load(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
-        """Loads the checkpoint at `path`, or the newest intact one in a folder of checkpoints. All ranks call it. With "auto",
-        loads this run's newest checkpoint, or returns None if the run has none. allow_fresh_start: see `list_candidates`.
-        Raises the errors of `list_candidates` and `choose_checkpoint`, and RunError: `no-checkpoint` if there is none at
-        `path`, and `checkpoint-mismatch` if "auto" finds a checkpoint of another run.
+        """Loads the checkpoint at `path`, or the newest intact checkpoint if `path` is a folder of checkpoints. All ranks call
+        it. With "auto", loads this run's newest checkpoint, or returns None if the run has none. allow_fresh_start: see
+        `list_candidates`. Raises the errors of `list_candidates` and `choose_checkpoint`, and RunError: `no-checkpoint` if
+        there is none at `path`, and `checkpoint-mismatch` if "auto" finds a checkpoint of another run.
         """
         self.finish()
         self.state.agree("loading a checkpoint")
@@ -208,6 +213,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         return RestoreResult(checkpoint.place, checkpoint.step, checkpoint.index.lineage, notes, damaged_checkpoints)
 
     def _run_folder(self) -> str:
+        """Returns the run's folder of checkpoints. Raises UsageError `no-folder` if the run has none."""
         if self.folder is None:
             hint = "pass a path, or pass a folder to `assemble(plan, world, folder=...)`"
             raise UsageError("no-folder", "this run has no folder for checkpoints", hint=hint)
@@ -215,9 +221,9 @@ class AnyLayoutCheckpointer(Checkpointer):
 
 
 def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
-    """Returns the first intact checkpoint in `paths`, or None if `paths` is empty, and the damaged ones before it. All ranks
-    call it, and each verifies a share of the files. Raises the same RunError on all ranks: `checkpoint-damaged` if all
-    checkpoints are damaged, and `checkpoint-load` if the ranks see different ones.
+    """Returns the first intact checkpoint in `paths`, or None if `paths` is empty, and the damaged checkpoints before it. All
+    ranks call it, and each verifies a share of the files. Raises the same RunError on all ranks: `checkpoint-damaged` if all
+    checkpoints are damaged, and `checkpoint-load` if the ranks see different checkpoints at a path.
     """
     world, control = state.parts.world, state.parts.groups["control"]
     damaged_checkpoints: list[DamagedCheckpoint] = []
@@ -243,10 +249,9 @@ def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Check
 
 def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start: bool) -> tuple[list[str], list[str]]:
     """Returns the paths of the checkpoints to load, in the order in which to try them, and notes for the user. All ranks call
-    it, and rank 0 lists the checkpoints by its own arguments. path: a checkpoint or a folder of checkpoints; None for this
-    run's newest checkpoint. allow_fresh_start: whether a run without a checkpoint may repeat its steps. Raises the same error
-    on all ranks: UsageError `never-anew` if the run would repeat its own work, and RunError `checkpoint-load` if a folder
-    cannot be read.
+    it, but only the arguments of rank 0 count. path: a checkpoint or a folder of checkpoints; None for this run's newest
+    checkpoint. allow_fresh_start: whether a run without a checkpoint may repeat its steps. Raises the same error on all ranks:
+    UsageError `never-anew` if the run would repeat its own work, and RunError `checkpoint-load` if a folder cannot be read.
     """
     paths: list[str] = []
     notes: list[str] = []
@@ -273,9 +278,9 @@ def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start
 
 
 def _list_resumable(state: TrainingState, folder: Folder, *, allow_fresh_start: bool) -> tuple[list[str], list[str]]:
-    """Returns the paths of the checkpoints that this run's own steps reached, from new to old, and then of the checkpoint from
-    which its attempt started, and notes for the user. Raises UsageError `never-anew` if there is none although the run has done
-    steps, or if all checkpoints are of attempts that the run's folder does not know.
+    """Returns paths of checkpoints, and notes for the user. The paths are those of the checkpoints that this run's own steps
+    reached, from new to old, and then of the checkpoint from which its attempt started. Raises UsageError `never-anew` if there
+    is none although the run has done steps, or if all checkpoints are of attempts that the run's folder does not know.
     """
     names = list_checkpoints(folder)
     if state.attempt.folder is None:  # without a run folder, there is no list of attempts and no rows

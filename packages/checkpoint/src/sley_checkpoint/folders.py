@@ -1,4 +1,4 @@
-"""Checkpoint folders, on a disk or at a URL. On a disk, files and folders get their final names once they are complete."""
+"""Defines checkpoint folders on a disk or at a URL. On a disk, files and folders get their final names when complete."""
 
 import os
 import shutil
@@ -19,11 +19,10 @@ class FileDigest(NamedTuple):
     crc: int
 
 
-# A folder on a disk has this prefix in its name until it is complete, and also this suffix while it is being deleted.
-STAGING_PREFIX = ".saving-"
-DELETED_SUFFIX = "gone"
+STAGING_PREFIX = ".saving-"  # the names of unfinished folders on a disk start with this
+DELETED_SUFFIX = "gone"  # the names of folders that are being deleted also end with this
 
-_READ_BYTES = 16 << 20
+_READ_BYTES = 16 << 20  # the size of the buffer with which files are verified
 
 
 class LocalFolder:
@@ -48,7 +47,7 @@ class LocalFolder:
         return []
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileDigest:
-        """Writes a file to the disk and returns its digest. After an error, the file does not exist."""
+        """Writes `chunks` to the file `name` on the disk and returns its digest. After an error, the file does not exist."""
         self.path.mkdir(parents=True, exist_ok=True)
         num_bytes = crc = 0
         with replace_atomically(self.path / name) as file:
@@ -75,7 +74,7 @@ class LocalFolder:
         return (self.path / name).stat().st_size
 
     def drop_cached_pages(self, name: str) -> None:
-        """Makes the next read of a file come from the disk instead of the page cache, where the system supports that."""
+        """Makes the next read of a file come from the disk instead of the page cache, if the system supports that."""
         if fadvise := getattr(os, "posix_fadvise", None):
             with (self.path / name).open("rb") as file:
                 fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -89,11 +88,15 @@ class LocalFolder:
         return LocalFolder(self.path.parent / f"{STAGING_PREFIX}{self.path.name}-{token}")
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
-        """Returns whether the subfolder `name` is an unfinished checkpoint. On an object store, it then lacks `last_file`."""
+        """Returns whether the subfolder `name` is an unfinished checkpoint. In an object store, such a folder lacks
+        `last_file`.
+        """
         return name.startswith(STAGING_PREFIX)
 
     def publish(self, target: "Folder") -> None:
-        """Renames this folder, the `staging_folder` of `target`, to `target`, and syncs the rename to the disk."""
+        """Renames this folder, the `staging_folder` of `target`, to the name of `target`, and syncs the rename to
+        the disk.
+        """
         assert isinstance(target, LocalFolder), target
         sync_names(self.path)
         self.path.rename(target.path)
@@ -170,7 +173,7 @@ class RemoteFolder:
         return int(info["size"])
 
     def drop_cached_pages(self, name: str) -> None:
-        """Does nothing: a store has no page cache on this host."""
+        """Does nothing, since this host has no page cache for a store."""
 
     def delete_file(self, name: str) -> None:
         self._system.rm_file(self._child_path(name))
@@ -182,7 +185,7 @@ class RemoteFolder:
         return last_file not in self.child(name).names()
 
     def publish(self, target: "Folder") -> None:
-        """Does nothing: the checkpoint is complete once its index is written."""
+        """Does nothing, since the checkpoint is complete once its index is written."""
 
     def remove(self) -> None:
         with suppress(FileNotFoundError):
@@ -196,7 +199,7 @@ Folder: TypeAlias = LocalFolder | RemoteFolder
 
 
 def compute_crc(folder: Folder, name: str) -> int:
-    """Reads a file through one buffer, from the disk if possible, and returns its CRC-32."""
+    """Reads a file in blocks, from the disk instead of the page cache if possible, and returns its CRC-32."""
     folder.drop_cached_pages(name)
     memory, crc, position = memoryview(bytearray(_READ_BYTES)), 0, 0
     while num_read := folder.read_into(name, position, memory):

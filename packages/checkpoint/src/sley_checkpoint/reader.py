@@ -1,4 +1,4 @@
-"""The format of checkpoints. Reads checkpoints, verifies their files, and finds the newest intact checkpoint.
+"""Defines the format of checkpoints. Reads checkpoints, verifies their files, and finds the newest intact checkpoint.
 
 A checkpoint has safetensors files with tensor parts, and the index `checkpoint.json`, which is written last: a folder without
 it is not a checkpoint. A file header stores the offset of each part in the full tensor, in the format of
@@ -38,9 +38,8 @@ from sley_core.api.state import (
 )
 from sley_core.errors import RunError, format_cause
 
-INDEX_NAME = "checkpoint.json"
-
-FORMAT_VERSION = 3
+INDEX_NAME = "checkpoint.json"  # the file name of the index
+FORMAT_VERSION = 3  # an index with another version cannot be read
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ CHUNK_BYTES = 16 << 20
 
 
 class StoredTensor(NamedTuple):
-    """A rectangle of a tensor in a file: its row-major data are the bytes [start, end) of the file."""
+    """A rectangle of a tensor in a file. Its row-major data are the bytes [start, end) of the file."""
 
     dtype: torch.dtype
     rectangle: Rectangle
@@ -115,7 +114,7 @@ class StoredTensor(NamedTuple):
 
 
 def build_file_header(pieces: Sequence[TensorPiece], info: Mapping[str, Any]) -> bytes:
-    """Returns the header of a file with `pieces`, which are sorted from wide to narrow dtypes. info: JSON data about it."""
+    """Returns the header of a file with `pieces`, sorted from wide to narrow dtypes. info: JSON data about the file."""
     specs = [Spec.from_dtype(piece.name, piece.tensor.dtype, piece.rectangle.sizes) for piece in pieces]
     offsets = {piece.name: {"saved_offsets": list(piece.rectangle.offsets)} for piece in pieces}
     header, starts = build_header(
@@ -145,7 +144,7 @@ def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredTensor], dic
 
 
 def split_into_chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yields the row-major bytes of `tensor`, without a copy if the tensor is contiguous and on the host."""
+    """Yields the row-major bytes of `tensor` in chunks. Does not copy a contiguous tensor on the host."""
     data = bytes_of(tensor.detach().cpu().contiguous())
     for start in range(0, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
@@ -160,8 +159,8 @@ _STEP_PATTERN = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """A lazy mapping from the names of a checkpoint's tensors to full tensors on the host. Reads do not verify the files;
-    `verify` does.
+    """A lazy mapping from the names of a checkpoint's tensors to full tensors on the host. Reads do not verify the files; use
+    `verify` for that.
     """
 
     def __init__(self, folder: Folder, index: CheckpointIndex) -> None:
@@ -195,7 +194,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return self[name]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and value (the master weight, if there is one) of each parameter, as for `run.load_weights`."""
+        """Yields the name and the value of each parameter, as for `run.load_weights`: its master weight, if it has one."""
         return ((name.removeprefix(WEIGHTS), self[name]) for name in self.names if name.startswith(WEIGHTS))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -228,8 +227,8 @@ class Checkpoint(Mapping[str, Tensor]):
             raise self._build_damage_error(f"{num_missing} elements of {name!r} are in no file")
 
     def _read_common(self, file: str, name: str, rectangle: Rectangle, common: Rectangle, target: Tensor) -> None:
-        """Copies the part `common` of the file's `rectangle` to `target`. Reads full rows of `rectangle`: directly into
-        `target` if `common` is as wide as the rows and the dtypes match.
+        """Copies the part `common` of the file's `rectangle` to `target`. Always reads full rows of `rectangle`. Reads them
+        directly into `target` if `common` is as wide as the rows and the dtypes match.
         """
         stored = self._read_header(file).get(name)
         if stored is None or stored.rectangle != rectangle:
@@ -254,6 +253,7 @@ class Checkpoint(Mapping[str, Tensor]):
             target.copy_(rows[(slice(None), *slices[1:])] if slices else rows)
 
     def _read_header(self, file: str) -> dict[str, StoredTensor]:
+        """Returns the tensors of a file by name. Reads the header of each file once."""
         if file not in self._headers:
             self._headers[file] = read_header(self.folder, file)[0]
         return self._headers[file]
@@ -277,7 +277,7 @@ def try_read_index(folder: Folder) -> CheckpointIndex | None:
 
 
 class Damage(NamedTuple):
-    """The name of a damaged file, and a predicate about it, such as "is missing"."""
+    """A damaged file. description: a predicate about it, such as "is missing"."""
 
     file: str
     description: str
@@ -298,7 +298,7 @@ class NewestCheckpoint(NamedTuple):
 
 
 def verify(path: str | Path) -> list[Damage]:
-    """Reads all files of the checkpoint in the folder `path`, and returns the damages, [] if it is intact. Raises RunError
+    """Reads all files of the checkpoint in the folder `path`, and returns the damages, or [] if it is intact. Raises RunError
     `no-checkpoint` if the folder is empty or does not exist.
     """
     folder = open_folder(path)
@@ -341,8 +341,8 @@ def choose_checkpoint_name(step: int, used_names: Iterable[str]) -> str:
 
 
 def examine(folder: Folder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
-    """Reads the index and this rank's share of the files: of `num_ranks` ranks, each reads different files. Returns the index,
-    or None if it cannot be read, and the damages.
+    """Reads the index, and every `num_ranks`-th file, starting with file `rank`, so that each rank can verify its share.
+    Returns the index, or None if it cannot be read, and the damages.
     """
     try:
         if INDEX_NAME not in folder.names():
@@ -370,6 +370,7 @@ def _find_damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | 
 
 
 def _sort_key(name: str) -> tuple[int, int]:
+    """Returns the key by which checkpoints sort from old to new: the number of rewinds and the step in the name."""
     match = _STEP_PATTERN.fullmatch(name)
     assert match is not None, name
     return int(match[2] or 0), int(match[1])

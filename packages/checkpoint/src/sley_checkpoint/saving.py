@@ -35,19 +35,19 @@ from sley_core.errors import RunError, SleyError, format_cause
 _CLOSE_TIMEOUT_S = 10.0
 """The time for which `BackgroundWriter.wait_or_cancel` waits for ranks that may have died."""
 
-_MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1
+_MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1  # the first pause between two looks at the notes, and the longest, in seconds
 
 
 @dataclass
 class RankWriter:
     """Writes one rank's part of a save.
 
-    staging: the folder of the save until it is complete. target: its final folder. files: the pieces of each file.
-    header_info: JSON data for the headers of all files. rank_values: JSON data of this rank. index: the index without file
-    digests and rank data. timeout_s: the time limit of rank 0's wait for the other ranks. read_chunks: yields the bytes of a
-    piece. on_publish: rank 0 calls it once the checkpoint is complete. is_cancelled: ends the save soon, without a checkpoint.
-    wait_start: the monotonic time at which rank 0 began to wait or last saw a rank finish; None before the wait and on other
-    ranks.
+    staging: the folder of the save until it is complete. target: its final folder. files: the pieces of each file. header_info:
+    JSON data for the headers of all files. rank_values: JSON data of this rank. index: the index without file digests and rank
+    data. timeout_s: the time limit of rank 0's wait for the other ranks. read_chunks: yields the bytes of a piece. on_publish:
+    rank 0 calls it once the checkpoint is complete. is_cancelled: another thread sets it to end the save soon, without a
+    checkpoint. wait_start: the monotonic time at which rank 0 began to wait or last saw a rank finish; None before the wait and
+    on other ranks.
     """
 
     rank: int
@@ -158,8 +158,8 @@ def _failure_name(rank: int) -> str:
 
 
 class HostCopies:
-    """Copies tensors to host memory. All saves share this memory, since it takes longer to fault in and to lock new pages than
-    to copy.
+    """Copies tensors to host memory. All saves share this memory, since to fault in and lock new pages takes longer than to
+    copy.
     """
 
     def __init__(self, device: Device) -> None:
@@ -187,7 +187,7 @@ class HostCopies:
         return copies, self._stream.record()
 
     def free(self) -> None:
-        """Frees the memory. Call it once no thread reads the copies any more."""
+        """Frees the memory after its copies are complete. Call it once no thread reads the copies any more."""
         if self._stream is not None:
             self._stream.record().wait()  # copies of a cancelled save may still write to the memory
         self._memory = None
@@ -195,7 +195,7 @@ class HostCopies:
 
 class BackgroundWriter:
     """Starts to copy the tensors of `writer` to the host, and runs `writer` on the copies in a thread. failure: the error
-    message once `wait` has returned; "" if the save succeeded.
+    message after `wait` has returned, or "" if the save succeeded.
     """
 
     def __init__(self, writer: RankWriter, host: HostCopies) -> None:
@@ -227,7 +227,7 @@ class BackgroundWriter:
         self._thread.join()
 
     def wait_or_cancel(self) -> None:
-        """Waits for the save, but cancels it on rank 0 if no other rank finishes its part within 10 seconds."""
+        """Waits for the save. On rank 0, cancels it if no other rank finishes its part within _CLOSE_TIMEOUT_S seconds."""
         while self._thread.is_alive():
             self._thread.join(_MAX_POLL_S)
             start = self.writer.wait_start
@@ -260,7 +260,7 @@ class BackgroundWriter:
 
 class SavePreparation:
     """Prepares the saves of one rank of the run with `state`. Caches the assignment of tensors to ranks until the tensors of a
-    rank change, and for each checkpoint in the folder, its lineage and whether it was the best when it was saved.
+    rank change. Also caches each checkpoint's lineage, and whether it was the best when it was saved.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -273,8 +273,8 @@ class SavePreparation:
     def prepare(self, folder: Folder, step: int, keep: int | None, *, is_run_folder: bool) -> RankWriter:
         """Agrees on a save with all ranks, and returns the writer of this rank's part. folder: the run's folder of checkpoints
         if `is_run_folder`, else the folder of the checkpoint itself. keep: the number of checkpoints to keep in the run's
-        folder; None for all. All ranks call it. It blocks in one exchange over `control`, and in a second one if the tensors of
-        a rank have changed. Raises the same RunError on all ranks.
+        folder; None to keep all. All ranks call it. It blocks in one exchange over `control`, and in a second one if the
+        tensors of a rank have changed. Raises the same RunError on all ranks.
         """
         world, control, attempt = self.state.parts.world, self._control, self.state.attempt.current
         description = self.state.describe(step)
@@ -314,7 +314,7 @@ class SavePreparation:
         )
 
     def find_problem(self, folder: Folder) -> str:
-        """Returns a message if a run of another name wrote the newest readable checkpoint in `folder`; else ""."""
+        """Returns a message if a run of another name wrote the newest readable checkpoint in `folder`, else ""."""
         attempt = self.state.attempt.current
         indices = (reader.try_read_index(folder.child(name)) for name in reader.list_checkpoints(folder))
         newest = next(filter(None, indices), None)
@@ -323,8 +323,8 @@ class SavePreparation:
         return f"the folder {folder.uri} has checkpoints of the run {newest.run!r}, but this run is {self._run!r}"
 
     def _prune(self, folder: Folder, keep: int, attempt: Attempt) -> None:
-        """Deletes this run's checkpoints in `folder`, except the newest `keep`, of which the newest has just been verified, and
-        the newest that was the best when it was saved.
+        """Deletes this run's checkpoints in `folder`, except the newest `keep` checkpoints, and the newest checkpoint that was
+        the best when it was saved. The newest checkpoint has just been verified.
         """
         with suppress(Exception):  # a failed deletion must not fail the save
             names = reader.list_checkpoints(folder)
@@ -369,7 +369,9 @@ class SavePreparation:
             return ["", "", f"the folder {folder.uri} cannot be read: {format_cause(error)}"]
 
     def _agree_on_assignment(self, digests: list[str], infos: "list[PieceInfo]") -> "WriteAssignment":
-        """Returns the assignment of pieces to ranks. digests: the digest of each rank's list of pieces. infos: this rank's."""
+        """Returns the assignment of pieces to ranks. digests: the digest of each rank's list of pieces. infos: this rank's
+        list.
+        """
         if self._assignment is None or self._assignment[0] != digests:
             # All ranks join this exchange or none: they compare the same digests with those of the last save.
             lists = self._control.gather_objects(infos, label="the tensors of all ranks")
@@ -378,7 +380,9 @@ class SavePreparation:
 
 
 def _find_writing_attempt(folder: Folder, name: str) -> str:
-    """Returns the id of the attempt that wrote the unfinished checkpoint `name`; `DELETED_SUFFIX` if it is being deleted."""
+    """Returns the id of the attempt that wrote the unfinished checkpoint `name`, or `DELETED_SUFFIX` if it is
+    being deleted.
+    """
     if name.startswith(STAGING_PREFIX):
         return name.rpartition("-")[2].partition(".")[0]
     with suppress(Exception):  # an object store has no staging folders; a file system may raise any error
@@ -418,8 +422,8 @@ class PieceInfo(NamedTuple):
 
 
 class WriteAssignment(NamedTuple):
-    """Assigns tensor pieces to ranks. file_indices: for each rank and each of its files, the indices in the rank's list of the
-    pieces in the file. tensors: the description of each tensor of the checkpoint, by name.
+    """Assigns tensor pieces to ranks. file_indices: for each rank and each of its files, the indices of the file's pieces in
+    the rank's list of pieces. tensors: the description of each tensor of the checkpoint, by name.
     """
 
     file_indices: list[list[list[int]]]

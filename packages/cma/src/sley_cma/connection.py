@@ -30,7 +30,7 @@ MAX_SPANS = 1024
 """The maximum number of spans per call (IOV_MAX of Linux)."""
 
 MAX_BYTES = 1 << 30
-"""The maximum number of bytes per call. Linux itself silently truncates a copy just below 2 GiB (MAX_RW_COUNT)."""
+"""The maximum number of bytes per call. Linux silently truncates a copy just below 2 GiB (MAX_RW_COUNT)."""
 
 
 class MemorySpan(NamedTuple):
@@ -48,15 +48,15 @@ _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None  # on other 
 
 
 def read(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
-    """Copies the spans `remote` of process `pid` to the spans `local` of equal sizes, without the GIL. Returns the number of
-    copied bytes, or -1 if a system call fails.
+    """Copies the spans `remote` of process `pid` to the spans `local` of equal sizes, and releases the GIL meanwhile. Returns
+    the number of copied bytes, or -1 if a system call fails.
     """
     return _copy(_LIBC.process_vm_readv, pid, local, remote)
 
 
 def write(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
-    """Copies the spans `local`, one after another, to the spans `remote` of process `pid`, without the GIL. Returns the number
-    of copied bytes, or -1 if a system call fails.
+    """Copies the spans `local`, one after another, to the spans `remote` of process `pid`, and releases the GIL meanwhile.
+    Returns the number of copied bytes, or -1 if a system call fails.
     """
     return _copy(_LIBC.process_vm_writev, pid, local, remote)
 
@@ -108,7 +108,7 @@ SLOTS = 1024
 
 
 class Offer(ctypes.Structure):
-    """An offer of tensors to a peer. Addresses are those of the offering process.
+    """An offer of tensors to a peer. All addresses are in the memory of the offering process.
 
     table: the address of a table with the addresses of `num_tensors` tensors. mark: the number of the exchange's `Mark`.
     num_bytes: the size of the exchange. text, text_bytes: the address and size of the mark's text. number: the number of the
@@ -131,16 +131,16 @@ class Offer(ctypes.Structure):
 NUMBER_OFFSET = ctypes.sizeof(Offer) - WORD_BYTES
 """The offset of the field `number` in an offer, in bytes."""
 
-_OFFER_WORDS = ctypes.sizeof(Offer) // WORD_BYTES
-_RING_WORDS = SLOTS * (_OFFER_WORDS + 1)
+_OFFER_WORDS = ctypes.sizeof(Offer) // WORD_BYTES  # the words of an offer
+_RING_WORDS = SLOTS * (_OFFER_WORDS + 1)  # the words of a ring; each slot has an offer and a confirmation
 
 _inboxes: list[ctypes.Array[ctypes.c_int64]] = []
-"""The memory of all inboxes of this process, which is never freed, since peers of a failed run may still write to it."""
+"""The memory of all inboxes of this process. It is never freed, since peers of a failed run may still write to it."""
 
 
 class Inbox:
-    """The memory to which `size` ranks write, in `num_rings` rings each. words: that memory, which is initially zero. Rings
-    that are never written take up no physical memory.
+    """The memory to which `size` ranks write, in `num_rings` rings each. words: this memory, which is initially zero. Rings to
+    which no rank writes take up no physical memory.
 
         token | for each peer and ring: SLOTS offers, then SLOTS numbers of this rank's offers that the peer has read
 
@@ -168,7 +168,9 @@ class Inbox:
         return self.offer_index(peer, ring, slot) + _OFFER_WORDS - 1
 
     def confirmation_index(self, peer: int, ring: int, slot: int) -> int:
-        """Returns the index of the word in which `peer` confirms reads, with the number of this rank's offer."""
+        """Returns the index of the word to which `peer` writes the number of this rank's offer when it has read
+        the offer.
+        """
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + SLOTS * _OFFER_WORDS + slot
 
 
@@ -184,10 +186,10 @@ _PEER_CHECK_S = 0.5
 """The interval, in seconds, at which a waiting rank checks whether its peer is alive."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""The file with the random id that Linux creates at each boot."""
+"""A file with a random id, which Linux creates at each boot."""
 
 PID_NAMESPACE = Path("/proc/self/ns/pid")
-"""The file whose inode identifies the pid namespace of this process."""
+"""A file whose inode identifies the pid namespace of this process."""
 
 
 class _Address(NamedTuple):
@@ -212,8 +214,8 @@ class Connection:
 
     @classmethod
     def open(cls, members: Members, num_rings: int, channel: dist.ProcessGroup, timeout_s: float) -> "Connection | None":
-        """Connects `members`, or returns None on all of them if any pair cannot connect. This is a collective over `channel`.
-        timeout_s: the time limit of every wait.
+        """Connects `members`, or returns None on all of them if any pair cannot connect. All members call it: it is a
+        collective over `channel`. num_rings: the number of rings per peer. timeout_s: the time limit of every wait.
         """
         connection = cls(members, num_rings, timeout_s)
         # All members of the channel join both gathers. Each rank connects its groups in the order of the table of groups.
@@ -251,8 +253,8 @@ class Connection:
 
     def wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Turn) -> None:
         """Calls `condition` until it returns True. After a millisecond, sleeps between the calls. late_peer: a function that
-        returns the coordinate of a peer that delays the wait, or None. turn: the description of the exchange. Raises RunError
-        `collective-failed` if that peer has ended or exceeds `timeout_s`.
+        returns the coordinate of a peer for which this rank waits, or None. turn: the description of the exchange. Raises
+        RunError `collective-failed` if that peer has ended, or if the wait exceeds `timeout_s`.
         """
         start = last_check = time.perf_counter()
         progress = turn.members.progress
@@ -285,7 +287,7 @@ class Connection:
         return f"the exchange of {label} with rank {self.members.ranks[peer]} failed on rank {self.members.rank}: {reason}"
 
     def _open_descriptors(self) -> bool:
-        """Opens descriptors of the peers' processes until this object is freed. Returns whether all are open."""
+        """Opens descriptors of the peers' processes, which close when this object is freed. Returns whether all are open."""
         descriptors = ExitStack()
         weakref.finalize(self, descriptors.close)
         for peer in self.peers:
@@ -299,7 +301,9 @@ class Connection:
         return True
 
     def _has_ended(self, peer: int) -> bool:
-        """Returns whether the peer's process has ended, so that another process may have its pid. The check takes 1 us."""
+        """Returns whether the peer's process has ended. If it has, another process may have its pid. The check
+        takes 1 us.
+        """
         return bool(self._process_polls[peer].poll(0))
 
     def _can_reach(self, peer: int) -> bool:
@@ -315,8 +319,8 @@ class Connection:
 
 
 def _host_id() -> Hashable:
-    """Returns the boot id and the inode of the pid namespace, which only processes on one host and in one namespace share; None
-    if they are unknown, or if this is not Linux on x86-64.
+    """Returns the boot id and the inode of the pid namespace, which only processes on one host and in one namespace share.
+    Returns None if they are unknown, or if this is not Linux on x86-64.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None

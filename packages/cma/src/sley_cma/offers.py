@@ -12,15 +12,15 @@ from sley_core.api.comm import Mark, Turn
 from sley_core.errors import RunError
 
 MAX_OPEN_OFFERS = SLOTS
-"""The maximum number of open offers. If that many are open, a rank completes the oldest before it makes the next."""
+"""The maximum number of open offers. If so many are open, a rank completes the oldest before it makes the next."""
 
 _Table = ctypes.Array[ctypes.c_int64]
 """An array of the addresses of an offer's tensors."""
 
 
 class Offers:
-    """Makes this rank's offers to the members of `connection`, and reads theirs, in ring `ring` of the inboxes. Offers are
-    numbered from 1.
+    """Makes this rank's offers to the members of `connection`, and reads the members' offers, in ring `ring` of the inboxes.
+    Offers are numbered from 1.
 
     channel: the channel's name for errors. The tensors of an offer must be contiguous, and must not be written before
     `wait_read` returns.
@@ -44,7 +44,7 @@ class Offers:
     def offer(self, tensors: Sequence[Tensor], mark: Mark, complete: Callable[[], None] | None = None) -> int:
         """Lets every peer read `tensors`, and returns the number of the offer.
 
-        complete: a function that reads the peers' offers of this number, and waits until the peers have read this offer. If
+        complete: a function that reads the peers' offers with this number, and waits until the peers have read this offer. If
         MAX_OPEN_OFFERS are open, the oldest is completed first, since otherwise ranks could wait for each other. All members
         must make their offers in the same order, which `wait_addresses` checks by `mark`.
         """
@@ -86,7 +86,7 @@ class Offers:
         return list(addresses)
 
     def finish_read(self, peer: int, number: int, label: str) -> None:
-        """Tells the peer that this rank no longer reads the peer's offer `number`, and records that as progress."""
+        """Tells the peer that this rank no longer reads the peer's offer `number`, and records the read as progress."""
         word = ctypes.c_int64(number)
         index = self._inbox.confirmation_index(self.coord, self._ring, number % MAX_OPEN_OFFERS)
         self.connection.push(peer, [MemorySpan(ctypes.addressof(word), WORD_BYTES)], index, label)
@@ -111,12 +111,14 @@ class Offers:
         self._open_offers.pop(number, None)
 
     def turn(self, number: int, label: str, *, is_read: bool = False) -> Turn:
-        """Returns the description of a wait for the peers' offers `number`, or for their reads of this rank's if `is_read`."""
+        """Returns the description of a wait for the peers' offers `number`, or if `is_read`, for their reads of this rank's
+        offer.
+        """
         queue = self._read_queues[self.coord] if is_read else self._queue
         return Turn("exchange", self.members, label, queue, number)
 
     def _wait_word(self, index: int, number: int, peer: int, label: str, *, is_read: bool) -> None:
-        """Waits until the word `index` of the inbox, which `peer` writes, is at least `number`. is_read: as in `turn`."""
+        """Waits until the word `index` of the inbox, which `peer` writes, is at least `number`. is_read: see `turn`."""
         words = self._inbox.words
         if words[index] < number:
             turn = self.turn(number, label, is_read=is_read)

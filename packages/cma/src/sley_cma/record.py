@@ -3,4 +3,4 @@
 from sley_core.records import TransportRecord
 
 CMA = TransportRecord(name="cma", connect="sley_cma.transport:connect", scratch="sley_cma.transport:allocate_scratch")
-"""The transport of cross-memory attach."""
+"""The record of the transport that uses cross-memory attach."""

@@ -1,7 +1,5 @@
-"""Exchanges between ranks of one host that read each other's memory. Results have the same bits as those of transports that
-send messages.
-
-Ranks copy data only in `wait`, not in the background.
+"""Defines exchanges in which ranks of one host read each other's memory. Results are bit-identical to the results of
+transports that send messages. Ranks copy data only in `wait`, not in the background.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +20,7 @@ same ring must be in order, so shards may stay published for a whole step withou
 
 
 class CmaTransport(Transport):
-    """Exchanges host tensors over `connection`. name, index: the channel's name and index."""
+    """Exchanges host tensors over `connection`. name, index: the name of its channel, and the index among the channels."""
 
     def __init__(self, connection: Connection, name: str, index: int) -> None:
         self.members = connection.members
@@ -63,16 +61,16 @@ def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout
 
 
 class AllReduceQueue:
-    """Holds the sums of a group, which all members start in the same order.
+    """Holds the open all-reduces of a group, which all members start in the same order.
 
-    inputs, slices: the offers of each rank's input and of its summed slice. num_reduced: the number of sums whose local slice
-    is complete. open_sums: the sums that are not complete, in order.
+    inputs, slices: the offers of each rank's input and of its summed slice. num_reduced: the number of all-reduces whose local
+    slice is summed. open_sums: the all-reduces that are not complete, in order.
 
         offer input ──> sum local slice ──> offer local slice ──> read the peers' slices ──> wait_sent
                           ^ all have offered                       ^ all have summed, and have read this rank's input
 
-    Each slice is summed by one rank, which adds its own values first and then those of its peers, by ascending coordinate. So
-    all ranks get the same bits, whatever the timing.
+    Each slice is summed by one rank, which adds its own values first, and then the values of its peers by ascending coordinate.
+    So all ranks get the same bits, whatever the timing.
     """
 
     def __init__(self, inputs: Offers, slices: Offers) -> None:
@@ -82,7 +80,7 @@ class AllReduceQueue:
         self.open_sums: list[AllReduce] = []
 
     def advance(self) -> bool:
-        """Advances the first sum that can advance without waiting. Returns whether a sum advanced."""
+        """Advances the first open all-reduce that can advance without waiting. Returns whether one advanced."""
         return any(open_sum.advance() for open_sum in self.open_sums)
 
 
@@ -137,12 +135,14 @@ class AllReduce(Work):
         self._wait_read(self._queue.slices)
 
     def _wait_read(self, offers: Offers) -> None:
+        """Waits until all peers have read this rank's offer in `offers`, and advances other sums meanwhile."""
         late_reader = partial(offers.late_reader, self._number)
         turn = partial(offers.turn, self._number, self._label, is_read=True)
         self._wait_until(lambda: late_reader() is None, late_reader, turn)
         offers.wait_read(self._number, self._label)
 
     def _turn(self) -> Turn:
+        """Returns the description of the current wait: for the peers' inputs, or for their slices."""
         queue = self._queue
         offers = queue.slices if queue.inputs.late_offerer(self._number) is None else queue.inputs
         return offers.turn(self._number, self._label)
@@ -168,14 +168,15 @@ class AllReduce(Work):
         add_peer_tensors(inputs, local_slice, addresses, self._label)
         self._is_reduced = True
         self._queue.num_reduced += 1
-        # The ring is not full, since the offer of this input completed the oldest sum. The mark is that of the input, since the
-        # last slice may be shorter.
+        # The ring is not full, since the offer of this input completed the oldest sum. The slice has the mark of the input,
+        # since the last slice may be shorter.
         number = self._queue.slices.offer([local_slice], self._mark)
         assert number == self._number, f"offer {number} of slices for sum {self._number}"
         for peer in inputs.peers:
             inputs.finish_read(peer, self._number, self._label)
 
     def _gather(self) -> None:
+        """Reads the summed slices of all peers, and completes the sum."""
         slices = self._queue.slices
         for peer in slices.peers:
             local = memory_span(self._slices[peer])
@@ -209,7 +210,7 @@ class _Exchange(Work):
             self._read_peers()
 
     def release(self) -> None:
-        """Gives up the result. This completes the exchange, since peers wait until this rank has read their tensors."""
+        """Gives up the result. Still completes the exchange, since peers wait until this rank has read their tensors."""
         self.wait()
 
     def wait_sent(self) -> None:
@@ -217,12 +218,14 @@ class _Exchange(Work):
         self._offers.wait_read(self._number, self._label)
 
     def _complete(self) -> None:
-        """Completes the exchange, waits for the peers' reads, and keeps the result. Called if the ring is full."""
+        """Completes the exchange, waits for the peers' reads, and keeps the result. `Offers.offer` calls it if the ring is
+        full.
+        """
         self.wait()
         self._offers.wait_read(self._number, self._label)
 
     def _read_peers(self) -> None:
-        """Reads the data of all peers, and tells them so."""
+        """Reads the data of all peers, and tells each peer when its data are read."""
         raise NotImplementedError
 
 
@@ -258,7 +261,7 @@ class ReduceScatter(_Exchange):
         super().__init__(offers, inputs, mark)
 
     def _read_peers(self) -> None:
-        """Waits for all peers, and adds their rows in ascending order of coordinates."""
+        """Waits for the offers of all peers, and adds their rows in ascending order of coordinates."""
         offers = self._offers
         tables = [offers.wait_addresses(peer, self._number, self._label) for peer in offers.peers]
         for index, rows in enumerate(self._local_rows):
@@ -269,7 +272,9 @@ class ReduceScatter(_Exchange):
 
 
 class AllToAll(_Exchange):
-    """An all-to-all, which reads this rank's row of the i-th rank's `input` into row i of `output`."""
+    """An all-to-all: copies row `coord` of the i-th rank's `input` to row i of `output`. `coord` is this rank's
+    coordinate.
+    """
 
     def __init__(self, offers: Offers, output: Tensor, input: Tensor, mark: Mark) -> None:
         super().__init__(offers, [input], mark)
@@ -347,8 +352,8 @@ class _PublishedGather(Work):
 
 
 def copy_local_rows(outputs: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) -> list[Tensor]:
-    """Copies this rank's shards to their rows of `outputs`, and returns the outputs as views [size, *shard's shape]. A shard
-    that is already a view of its rows is not copied.
+    """Copies this rank's shards to their rows of `outputs`, and returns views of the outputs with shape [size, *shard's shape].
+    Does not copy a shard that is already a view of its rows.
     """
     size = offers.members.size
     views = [output.view(size, *shard.shape) for output, shard in zip(outputs, shards, strict=True)]
@@ -360,8 +365,8 @@ def copy_local_rows(outputs: Sequence[Tensor], shards: Sequence[Tensor], offers:
 
 
 def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], label: str) -> None:
-    """Adds a tensor of each peer to `total`, in the order of peers, block by block. addresses: the address of the tensor in
-    each peer's memory. The caller must have waited for the peers' offers.
+    """Adds a tensor of each peer to `total` in place, in the order of peers, block by block. addresses: the address of the
+    tensor in each peer's memory. The caller must have waited for the peers' offers.
     """
     length = BLOCK_BYTES // total.element_size()
     memory = allocate_scratch(total)
@@ -375,7 +380,9 @@ def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], la
 
 
 def allocate_scratch(total: Tensor) -> Tensor:
-    """Allocates memory for a block of a peer's tensor that is added to `total`, at most 256 KiB. Memory estimates call this."""
+    """Allocates memory for one block of a peer's tensor, of at most 256 KiB and the dtype of `total`. Estimates
+    also call it.
+    """
     return torch.empty(min(BLOCK_BYTES // total.element_size(), total.numel()), dtype=total.dtype)
 
 

@@ -1,5 +1,5 @@
 """Implements `train-cli doctor RUN`, which explains why a run failed or is slow, and `train-cli report RUN...`, which writes
-one self-contained HTML page about one or more runs. Both read the files that the ranks left in the folder of a run.
+one self-contained HTML page about one or more runs. Both commands read the files that the ranks left in the run's folder.
 """
 
 import json
@@ -65,7 +65,7 @@ def doctor(
 
 
 def _format_attempt(run: Path, reports: AttemptReports, has_attempts: bool) -> Iterator[str]:
-    """Yields the lines about one attempt of the run in folder `run`. has_attempts: whether there are several attempts."""
+    """Yields the lines about one attempt of the run in folder `run`. has_attempts: whether the run has several attempts."""
     result = find_verdict(reports)
     if has_attempts:
         yield f"attempt {reports.attempt}"
@@ -100,8 +100,8 @@ def _format_causes(judgement: Judgement) -> Iterator[str]:
         yield from (f"  {line}" for line in lines)
 
 
-REPORT_NAME = "report.html"
-_REQUIRED_MODULES = ("matplotlib", "jinja2")
+REPORT_NAME = "report.html"  # the default name of a report
+_REQUIRED_MODULES = ("matplotlib", "jinja2")  # the modules that a report needs, in the extra `report` of sley-doctor
 
 
 def report(

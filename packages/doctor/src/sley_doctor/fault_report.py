@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
 
-LAUNCHER = "launcher.json"
-FORMAT = 1  # the version of these files; files of other versions are not read
+LAUNCHER = "launcher.json"  # the name of the launcher's report
+FORMAT = 1  # the version of all reports; reports of other versions are not read
 
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """An exchange that a rank has started: number `number` of `queue`, whose exchanges all members must start in the
-    same order. label: what is exchanged. group: the description of the group. ranks: the members of the group. peer: the rank
-    at the other end of a message; None for a collective.
+    """An exchange that a rank has started: number `number` of `queue`. All members must start the exchanges of a queue in the
+    same order. label: a description of the exchanged tensors. group: the description of the group. ranks: the members of the
+    group. peer: the rank at the other end of a message; None for a collective.
     """
 
     operation: str
@@ -64,8 +64,8 @@ class ExchangeRecord:
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """A wait in `exchange` that has lasted for `seconds`. end: "" while it lasts, else why it ended: "late", "closed"
-    or "differs". peer: the rank that is waited for, if known.
+    """A wait in `exchange` that has lasted for `seconds`. end: "" while it lasts, else why it ended: "late", "closed" or
+    "differs". peer: the rank for which this rank waits; None if unknown.
     """
 
     exchange: ExchangeRecord
@@ -79,9 +79,9 @@ class FaultReport:
     """The report of rank `rank` of `world` ranks. kind: "error" if it failed, "stuck" if it could not end when asked to.
 
     code, message, hint: the rank's error. time: seconds since the epoch. step: the optimizer step, from 1; 0 before the first
-    step. finished, pending: the last finished entry of its action list, and the current one. layer: the layer called last.
-    wait: the wait in progress or that failed. exchanges: the latest exchanges of each queue, in order. stacks: the lines of
-    each stack by the name of its thread.
+    step. finished, pending: the last finished entry of its action list, and the current entry. layer: the layer called last.
+    wait: the wait that is in progress or has failed. exchanges: the latest exchanges of each queue, in order. stacks: the lines
+    of each stack by the name of its thread.
     """
 
     rank: int
@@ -105,8 +105,8 @@ class FaultReport:
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """The launcher's report. codes: exit codes by rank, negative signal numbers for killed ranks. silent: by rank, the state of
-    each process that did not respond and had to be killed. first: the rank that ended first; None if unknown.
+    """The launcher's report. codes: exit codes by rank, or negative signal numbers for killed ranks. silent: by rank, the state
+    of each process that did not respond and had to be killed. first: the rank that ended first; None if unknown.
     """
 
     world: int
@@ -117,8 +117,8 @@ class LaunchReport:
 
 @dataclass(frozen=True)
 class AttemptReports:
-    """The reports of one attempt. ranks: the fault reports in order of rank. launch: the launcher's report; None without one.
-    unreadable: the names of files that are damaged or of another version.
+    """The reports of one attempt. ranks: the fault reports in order of rank. launch: the launcher's report; None if there is
+    none. unreadable: the names of files that are damaged or of another version.
     """
 
     attempt: int
@@ -134,7 +134,9 @@ def read_attempt_number() -> int:
 
 
 def write_report(run_folder: Path, report: FaultReport) -> None:
-    """Writes a rank's report atomically, unless this attempt has one. Raises OSError if the file cannot be written."""
+    """Writes a rank's report atomically, unless this attempt already has a report of the rank. Raises OSError if
+    that fails.
+    """
     path = run_folder / FAULTS / str(read_attempt_number()) / f"rank-{report.rank}.json"
     if not path.exists():
         _write_json(path, asdict(report))
@@ -156,6 +158,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _read_attempt(folder: Path, attempt: int) -> AttemptReports:
+    """Returns the reports in `folder`, the folder of attempt number `attempt`."""
     ranks: list[FaultReport] = []
     launch, unreadable = None, []
     launches, faults = TypeAdapter(LaunchReport), TypeAdapter(FaultReport)
@@ -219,7 +222,7 @@ def _write_in_thread(
 
 
 def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
-    """Returns the report of this rank's current state, as recorded by the groups that `world` created last."""
+    """Returns the report of this rank's current state, according to the groups that `world` created last."""
     position: dict[str, Any] = {}
     if world.open_groups:
         groups = world.open_groups[-1]

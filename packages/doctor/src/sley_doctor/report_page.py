@@ -41,7 +41,7 @@ class RecordedRun:
     """The records of one run. label: the run's name, or its folder if another run in the report has the same name.
 
     rows: one row of metrics per optimizer step; a value that was not finite is None. values: the values of the resolved plan,
-    as TOML, by key. start: the start record, or None without one. summary: the summary, or None if the run has not written one.
+    as TOML, by key. start: the start record; None if there is none. summary: the summary; None if the run has not written one.
     faults: the reports of each failed attempt. work: the work records of the last start, in order of rank.
     """
 
@@ -56,7 +56,9 @@ class RecordedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Returns the runs in `folders`. Raises UsageError "no-run" if a folder is not that of a run, or a file is unreadable."""
+    """Returns the runs in `folders`. Raises UsageError "no-run" if a folder is not a run's folder, or a file is
+    unreadable.
+    """
     runs = []
     for folder in folders:
         try:
@@ -81,7 +83,7 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     return [run if names[run.label] == 1 else replace(run, label=str(run.folder)) for run in runs]
 
 
-MAX_RANKS = 32
+MAX_RANKS = 32  # the maximum number of ranks in the section about waits
 
 
 def build_waiting_section(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]:
@@ -107,10 +109,10 @@ _CURVES = {
     "memory_mb": ("Memory", "peak so far on rank 0: tensors on a GPU, the whole process on a CPU", "MiB"),
     "data_wait_s": ("Waiting for data", "on rank 0 in each step", "s"),
 }
-"""The title, note and unit of the metrics that come first. Other metrics follow under their own names."""
+"""The title, note and unit of each metric that comes first. Charts of other metrics follow, with their names as titles."""
 
-_MAX_CHARTS = 24  # a plugin may add a metric for each layer
-_NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})  # the charts of speed show these
+_MAX_CHARTS = 24  # the page only names further metrics, since a plugin may add a metric for each layer
+_NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})  # metrics without a chart of their own
 
 
 class TableRow(NamedTuple):
@@ -153,7 +155,9 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
 
 
 def _list_summary_values(run: RecordedRun) -> dict[str, Any]:
-    """Returns the numbers and texts in the run's summary by name; without one, the outcome and the number of steps."""
+    """Returns the numbers and texts in the run's summary by name. Without a summary, returns the outcome and the number of
+    steps.
+    """
     if run.summary is None:
         return {"outcome": "failed" if run.faults else "not ended", "steps": len(run.rows)}
     values = {name: value for name, value in run.summary.items() if isinstance(value, int | float | str)}
@@ -161,13 +165,14 @@ def _list_summary_values(run: RecordedRun) -> dict[str, Any]:
 
 
 def _list_chart_names(runs: Sequence[RecordedRun]) -> list[str]:
+    """Returns the names of all recorded metrics that get a chart, the metrics in `_CURVES` first."""
     recorded = dict.fromkeys(name for run in runs for row in run.rows for name in row)
     return [name for name in {**_CURVES, **recorded} if name in recorded and name not in _NO_CURVES]
 
 
 def _draw_chart(runs: Sequence[RecordedRun], name: str) -> tuple[str, str, str]:
-    """Returns the title and note of the metric `name`, and its chart as a PNG in a data URI. Values that were not finite are
-    gaps in the line.
+    """Returns the title and the note of the metric `name`, and its chart as a PNG image in a data URI. Values that were not
+    finite are gaps in the line.
     """
     title, note, unit = _CURVES.get(name, (name, "", ""))
     with mpl.rc_context(_STYLE):
@@ -187,7 +192,9 @@ def _draw_chart(runs: Sequence[RecordedRun], name: str) -> tuple[str, str, str]:
 
 
 def _build_table_rows(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
-    """Returns a row for each key that any of `columns` has, in order of first appearance. columns: the values of each run."""
+    """Returns a row for each key in any of `columns`, in order of first appearance. columns: the values of each
+    run, by key.
+    """
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, [column.get(key, "") for column in columns]) for key in keys]
     return [TableRow(key, values, any(value != values[0] for value in values)) for key, values in rows]

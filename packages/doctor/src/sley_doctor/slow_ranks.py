@@ -2,9 +2,9 @@
 
     a rank works longer than its peers, or all ranks wait for data ──> in most of the run, or of its last part ──> a cause
 
-All ranks have the same step time, so step times do not show which rank is slow: it is the one that works longer than ranks with
-the same layers. A cause must cost at least `MIN_SHARE` of a step, in blocks with at least `MIN_BLOCK_SHARE` of the steps; less
-may be noise of a busy machine.
+All ranks have the same step time, so step times do not show which rank is slow. A slow rank works longer than ranks with the
+same layers. A cause must cost at least `MIN_SHARE` of a step, in blocks with at least `MIN_BLOCK_SHARE` of the steps. Smaller
+differences may be noise of a busy machine.
 """
 
 import math
@@ -20,22 +20,22 @@ from sley_doctor.work_record import ZERO_SPREAD, Location, Spread, Start, Window
 MIN_SHARE = 0.25  # the share of a step that a cause must cost
 MIN_BLOCK_SHARE = 0.75  # the share of the steps that must be in blocks with the cause
 
-MIN_STEPS = 8
+MIN_STEPS = 8  # the number of recorded steps below which no rank is judged
 
 MAX_START_DIFFERENCE_S = 600.0  # records whose start times differ by more, by the clocks of their hosts, have different starts
 
-MISSING_RECORD_REASONS = (
+MISSING_RECORD_REASONS = (  # why a rank may have no record
     "it was stopped before the end of its first window, its disk was full, or its host does not share the run's folder"
 )
 
-MAX_BLOCKS = 60  # the largest number of blocks that are examined, however long the run is
+MAX_BLOCKS = 60  # the maximum number of blocks to examine, however long the run is
 MAX_DEVICE_SHARE = 0.03  # if a host waits for its device for a larger share of a step, the host does not limit the step
 
 NUM_PARTS = 3  # the last part of a run is the last of NUM_PARTS equal parts of its blocks
 
 
 class RankWork(NamedTuple):
-    """A rank's start and one of its windows."""
+    """The start of a rank, and one of its windows."""
 
     start: Start
     window: Window
@@ -65,7 +65,9 @@ class Block:
 
 
 def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
-    """Returns a block for each window that all `records` have, in ascending order; only every n-th if more than MAX_BLOCKS."""
+    """Returns a block for each window that all `records` have, in ascending order. Skips windows at regular intervals if there
+    are more than MAX_BLOCKS.
+    """
     windows = [{(window.first, window.last): window for window in record.windows} for record in records]
     steps = [span for span in windows[0] if all(span in rank_windows for rank_windows in windows)]
     stride = max(1, math.ceil(len(steps) / MAX_BLOCKS))
@@ -83,7 +85,7 @@ class Cause:
 
     kind: "work" if a rank works longer than its peers, "data" if all ranks wait for data. ranks: the slow rank, or all ranks.
     location: where the time is spent, as in `Window.work`. seconds: the cost in each step. usual_s: the seconds of comparable
-    work on other ranks. step_s: the duration of a step. first, last: the first and last step with this cause.
+    work on other ranks. step_s: the seconds of a step. first, last: the first and last step with this cause.
     """
 
     kind: str
@@ -98,7 +100,9 @@ class Cause:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The result of `judge`, the worst cause first. no_cause_reason: why no rank can be judged, or ""."""
+    """The result of `judge`. causes: the worst cause first. blocks: the examined blocks. no_cause_reason: why no rank can be
+    judged, or "".
+    """
 
     causes: tuple[Cause, ...]
     blocks: tuple[Block, ...]
@@ -106,8 +110,8 @@ class Judgement:
 
 
 def judge(records: Sequence[WorkRecord]) -> Judgement:
-    """Returns which ranks make others wait, or whether all ranks wait for data. records: the work records of all ranks of a
-    run, in order of rank.
+    """Returns which ranks make other ranks wait, or whether all ranks wait for data. records: the work records of all ranks of
+    a run, in order of rank.
     """
     if not records:
         return Judgement((), (), "no rank has recorded a step")
@@ -158,7 +162,7 @@ def _find_slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
 MAX_RATIO = 1.5  # a rank may work longer than comparable ranks by this factor without being slow
 
 MAX_OTHER_STAGE_RATIO = 3.0
-"""The same factor in comparisons with ranks of other stages, which have other layers and neighbours."""
+"""The factor of `MAX_RATIO` for comparisons with ranks of other stages, which have other layers and neighbours."""
 
 _COMMON_LOCATIONS = frozenset({Location.DATA, Location.BETWEEN, Location.EVALUATION})
 """The locations at which all ranks do comparable work."""
@@ -167,7 +171,7 @@ _CHUNK_PREFIXES = "FBIW"  # F, B, I and W: locations that start with these lette
 
 
 class Excess(NamedTuple):
-    """Work that takes `seconds` longer in each step than comparable work, which takes `usual_s` seconds."""
+    """Work at `location` that takes `seconds` longer in each step than comparable work, which takes `usual_s` seconds."""
 
     location: str
     seconds: float
@@ -192,7 +196,7 @@ def find_excesses(block: Block, rank: int) -> list[Excess]:
 
 
 def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess | None:
-    """Returns the excess of the time of `own` at `location` over that of comparable ranks in `others`; None without one."""
+    """Returns the excess of `own` at `location` over comparable ranks in `others`, or None if it does not work longer."""
     own_spread, ratio = own.window.work[location], MAX_RATIO
     peers = [work for work in others if location in _COMMON_LOCATIONS or work.start.stage == own.start.stage]
     if not peers and (location[0] in _CHUNK_PREFIXES or location in (Location.UPDATE, Location.MESSAGES)):
@@ -213,7 +217,9 @@ def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess
 
 
 def _build_rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) -> Cause:
-    """Returns the cause for `rank` at the location of its largest excess. slow_blocks: the blocks with excesses."""
+    """Returns the cause for `rank` at the location with its largest total excess. slow_blocks: the blocks and
+    their excesses.
+    """
     steps = sum(block.num_steps for block, _ in slow_blocks)
     locations, usual = defaultdict[str, float](float), defaultdict[str, float](float)
     for block, excesses in slow_blocks:
@@ -259,7 +265,7 @@ def _covers_most(subset: Sequence[Block], blocks: Sequence[Block]) -> bool:
 
 MIN_SHOWN_S = 5e-5  # shorter times are not shown
 
-_LOCATIONS: dict[str, str] = {
+_LOCATIONS: dict[str, str] = {  # descriptions of the locations that are not actions
     Location.DATA: "wait for data",
     Location.BEGINNING: "beginning of the step",
     Location.MESSAGES: "start of messages to other stages",
@@ -269,7 +275,7 @@ _LOCATIONS: dict[str, str] = {
     Location.BETWEEN: "time between steps (metrics, checkpoints, listeners)",
     Location.EVALUATION: "evaluation",
 }
-_REMEDIES: dict[str, str] = {
+_REMEDIES: dict[str, str] = {  # remedies by location; that of "F" is for all other locations
     "F": "check the machine of that rank (other processes, clock, temperature), and the share of the layers in its stage",
     Location.DATA: "check the storage of its data and the dataset's `__getitem__`: one thread reads one batch ahead",
     Location.UPDATE: "check the optimizer and its hooks on that rank",

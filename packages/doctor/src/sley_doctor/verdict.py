@@ -44,8 +44,8 @@ the queue of the exchange itself.
 
 @dataclass(frozen=True)
 class Divergence:
-    """How ranks diverged. ranks: the ranks that differ from the majority; empty if there is no majority. exchanges:
-    the exchanges that differ, the likeliest cause first. description: a sentence for users.
+    """How ranks diverged. ranks: the ranks that differ from the majority; empty if there is no majority. exchanges: the
+    exchanges that differ, first the one that is most likely the cause. description: a sentence for users.
     """
 
     kind: DivergenceType
@@ -56,7 +56,7 @@ class Divergence:
 
 def find_divergence(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
     """Returns how the ranks diverged: they started different exchanges, or they wait for each other in different exchanges.
-    Returns None if they did neither. by_rank: the reports by rank.
+    Returns None if neither is the case. by_rank: the reports by rank.
     """
     return _find_mismatch(by_rank) or _find_missing_start(by_rank)
 
@@ -94,7 +94,7 @@ def find_late_ranks(report: FaultReport, by_rank: Mapping[int, FaultReport]) -> 
 
 
 def _find_mismatch(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns the divergence at the first position with different exchanges, or None. Tries queues with waits first."""
+    """Returns the divergence at the first position with different exchanges, or None. Examines queues with waits first."""
     awaited_queues = [
         _READ_QUEUE_PATTERN.sub("", report.wait.exchange.queue) for report in by_rank.values() if report.wait is not None
     ]
@@ -151,7 +151,9 @@ def _describe_mismatch(
 
 
 class _LateExchange(NamedTuple):
-    """A wait of `rank`. num_started: the number of ranks with reports that have started the exchange."""
+    """The exchange in which `rank` waits. num_started: the number of ranks with reports that have started it. late_ranks: the
+    ranks with reports that have not.
+    """
 
     num_started: int
     rank: int
@@ -160,7 +162,9 @@ class _LateExchange(NamedTuple):
 
 
 def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns a divergence if ranks wait in an exchange that ranks waiting elsewhere have not started, else None."""
+    """Returns a divergence if a rank waits in an exchange that other ranks, which wait elsewhere, have not
+    started; else None.
+    """
     late_exchanges = sorted(_find_late_exchanges(by_rank), key=lambda late_exchange: late_exchange[:2])
     if not late_exchanges:
         return None
@@ -200,7 +204,7 @@ def _find_message_cycle(late_exchanges: Sequence[_LateExchange]) -> list[_LateEx
 
 
 def _find_late_exchanges(by_rank: Mapping[int, FaultReport]) -> Iterator[_LateExchange]:
-    """Yields, for each waiting rank, its exchange and the late ranks of that exchange, if they wait in other exchanges."""
+    """Yields the exchange of each waiting rank for which other ranks are late, because they wait in other exchanges."""
     for rank, report in by_rank.items():
         late = [member for member in find_late_ranks(report, by_rank) if member in by_rank and by_rank[member].wait is not None]
         if report.wait is not None and late:
@@ -211,7 +215,7 @@ def _find_late_exchanges(by_rank: Mapping[int, FaultReport]) -> Iterator[_LateEx
 
 
 RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"
-"""The states of a run in addition to the outcomes in a summary: finished, interrupted, failed."""
+"""States of a run besides the outcomes in its summary, which are finished, interrupted and failed."""
 
 RECENT_S = 60.0  # a run that wrote files more recently may be active on another host, where its lock is not seen
 MAX_CLOCK_DIFFERENCE_S = 2.0  # the largest difference between the clocks of hosts; a restart takes longer
@@ -290,18 +294,18 @@ def describe_state(state: RunState, now: float) -> str:
     return f"the run has ended: {state.state}; {progress}"
 
 
-_MAX_MESSAGE = 240  # characters of an error message that are shown; messages from C++ can be very long
+_MAX_MESSAGE = 240  # the number of characters after which an error message is cut, since some are very long
 
 _SHARED_CODES = frozenset(
     {"collective-failed", "ranks-differ", "stages-differ", "boundary-mismatch", "group-failed", "start-failed"}
 )
 """Codes of errors that another rank may have caused."""
 
-_EXPECTED_EXIT_CODES = frozenset(
+_EXPECTED_EXIT_CODES = frozenset(  # the exit codes of ranks that the launcher or the user has stopped
     {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNING_SIGNALS), -signal.SIGTERM, -signal.SIGINT}
 )
-_ABORT_CODE = -signal.SIGABRT
-_STUCK = "stuck"
+_ABORT_CODE = -signal.SIGABRT  # the exit code of a process that native code aborted
+_STUCK = "stuck"  # the kind of a report of a rank that could not end when asked to
 
 _SLOW_REMEDY = "check that code; if it is only slow, set a longer `[limits] collective_timeout_s`"
 _STOPPED_REMEDY = "the cause is outside of the run: a user, a debugger, a batch system that suspends jobs; start the run again"
@@ -319,9 +323,9 @@ _UNKNOWN_REMEDY = "check the machine of that rank; the report of every rank is i
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why an attempt failed. kind: a keyword for the cause. cause: a sentence. ranks: the ranks at fault; empty if
-    unknown, for example if two ranks differ and either may be wrong. exchanges: the exchanges that failed, the likeliest cause
-    first. step: the optimizer step, from 1; 0 if unknown. action, layer: where the rank was in the step; "" if unknown.
+    """Why an attempt failed. kind: a keyword for the cause. cause: a sentence. ranks: the ranks at fault; empty if unknown, for
+    example if two ranks differ and either may be wrong. exchanges: the exchanges that failed, first the one that is most likely
+    the cause. step: the optimizer step, from 1; 0 if unknown. action, layer: where the rank was in the step; "" if unknown.
     """
 
     kind: str
@@ -348,7 +352,9 @@ def find_verdict(reports: AttemptReports) -> Verdict:
 
 
 def _find_error_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict on the rank that first raised an error that no other rank caused; None without one."""
+    """Returns the verdict on the first rank that raised an error that no other rank caused; None if there is no
+    such rank.
+    """
     errors = [report for report in by_rank.values() if report.kind != _STUCK and report.code not in _SHARED_CODES]
     if not errors:
         return None
@@ -361,7 +367,9 @@ def _find_error_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _find_launch_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
-    """Returns the verdict on a rank without a report that was killed, exited, or did not respond to its launcher; or None."""
+    """Returns the verdict on a rank without a report that was killed, exited, or did not respond to its launcher. Returns None
+    if there is no such rank.
+    """
     if launch is None:
         return None
     codes = {
@@ -384,7 +392,7 @@ def _find_launch_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchRepor
 
 
 def _find_busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict on a rank that was stuck outside any exchange; None without one."""
+    """Returns the verdict on a rank that was stuck outside any exchange, or None if there is no such rank."""
     for report in by_rank.values():
         if report.kind == _STUCK and report.wait is None:
             cause = f"rank {report.rank} did not reach the others: {report.message}"
@@ -393,6 +401,7 @@ def _find_busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _find_divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict on ranks that have diverged (`find_divergence`), or None if they have not."""
     divergence = find_divergence(by_rank)
     if divergence is None:
         return None
@@ -406,7 +415,9 @@ def _find_divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | No
 
 
 def _find_missing_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict on a rank that others waited for and that left no report; None without one."""
+    """Returns the verdict on a rank that left no report while other ranks waited for it, or None if there is no
+    such rank.
+    """
     for rank in (rank for report in by_rank.values() for rank in find_late_ranks(report, by_rank)):
         if rank not in by_rank:
             cause = f"rank {rank} left no report: it was killed or stopped, or its machine is down"
@@ -424,9 +435,9 @@ def _build_fallback_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict:
 
 
 def _build_peer_verdict(rank: int, cause: str, kind: str, remedy: str, by_rank: Mapping[int, FaultReport]) -> Verdict:
-    """Returns a verdict of type `kind` on `rank`, with the exchanges in which other ranks waited for it."""
+    """Returns a verdict of kind `kind` on `rank`, with the exchanges in which other ranks waited for it."""
     waiting = [report for report in by_rank.values() if report.wait is not None and rank in report.wait.exchange.ranks]
-    # Exchanges with few members come first, since they say more than one with all ranks, such as the last of a step.
+    # Exchanges with few members come first. An exchange of all ranks, such as the last of a step, says less about the cause.
     waiting.sort(key=lambda report: (len(report.wait.exchange.ranks) if report.wait else 0, report.time))
     if not waiting:
         return Verdict(kind, cause, (rank,), remedy)
@@ -438,6 +449,7 @@ def _build_peer_verdict(rank: int, cause: str, kind: str, remedy: str, by_rank: 
 
 
 def _add_position(report: FaultReport, verdict: Verdict) -> Verdict:
+    """Returns `verdict` with the step, action and layer of `report`."""
     return replace(verdict, step=report.step, action=report.pending, layer=report.layer)
 
 

@@ -1,16 +1,16 @@
 """Writes and reads the record of each rank's work and waits, from which `train-cli doctor` and `train-cli report` find slow
-ranks. It is one file of JSON lines per rank, in the folder `work` of the run. Imports no torch unless a run is recorded.
+ranks. Each rank has a file of JSON lines in the folder `work` of the run. Imports no torch unless a run is recorded.
 
 rank-1.jsonl      a start, then one window of steps per line; another start if the run was started again
 
     entered F0.0 ──> waited ──> entered B0.0 ... ──> entered "the beginning of the step" ──> a sample
     samples ──> after a while a window
 
-Work is the time between two entries of the action list, without waits for other ranks. Recording an entry takes two reads of a
-dict and one of the clock; all else is computed when a window ends. A window has a twentieth of the steps so far, but at least 8
-and at most 256. So all ranks have windows of the same steps, and a million steps have about 4,000 windows.
+Work is the time between two entries of the action list, without waits for other ranks. To record an entry takes two reads of a
+dict and one of the clock; everything else is computed when a window ends. A window has a twentieth of the steps so far, but at
+least 8 and at most 256. So all ranks have windows of the same steps, and a million steps have about 4,000 windows.
 
-Times are measured on the host. On CUDA they are the times to launch the kernels of an action, not to run them.
+Times are measured on the host. On CUDA, they include the launches of the kernels of an action, but not the runs of the kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
 
-FORMAT = 2  # the version of these files; files of other versions are not read
+FORMAT = 2  # the version of the files of records; starts of other versions are not read
 
 
 class Location(StrEnum):
@@ -61,20 +61,20 @@ class Location(StrEnum):
 
 
 class Spread(NamedTuple):
-    """The quartiles of a quantity over steps."""
+    """The lower quartile, the median and the upper quartile of a quantity over steps."""
 
     low: float
     median: float
     high: float
 
 
-ZERO_SPREAD = Spread(0.0, 0.0, 0.0)
+ZERO_SPREAD = Spread(0.0, 0.0, 0.0)  # for work that a rank does not do
 
 
 @dataclass(frozen=True)
 class Window:
-    """The measurements of steps `first` to `last`; the first step of a run is 1. time: when the window was written, in
-    seconds since the epoch. seconds: the duration of a step.
+    """The measurements of steps `first` to `last`; the first step of a run is 1. time: when the window was written, in seconds
+    since the epoch. seconds: the duration of a step.
 
     work: seconds of work per step by location, without waits for other ranks. The location of an action is its kind and chunk:
     `F0` is the forward of chunk 0, over all microbatches. waits: seconds per step in which the host waits for other ranks.
@@ -105,7 +105,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a rank. time: seconds since the epoch. trained: the number of elements in its trainable weights."""
+    """The start of a rank in a run of `world` ranks. time: seconds since the epoch. device: "cpu" or "cuda". trained: the
+    number of elements in its trainable weights.
+    """
 
     rank: int
     world: int
@@ -119,7 +121,7 @@ class Start:
 
 @dataclass(frozen=True)
 class WorkRecord:
-    """The record of one rank since its last start; `windows` are in ascending order."""
+    """The record of one rank since its last start. windows: in ascending order of steps."""
 
     start: Start
     windows: Sequence[Window]
@@ -132,7 +134,7 @@ def format_line(entry: Start | Window) -> str:
 
 
 def read_records(run_folder: Path) -> list[WorkRecord]:
-    """Returns the records of all ranks of the newest start, in order of rank, without ranks that only earlier starts had. Skips
+    """Returns the records of all ranks of the newest start, in order of rank. Omits ranks that only earlier starts had, and
     damaged lines. Raises OSError if a file cannot be read.
     """
     root = run_folder / WORK
@@ -146,8 +148,8 @@ def read_records(run_folder: Path) -> list[WorkRecord]:
 
 
 def read_record(path: Path) -> WorkRecord | None:
-    """Returns a rank's record since its last start, or None if the file has no start. Leaves out windows that a resumed run has
-    repeated. Raises OSError if the file cannot be read.
+    """Returns a rank's record since its last start, or None if the file has no start. Omits windows whose steps a resumed run
+    has repeated. Raises OSError if the file cannot be read.
     """
     start: Start | None = None
     windows: list[Window] = []
@@ -166,6 +168,7 @@ _STARTS, _WINDOWS = TypeAdapter(Start), TypeAdapter(Window)
 
 
 def _parse_lines(lines: Iterable[bytes]) -> Iterator[Start | Window]:
+    """Yields the starts and windows in `lines`. Skips damaged lines, and starts of other format versions."""
     for line in lines:
         try:
             content = json.loads(line)
@@ -185,8 +188,8 @@ MIN_WINDOW_STEPS, MAX_WINDOW_STEPS = 8, 256  # limits of that number; quartiles 
 @contextmanager
 def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> Iterator[None]:
     """Records the steps of a run in the run's folder `folder` within the block. Ranks do not wait for each other. feed: the
-    feed that steps wait for, or None. notes: the run's notes, with a new one if the file cannot be written, which ends
-    recording.
+    feed that steps wait for, or None. notes: the run's notes. If the file cannot be written, recording ends, and a note says
+    so.
     """
     start = Start(
         parts.world.rank,
@@ -259,13 +262,15 @@ class WorkRecorder:
             self._end_step(time_s, was_taken=previous_location in (Location.BETWEEN, Location.EVALUATION))
 
     def on_wait(self, turn: Turn, since: float) -> None:
-        """Records the end of a wait in an exchange. since: when the wait began, by `time.perf_counter`."""
+        """Records the end of a wait in an exchange. since: the start of the wait by `time.perf_counter`, in seconds."""
         seconds = time.perf_counter() - since
         self._entry_start += seconds
         self._wait_s += seconds
 
     def _end_step(self, time_s: float, *, was_taken: bool) -> None:
-        """Adds the sample of the previous step, if it was completed (`was_taken`), and starts the sample of the next step."""
+        """Adds a sample of the previous step if the step was completed (`was_taken`), and begins to measure the
+        next step.
+        """
         if was_taken and self._step:
             data_s = min(self._feed.wait_s if self._feed else 0.0, self._work_s[Location.BETWEEN])
             self._work_s[Location.BETWEEN] -= data_s
@@ -281,7 +286,7 @@ class WorkRecorder:
         self._step_start = time_s
 
     def _write(self) -> None:
-        """Writes the samples since the last window as a window. Does nothing without samples."""
+        """Writes all samples since the last window as a new window. Does nothing if there are none."""
         if not self._samples:
             return
         seconds, waits, works = zip(*self._samples, strict=True)
@@ -294,7 +299,7 @@ class WorkRecorder:
 
 
 def _find_location(entry: object) -> str:
-    """Returns the location of an entry: the kind and chunk of an action, MESSAGES for a transfer, else EVALUATION."""
+    """Returns the location of an entry: the kind and chunk of an action, MESSAGES for a transfer, EVALUATION for others."""
     if isinstance(entry, Action):
         return f"{entry.kind.value}{entry.chunk}"
     return Location.MESSAGES if isinstance(entry, Transfer) else Location.EVALUATION
@@ -307,7 +312,7 @@ def compute_quartiles(values: Iterable[float]) -> Spread:
 
 
 class WorkFile:
-    """Appends lines to a file until a write fails, which adds the reason to `notes`.
+    """Appends lines to a file. If a write fails, adds the reason to `notes`, and writes no more.
 
     The file is created with its first line, so a run that fails earlier leaves a folder that the next run may use.
     """
@@ -318,7 +323,7 @@ class WorkFile:
         self._is_over = False
 
     def write(self, text: str) -> None:
-        """Appends `text`, which is a line with its line break."""
+        """Appends `text`, a line with its line break. The first call also writes the start."""
         if self._is_over:
             return
         try:

@@ -18,7 +18,9 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 
 @dataclass(eq=False)
 class _Block:
-    """A block of host memory, divided into slots. counters: they include its bytes. num_free: the number of unused slots."""
+    """A block of host memory, divided into slots. counters: count its bytes, if not None. num_free: the number of
+    unused slots.
+    """
 
     memory: HostMemory
     counters: Moved | None
@@ -27,6 +29,8 @@ class _Block:
 
 
 class _Slot(NamedTuple):
+    """A part of `block`. size: the bytes that were requested when the block was allocated. memory: uint8 [size]."""
+
     size: int
     memory: Tensor
     block: _Block
@@ -37,10 +41,11 @@ class HostArena:
     from it is in flight, if the next copy that writes to it runs after that copy.
 
     allocate_host: allocates page-locked memory of a number of bytes. wait_for_copies: blocks the host until all copies so far
-    are done; called before memory is freed. max_locked_bytes: memory beyond it is pageable, with one warning. max_waste: the
-    largest ratio of a reused slot's size to the size of the request. frees_unused: whether a new block first frees unused ones;
-    otherwise only `trim` does. num_bytes: the bytes of all blocks, in whole pages. num_lent_bytes, max_lent_bytes: the bytes of
-    used slots, now and at most. num_allocations: the number of blocks allocated so far.
+    are done; called before memory is freed. max_locked_bytes: memory beyond this limit is pageable, with one warning.
+    max_waste: the largest ratio of a reused slot's size to the size of the request. frees_unused: whether the arena frees
+    unused blocks before it allocates a new block; otherwise only `trim` does. num_bytes: the bytes of all blocks, in whole
+    pages. num_lent_bytes, max_lent_bytes: the bytes of used slots, now and at most. num_allocations: the number of blocks
+    allocated so far.
     """
 
     def __init__(
@@ -77,15 +82,15 @@ class HostArena:
         return [slot.memory[:size] for slot, size in zip(slots, sizes, strict=True)]
 
     def release(self, memory: Tensor) -> None:
-        """Releases memory that `allocate` returned."""
+        """Makes the slot of `memory`, which `allocate` returned, available again."""
         slot = self._used_slots.pop(memory.data_ptr())
         self.num_lent_bytes -= slot.size
         slot.block.num_free += 1
         insort(self._free_slots, slot, key=attrgetter("size"))
 
     def trim(self, num_bytes: int = 0) -> int:
-        """Frees unused blocks, small ones first, until the arena has at most `num_bytes` or no unused block. Returns the number
-        of freed bytes. Waits for all copies before it frees a block.
+        """Frees unused blocks, the smallest first, until the arena has at most `num_bytes` or no unused block. Returns the
+        number of freed bytes. Waits for all copies before it frees the first block.
         """
         unused_blocks = [block for block in self._blocks if block.num_free == block.num_slots]
         unused_blocks.sort(key=lambda block: block.memory.num_bytes)
@@ -125,7 +130,7 @@ class HostArena:
         return [_Slot(size, block.memory.data[start : start + size], block) for start, size in zip(starts, sizes, strict=False)]
 
     def _allocate_memory(self, num_bytes: int) -> HostMemory:
-        """Returns new memory, page-locked within the limit. Warns the first time that the limit does not suffice."""
+        """Returns new memory, page-locked if the limit allows it. Warns the first time that the limit does not."""
         num_locked_bytes = num_bytes + sum(block.memory.num_bytes for block in self._blocks if block.memory.is_locked)
         if num_locked_bytes <= self._max_locked_bytes:
             return self._allocate_host(num_bytes)
@@ -140,6 +145,7 @@ class HostArena:
         return HostMemory(num_bytes, lock=False)
 
     def _count_bytes(self, difference: int, counters: Moved | None) -> None:
+        """Adds `difference` to the bytes of the arena and of `counters`."""
         self.num_bytes += difference
         if counters is not None:
             counters.host_bytes += difference

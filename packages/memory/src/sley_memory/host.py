@@ -36,7 +36,7 @@ from sley_memory.arena import HostArena
 from sley_memory.plugin import HostConfig, match_layers
 
 _MAX_WASTE = 1.25
-"""The largest ratio of a reused slot's size to that of a request. Sizes of requests differ from step to step."""
+"""The largest ratio of a reused slot's size to the size of a request. Requests in different steps have different sizes."""
 
 
 class TensorGeometry(NamedTuple):
@@ -58,10 +58,10 @@ def _get_geometry(tensor: Tensor) -> TensorGeometry:
 
 
 class OffloadedStorage:
-    """A storage that is copied to the host once, in full, for all saved tensors in it. Only their handles own this object;
-    autograd drops these with the saved tensors, and the last one releases the host memory. The copy starts only after the
-    layer's forward. Tensors may share a storage without sharing a version counter (`unsafe_chunk`, `.data`), so the layer may
-    write to one after it has saved another. is_sent: whether the copy has started.
+    """A storage that is copied to the host once, in full, for all saved tensors in it. Only their handles own this object.
+    Autograd drops the handles with the saved tensors, and the last handle releases the host memory. The copy starts only after
+    the layer's forward: tensors may share a storage without sharing a version counter (`unsafe_chunk`, `.data`), so the layer
+    may write to one of them after it has saved another. is_sent: whether the copy has started.
     """
 
     def __init__(self, tensor: Tensor, arena: HostArena, stream: CopyStream) -> None:
@@ -90,7 +90,7 @@ class OffloadedStorage:
         return self._source is not None
 
     def has_contents_of(self, tensor: Tensor) -> bool:
-        """Returns whether the host copy has, or will have, the present contents of `tensor`."""
+        """Returns whether the host copy has, or will have, the present contents of `tensor`, a view of the storage."""
         if not self.is_sent:
             return True
         version, geometry = version_of(tensor), _get_geometry(tensor)
@@ -134,7 +134,9 @@ class OffloadedStorage:
         return [handle for reference in self._handles if (handle := reference()) is not None]
 
     def fetch(self) -> bool:
-        """Starts to copy the storage back if it is away, and returns whether it was."""
+        """Starts to copy the storage back if its device memory is released and no copy back has started. Returns whether it
+        did.
+        """
         if self._source is not None or self._fetched is not None:
             return False
         with torch.inference_mode(False), torch.no_grad():
@@ -146,7 +148,9 @@ class OffloadedStorage:
         return True
 
     def storage(self) -> torch.UntypedStorage:
-        """Returns the storage on the device, and makes later device work wait for its contents. It must not be away."""
+        """Returns the storage on the device, and makes later device work wait for its contents. Call `fetch` first if it is
+        away.
+        """
         if self._source is not None:
             return self._source
         assert self._fetched is not None, "used before it was fetched"
@@ -173,6 +177,7 @@ class SavedTensorHandle:
         self._fault = ""
 
     def sum_bits(self) -> None:
+        """Sums the tensor's bits on the device, so that `_check` finds later writes."""
         assert self._saved is not None, "bits summed after the release"
         self._bits = sum_of_bits(self._saved[0])
 
@@ -184,7 +189,8 @@ class SavedTensorHandle:
 
     def tensor(self) -> Tensor:
         """Returns the saved tensor, a view of the storage on the device, which must not be away. Raises RunError
-        `saved-in-place` if it was written before its release or, after `sum_bits`, through another owner of the storage.
+        `saved-in-place` if the tensor was written before its release or, after `sum_bits`, through another owner of the
+        storage.
         """
         if self._saved is not None:
             self._check(self._saved[0])
@@ -202,7 +208,9 @@ class SavedTensorHandle:
             return empty.set_(storage, self.offset, self.shape, self.stride)
 
     def _check(self, tensor: Tensor) -> None:
-        """Records a fault if `tensor`, the saved one, was written. Waits for the device if `sum_bits` was called."""
+        """Records a fault if `tensor`, which has the saved memory, was written. Waits for the device if
+        `sum_bits` was called.
+        """
         if self._saved is not None and version_of(tensor) != self._saved[1]:
             self._fault = "since its forward saved it"
         elif self._bits is not None:
@@ -212,7 +220,7 @@ class SavedTensorHandle:
 
 
 class KeptTensor:
-    """Replaces a saved tensor that stays on the device, without its history, which would keep the graph alive."""
+    """Replaces a saved tensor that stays on the device. Drops the tensor's history, which would keep the graph alive."""
 
     __slots__ = ("_tensor", "_version", "layer")
 
@@ -224,7 +232,7 @@ class KeptTensor:
         self._version = None if is_wrapped else version_of(tensor)
 
     def tensor(self) -> Tensor:
-        """Returns the tensor. Raises RunError `saved-in-place` if it was written, which autograd does not check."""
+        """Returns the tensor. Raises RunError `saved-in-place` if it was written since it was saved."""
         if self._version is not None and version_of(self._tensor) != self._version:
             raise build_written_error(self.layer)
         return self._tensor
@@ -238,7 +246,9 @@ def build_written_error(layer: str, fault: str = "since its forward saved it") -
 
 
 class AddressRanges:
-    """The address ranges of the storages of `tensors`. `address in ranges` tests an address."""
+    """The address ranges of the storages of `tensors`. The test `address in ranges` returns whether a range contains an
+    address.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
@@ -308,18 +318,20 @@ class HostActivations(ActivationPolicy):
         self._permanent_addresses = AddressRanges([*buffers, *(param.parameter for param in self._parts.registry)])
 
     def detach(self) -> None:
-        """Releases the device memory of storages that are leaving, and frees unused host memory."""
+        """Releases the device memory of storages whose copies are in flight, and frees unused host memory."""
         if self._parts is not None:
             self._release_leaving_storages()
             self._last_calls.clear()
             self.arena.trim()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Returns the blocks of host memory as (name, uint8 tensor); none before `attach`."""
+        """Yields each block of host memory as (name, uint8 tensor). Yields nothing before `attach`."""
         return iter(()) if self._parts is None else self.arena.named_tensors()
 
     def counts(self) -> Mapping[str, float]:
-        """Returns counts of moved, fetched and over-budget bytes, and of host memory; none before `attach`."""
+        """Returns numbers of moved, fetched and over-budget bytes, and of bytes of host memory, by name. Returns {} before
+        `attach`.
+        """
         if self._parts is None:
             return {}
         return {
@@ -392,7 +404,7 @@ class HostActivations(ActivationPolicy):
         return address not in self._permanent_addresses and address not in pool_addresses
 
     def _fits_budget(self, tensor: Tensor) -> bool:
-        """Returns whether the storage of `tensor` fits into the host budget, or else counts its bytes."""
+        """Returns whether the storage of `tensor` fits into the host budget. If it does not, counts its bytes."""
         num_bytes, budget = tensor.untyped_storage().nbytes(), self.config.budget_bytes
         if budget is None or self.arena.num_lent_bytes + round_up(num_bytes, PAGESIZE) <= budget:
             return True
@@ -400,8 +412,8 @@ class HostActivations(ActivationPolicy):
         return False
 
     def _unpack(self, packed: SavedTensorHandle | KeptTensor | Tensor) -> Tensor:
-        """Returns the saved tensor on the device, as often as autograd asks, and fetches its storage if it is still away.
-        Raises RunError `saved-in-place` if the tensor was written since autograd saved it.
+        """Returns the saved tensor on the device, as often as autograd asks. Fetches its storage if it is still away. Raises
+        RunError `saved-in-place` if the tensor was written since autograd saved it.
         """
         if isinstance(packed, Tensor):
             return packed
@@ -422,15 +434,15 @@ class HostActivations(ActivationPolicy):
                     tensor.register_hook(fetch)  # type: ignore[no-untyped-call]
 
     def _fetch(self, storage: OffloadedStorage) -> bool:
-        """Starts to fetch a storage if it is away, and returns whether it was."""
+        """Starts to fetch a storage if it is away. Returns whether it was away."""
         is_away = storage.fetch()
         if is_away:
             self._totals["fetched_bytes"] += storage.num_bytes
         return is_away
 
     def _send_storages(self, call: LayerCall) -> None:
-        """Starts the copies of the storages of `call`, and releases the storages whose copies are done. In the first step, all
-        are released after the next layer, to detect its writes.
+        """Starts the copies of the storages of `call`. If they are done at once, releases the storages, except in the first
+        step, which releases them after the next layer, to detect that layer's writes.
         """
         storages = call.list_live_storages()[::-1]
         for storage in storages:
@@ -443,7 +455,9 @@ class HostActivations(ActivationPolicy):
             self._release_leaving_storages()
 
     def _release_leaving_storages(self) -> None:
-        """Releases all leaving storages. Makes later device work, which may reuse their memory, wait for the copies."""
+        """Releases all storages whose copies have started. Makes later device work, which may reuse their memory, wait for the
+        copies.
+        """
         while self._leaving_storages:
             event, storages = self._leaving_storages.popleft()
             event.hold_device()
@@ -452,5 +466,5 @@ class HostActivations(ActivationPolicy):
 
 
 def _wrap_kept(tensor: Tensor, layer: str) -> KeptTensor | Tensor:
-    # A trainable leaf has no history.
+    """Returns a `KeptTensor` for `tensor`, or `tensor` itself if it is a trainable leaf, which has no history."""
     return tensor if tensor.is_leaf and tensor.requires_grad else KeptTensor(tensor, layer)

@@ -1,4 +1,4 @@
-"""Movers, each of which offloads and onloads one part of a run's memory, or one bucket of optimizer states.
+"""Defines movers. Each offloads and onloads one part of a run's memory, or one bucket of optimizer states.
 
         offload                                onload
 HERE ────────────> LEAVING ──────────> AWAY ────────────> COMING ────────> HERE
@@ -55,8 +55,8 @@ def reserve_segment(sizes: Iterable[int], device: torch.device) -> None:
 
 def merge_small(storages: Sequence[StorageEntry], max_bytes: int) -> list[StorageEntry]:
     """Merges small storages of one tensor each into storages of up to `max_bytes`, and returns all resulting storages. This
-    makes copies faster: a few hundred bytes take as long as 200 KB. The tensor objects stay the same. A tensor with other views
-    keeps its storage, since the views would refer to the old memory. All memory must be on the device.
+    makes copies faster, since a few hundred bytes take as long as 200 KB. The tensor objects stay the same. A tensor with other
+    views keeps its storage, since the views would refer to the old memory. All memory must be on the device.
     """
     small = [storage for storage in storages if _is_mergeable(storage)]
     small_ids = {id(storage) for storage in small}
@@ -116,7 +116,9 @@ class Streams:
 
 
 class TimedCopies(NamedTuple):
-    """Copies in flight in one direction: the event after them, their start by `time.perf_counter`, and their total size."""
+    """Copies in flight in one direction. end: the event after them. start_s: their start by `time.perf_counter`. num_bytes:
+    their total size.
+    """
 
     end: CopyEvent
     start_s: float
@@ -163,7 +165,9 @@ class Mover:
         """Blocks the host until copies in flight are done."""
 
     def host(self) -> Mapping[int, Tensor]:
-        """Returns the host copies, uint8 [bytes], of storages that are not here, by `storage_id`. Waits for the copies."""
+        """Returns the host copies, uint8 [bytes], of the storages that are not on the device, by `storage_id`. Waits for the
+        copies.
+        """
         return {}
 
     def close(self) -> None:
@@ -192,7 +196,9 @@ class GradientMover(Mover):
 
 
 class PoolMover(Mover):
-    """Frees unused memory with `trim`, which returns its size in bytes. Its owner allocates it again when needed."""
+    """Frees unused memory of pools by a call of `trim`, which returns the number of freed bytes. The pools allocate it again
+    when they need it.
+    """
 
     def __init__(self, trim: Callable[[], int], counters: Moved) -> None:
         super().__init__(counters)
@@ -314,7 +320,9 @@ class HostCopyMover(Mover):
         return {storage_id(storage.memory): host for storage, host in self._offloaded}
 
     def _start_move(self, target: Where, start_s: float, num_bytes: int) -> None:
-        """Sets the location to `target`, with copies of `num_bytes` in flight. Ends the move if they are already done."""
+        """Sets the location to `target` while copies of `num_bytes` bytes are in flight. Ends the move if they are already
+        done.
+        """
         stream = self._streams.to_host if target is Where.LEAVING else self._streams.to_device
         self._where, self._copies = target, TimedCopies(stream.record(), start_s, num_bytes)
         self.where  # noqa: B018  # ends a synchronous copy now, so that its time is right
@@ -329,8 +337,8 @@ class HostCopyMover(Mover):
             self.require()
 
     def _allocate_copies(self) -> list[StorageCopy]:
-        """Returns each resizable storage with its host memory, which is allocated for new storages, and released for those that
-        no longer exist or have another size. Warns about the first storage that is not resizable.
+        """Returns each resizable storage with its host memory. Allocates host memory for new storages. Releases the host memory
+        of storages that no longer exist or have another size. Warns about the first storage that is not resizable.
         """
         storages = []
         for storage in self._list_storages():

@@ -1,4 +1,4 @@
-"""Offloads the parts of a run's memory that an `[[offload]]` table names, with one mover per part."""
+"""Offloads the parts of a run's memory that an `[[offload]]` table names. Each part has a mover."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,14 +81,14 @@ class BucketedStateMover(movers.Mover):
         self._is_before_first_gradient = True
 
     def _gradient_ready(self, _param: Param) -> None:
-        """Starts to onload the first bucket at the step's first gradient, while the backward continues."""
+        """Starts to onload the first bucket when the step's first gradient is ready, while the backward continues."""
         if self._is_before_first_gradient:
             self._is_before_first_gradient = False
             self._onload_bucket(0)
 
     def _step(self, params: Sequence[OptimizerParam]) -> Iterator[Sequence[OptimizerParam]]:
-        """Yields each bucket once later device work can use its states, after starting to onload the next one. When the caller
-        has updated the bucket, starts to offload its states.
+        """Yields each bucket when later device work can use its states, after it has started to onload the next bucket. After
+        the caller has updated the bucket, starts to offload its states.
         """
         # Adds buckets for new weights: all weights in the first step, and later those that were unfrozen.
         known_ids = {id(param.parameter) for bucket, _ in self._buckets for param in bucket}
@@ -115,8 +115,8 @@ class BucketedStateMover(movers.Mover):
                 states.offload()
 
     def _make_state_lister(self, bucket: Sequence[OptimizerParam]) -> movers.ListStorages:
-        """Returns a function that lists the states of a bucket's weights, with small storages merged. It leaves out states that
-        other buckets share, which must stay on the device while those are updated.
+        """Returns a function that lists the states of a bucket's weights, and merges small storages. It omits states that other
+        buckets share, since these must stay on the device while the other buckets are updated.
         """
         known_ids: set[int] = set()
         shared_ids: set[int] = set()
@@ -141,7 +141,9 @@ NUM_HOST_BUCKETS = 2
 
 
 class OptimizerBucket(NamedTuple):
-    """Parameters that are updated together, with host tensors for their gradients and for weights in the device's dtype."""
+    """Parameters that are updated together. gradients, weights: host tensors for their gradients, and for their new values in
+    the dtype of the device's weights.
+    """
 
     params: Sequence[OptimizerParam]
     gradients: Sequence[Tensor]
@@ -150,7 +152,7 @@ class OptimizerBucket(NamedTuple):
 
 class HostOptimizer(movers.Mover):
     """Keeps master weights and optimizer states on the host, and steps the optimizer there, bucket by bucket. Weights and
-    gradients stay on the device. counters: those of the two parts. All weights must have the same dtype.
+    gradients stay on the device. counters: the counters of the two parts. All weights must have the same dtype.
 
         gradients to the host   0 | 1 | 2 | ...
         optimizer on the host       0 | 1 | 2 | ...
@@ -176,7 +178,9 @@ class HostOptimizer(movers.Mover):
         parts.events.step_in_buckets = self._step
 
     def _step(self, params: Sequence[OptimizerParam]) -> Iterator[Sequence[OptimizerParam]]:
-        """Yields each bucket once its gradients are on the host, and then sends its weights. Finally waits for all copies."""
+        """Yields each bucket when its gradients are on the host. After the caller has updated it, sends its weights to the
+        device. Finally waits for all copies.
+        """
         self._build_buckets(params)
         streams = self._streams
         streams.to_host.wait_for_device()  # gradients are copied only after they are clipped
@@ -204,7 +208,7 @@ class HostOptimizer(movers.Mover):
         self._weight_copies.clear()
 
     def _fetch(self, index: int) -> movers.TimedCopies:
-        """Starts to copy the gradients of bucket `index` to the host."""
+        """Starts to copy the gradients of bucket `index` to the host, and returns the copies."""
         start_s, num_bytes = time.perf_counter(), 0
         for param, host_gradient in zip(self._buckets[index].params, self._buckets[index].gradients, strict=True):
             if param.param in self._store:
@@ -215,7 +219,9 @@ class HostOptimizer(movers.Mover):
         return movers.TimedCopies(self._streams.to_host.record(), start_s, num_bytes)
 
     def _send(self, index: int) -> None:
-        """Casts the weights of bucket `index` on the host to their dtype on the device, and starts to copy them there."""
+        """Casts the host's weights of bucket `index` to the dtype of the device's weights, and starts to copy them to the
+        device.
+        """
         bucket, _, weights = self._buckets[index]
         masters = [param.parameter.detach() for param in bucket]
         if index % NUM_HOST_BUCKETS in self._weight_copies:
@@ -255,9 +261,9 @@ class HostOptimizer(movers.Mover):
 
 class HostOffloadManager(OffloadManager):
     """Moves the parts that its table names to host memory and back. With `when = "between_steps"`, optimizer states are on the
-    device only while their weights are updated. `memory.host_optimizer` keeps them and the master weights on the host. All
-    other parts move only when the program asks. An estimate, whose tensors have no memory, does not attach the manager, which
-    then moves nothing.
+    device only while their weights are updated. `memory.host_optimizer` keeps optimizer states and master weights on the host.
+    All other parts move only when the program asks. An estimate, whose tensors have no memory, does not attach the manager,
+    which then moves nothing.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
@@ -293,6 +299,7 @@ class HostOffloadManager(OffloadManager):
             self._movers[part] = self._new_mover(part, parts, inventory, arena)
 
     def _new_mover(self, part: Part, parts: Parts, inventory: MemoryInventory, arena: HostArena) -> movers.Mover:
+        """Returns the mover for `part`."""
         assert self._streams is not None, "not attached"
         counters, bucket_bytes = self._moved[part], self.config.bucket_bytes
         if part == "gradients":
@@ -352,7 +359,7 @@ class HostOffloadManager(OffloadManager):
             self._streams.wait()  # host memory is freed with this object
 
     def _hook_layers(self) -> None:
-        """Adds hooks to every module that call `_check_layers` before a forward or `state_dict`."""
+        """Adds hooks that call `_check_layers` before each module's forward and `state_dict`. Does nothing if they exist."""
         for layer in () if self._hooks else self._layers:
             for module in layer.module.modules():
                 self._hooks.append(module.register_forward_pre_hook(lambda *_: self._check_layers(), prepend=True))
@@ -366,6 +373,7 @@ class HostOffloadManager(OffloadManager):
             self._hooks.clear()
 
     def _check_layers(self, label: str = "a layer's forward") -> None:
+        """Raises StateError `memory-away` if weights or buffers are away. label: the use of the layer, for the message."""
         for part in LAYER_PARTS:
             if part in self._movers:
                 self.require(part, label)

@@ -99,7 +99,9 @@ class HostConfig(Table):
     """Offloads saved activations of chosen layers to the host, and prefetches them for the backward."""
 
     layers: LayerSelection | None = None
-    """The number of blocks, from the first, or names and patterns (`"blocks.1*"`). All layers but first and last by default."""
+    """The number of blocks, from the first, or names and patterns (`"blocks.1*"`). By default all blocks: all layers except the
+    first and the last.
+    """
 
     min_bytes: NonNegativeInt = 65536
     """The size in bytes below which storages stay on the device, since copying them costs more than it saves."""
@@ -147,7 +149,7 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
 
 @hookimpl
 def sley_records() -> list[Record]:
-    """Returns the two activation policies and the offload managers."""
+    """Returns the records of the two activation policies and of the offload managers."""
 
     def record(name: str, config: type[OffloadConfig], **options: Any) -> OffloadManagerRecord:
         return OffloadManagerRecord(
@@ -173,7 +175,7 @@ def sley_records() -> list[Record]:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
-    """Returns the variants that a search tries. moves_every_step: whether a manager copies memory in each step."""
+    """Returns the hints for `train-cli search`: which variants to try, and which managers copy memory in each step."""
     moves_every_step = attrgetter("steps_in_buckets")
     by_call = ("weights", "masters", "optimizer_states", "gradients", "everything")
     return {

@@ -40,7 +40,9 @@ from sley_memory.plugin import SelectiveConfig, match_layers
 
 
 class AttentionResults:
-    """The attention results of one call of a layer, in order, for all its backwards. None is a result to recompute."""
+    """The attention results of one call of a layer, in order, for all its backwards. A result is None if it must
+    be recomputed.
+    """
 
     def __init__(self, stats: "AttentionStats") -> None:
         self.stats = stats
@@ -67,7 +69,9 @@ class AttentionResults:
         self._results.append([(_detach(v), version_of(v)) if isinstance(v, Tensor) else (v, 0) for v in result])
 
     def mark_needed(self) -> None:
-        """Marks all results so far as needed. Called when the checkpoint saves a tensor, up to which it will recompute."""
+        """Marks all results so far as needed. It is called whenever the checkpoint saves a tensor, since a recomputation runs
+        up to it.
+        """
         self._num_needed = len(self._results)
 
     def rewind(self) -> None:
@@ -75,8 +79,8 @@ class AttentionResults:
         self._index = 0
 
     def next_result(self) -> list[Any] | None:
-        """Returns the next result, or None if it must be recomputed. Raises RunError `saved-in-place` if it was written in
-        place, and `attention-differs` if there is none.
+        """Returns the next result, or None if it must be recomputed. Raises RunError `saved-in-place` if a tensor of the result
+        was written in place, and `attention-differs` if no result is left.
         """
         if self._index == len(self._results):
             raise self._build_count_error("more often")
@@ -96,6 +100,7 @@ class AttentionResults:
             raise self._build_count_error("less often") from None
 
     def _build_count_error(self, comparison: str) -> RunError:
+        """Returns the RunError `attention-differs`. comparison: "more often" or "less often"."""
         count = len(self._results)
         return RunError(
             "attention-differs",
@@ -106,7 +111,7 @@ class AttentionResults:
 
 class AttentionStats:
     """Counts kept and recomputed attentions. num_bytes, max_bytes: the kept bytes of all microbatches in flight, now and at
-    most. total_bytes: all bytes that were ever kept.
+    most. total_bytes: the bytes of all results that were ever kept.
     """
 
     def __init__(self) -> None:
@@ -139,7 +144,7 @@ _OPERATOR_NAMES = (
 ATTENTION_OPERATORS = frozenset(
     getattr(torch.ops.aten, name).default for name in _OPERATOR_NAMES if hasattr(torch.ops.aten, name)
 )
-"""The operators of `F.scaled_dot_product_attention`, except those of its math backend, whose results are not kept."""
+"""The operators of `F.scaled_dot_product_attention`, without its math backend, whose results are not kept."""
 
 VARLEN_OPERATOR = "torch_attn::_varlen_attn"
 """The name of variable-length attention on CUDA, which torch registers at its first use."""
@@ -209,7 +214,7 @@ class _AttentionMode(TorchFunctionMode):
 
 
 def _choose_policy(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
-    """Makes torch save the results of attention operators in a compiled layer, and recompute all others."""
+    """Tells torch to save the results of attention operators in a compiled layer, and to recompute all other results."""
     is_attention = operator in ATTENTION_OPERATORS or operator.name() == VARLEN_OPERATOR
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -225,8 +230,8 @@ class SelectiveRecompute(Recompute):
         self._compiled_names: set[str] = set()
 
     def compiled_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `forward` within a checkpoint, which is compiled with it. Its backward recomputes all but the attention.
-        Returns `forward` itself if the policy does not recompute the layer `name`.
+        """Returns `forward` within a checkpoint, which is compiled with it. Its backward recomputes everything except the
+        attention. Returns `forward` itself if the policy does not recompute the layer `name`.
         """
         if name not in self.names:
             return forward
@@ -240,12 +245,16 @@ class SelectiveRecompute(Recompute):
         return layer(*args, **fields) if name in self._compiled_names else super().call(name, layer, args, fields, micro)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns the context of a layer's first forward, which keeps attention results, and that of its recomputation."""
+        """Returns a context for a layer's first forward, which keeps attention results, and one for its recomputation, which
+        uses them.
+        """
         results = AttentionResults(self.stats)
         return _AttentionMode(results, is_first_forward=True), _AttentionMode(results, is_first_forward=False)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns counts of kept and recomputed attentions and the kept bytes. Those of compiled layers are not counted."""
+        """Returns the numbers of kept and recomputed attentions, and the kept bytes, by name. Compiled layers are
+        not counted.
+        """
         return {
             "kept_bytes": self.stats.total_bytes,
             "max_kept_bytes": self.stats.max_bytes,
