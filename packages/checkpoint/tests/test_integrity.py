@@ -113,7 +113,7 @@ def test_another_model_or_optimizer_is_refused_with_both_values(texts, tmp_path)
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ((32,), r"is \[\d+, 16\] in the checkpoint and \[\d+, 32\] here"),
+        ((32,), r"has the shape \[\d+, 16\] in the checkpoint and \[\d+, 32\] here"),
         ((16, 16), "'weights/.*' is not in the checkpoint"),
         ((), "'weights/.*' is not in the model"),
     ],

@@ -112,13 +112,13 @@ def test_groups_of_a_plugin_are_there_on_all_ranks(ranks, texts):
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        ([ProcessGroupRecord("dp", ((0, 1),))], "'dp' has the name of one of core's own"),
-        ([ProcessGroupRecord("tie[0,1]", ((0, 1),))], "core's own"),
-        ([ProcessGroupRecord("a", ((0, 1),)), ProcessGroupRecord("a", ((2, 3),))], "'a' is there twice"),
-        ([ProcessGroupRecord("a", ((1, 0),))], "do not ascend"),
+        ([ProcessGroupRecord("dp", ((0, 1),))], "'dp' has an empty name, or a name that core uses"),
+        ([ProcessGroupRecord("tie[0,1]", ((0, 1),))], "a name that core uses"),
+        ([ProcessGroupRecord("a", ((0, 1),)), ProcessGroupRecord("a", ((2, 3),))], "'a' already exists"),
+        ([ProcessGroupRecord("a", ((1, 0),))], "not in ascending order"),
         ([ProcessGroupRecord("a", ((0, 1),), ())], "has no channel"),
         ([ProcessGroupRecord("a", ((0, 1), (1, 2)))], "has a rank twice"),
-        ([ProcessGroupRecord("a", ((3, 4),))], "not among the 4"),
+        ([ProcessGroupRecord("a", ((3, 4),))], "not one of the 4 ranks"),
         ([("a", ((0, 1),))], "must be a ProcessGroupRecord"),
     ],
 )

@@ -56,12 +56,11 @@ from sley_trainer.stepper import Stage, build_stage, count_layer_parameters, lis
 def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Draft | None" = None) -> Run:
     """Returns the run of `plan` on this rank of `world`. All ranks must call it.
 
-    folder: the folder for metrics and profiles; None on all ranks writes no files. draft: an unused draft of this plan for a
-    world of this size; by default a new one is built. In a fake world nothing is allocated and no data is read. On meta the run
-    can be inspected but not stepped.
+    folder: the folder for metrics and profiles; None, which all ranks must then pass, writes no files. draft: an unused draft
+    of this plan for a world of this size; None builds a new one. If `world` is simulated, no weights are allocated and no data
+    is read, and on meta the run can be inspected but not stepped.
 
-    Raises PlanError with all problems of the plan, and RunError if ranks disagree. On an error, all patches of the model are
-    undone.
+    Raises PlanError with all problems of the plan, and RunError if ranks disagree. An error undoes all patches of the model.
     """
     undo = ExitStack()  # detaches all parts from the model when the run closes
     with ExitStack() as on_error:
@@ -141,7 +140,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
 
 
 def _initialize_weights(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
-    """Initialises this rank's layers, and returns `shards` keyed by the ids of the new parameters. Raises as `HostModel`."""
+    """Initialises this rank's layers; returns `shards` keyed by the ids of the new parameters. All ranks must call it."""
     with world.all_or_none(plan.limits.collective_timeout_s), world.device.as_default():
         host, layer_names = HostModel(model), {layer.name for layer in stage.layers}
         cuts, dtype = {key: shard.cut for key, shard in shards.items()}, weight_dtypes(plan)[1]
@@ -162,7 +161,7 @@ def build_parts(
     describe_output: Callable[[int, int], Description] | None = None,
     head: HeadChunks | None = None,
 ) -> Parts:
-    """Builds the parts to which plugins are attached. describe_output, head: as in `Parts`."""
+    """Returns this rank's `Parts`, to which plugins are attached next. describe_output, head: as in `Parts`."""
     planner = plan_without_buffers if groups["stage"].size == 1 else group_by_reduce_group
     reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
     gradients = DTYPES[plan.precision.gradients]
@@ -224,7 +223,7 @@ def build_groups(plan: Plan, world: World, topology: Topology, model: Model, sta
 
 
 def list_plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
-    """Yields the entries of the plugins' process groups, in the plan's order. Raises PluginError "plugin-failed"."""
+    """Yields the plugins' process groups, in the plan's order. Raises PluginError "plugin-failed" for an invalid group."""
     owners: dict[str, Plugin] = {}
     for plugin, records in plan.call("sley_process_groups", plan=plan, topology=topology):
         for record in records:
@@ -243,25 +242,25 @@ def _group_fault(record: object, topology: Topology, owners: dict[str, Plugin]) 
         return f"{record!r} must be a ProcessGroupRecord"
     group = f"the group {record.axis!r}"
     if record.axis in AXES or record.axis.startswith("tie[") or not record.axis:
-        return f"{group} has the name of one of core's own"
+        return f"{group} has an empty name, or a name that core uses for its own groups"
     if record.axis in owners:
-        return f"{group} is there twice, once from `{owners[record.axis].name}`"
+        return f"{group} already exists; `{owners[record.axis].name}` defines it"
     members = [rank for ranks in record.ranks for rank in ranks]
     if not record.channels or any(list(ranks) != sorted(set(ranks)) for ranks in record.ranks):
-        return f"{group} has no channel, or ranks that do not ascend"
+        return f"{group} has no channel, or its ranks are not in ascending order"
     if len(members) != len(set(members)) or not set(members) <= set(range(topology.world_size)):
-        return f"{group} has a rank twice, or one that is not among the {topology.world_size} of the world"
+        return f"{group} has a rank twice, or a rank that is not one of the {topology.world_size} ranks of the world"
     return ""
 
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtypes by their names in plans."""
+"""The torch dtypes by their names in plans."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Holds the dataset, the meta model and the stage of one run, before any memory is allocated. notes: messages for the user.
-    plan_values: the plan values that only a run can determine, keyed by their path in the plan.
+    """The dataset, the model on meta and this rank's stage, which `assemble` turns into a run. model: has no allocated memory.
+    notes: messages for the user. plan_values: the plan values that only a run can determine, by their path in the plan.
     """
 
     dataset: AnyDataset
@@ -272,7 +271,7 @@ class Draft:
 
 
 def build_draft(plan: Plan, world: World) -> Draft:
-    """Builds the draft of a run. Raises PlanError. All ranks must call it together if the partition times layers."""
+    """Returns the draft of a run. All ranks must call it, and all raise PlanError or another error if it fails on any rank."""
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a data file, or the module of a factory
         num_samples = plan.run.steps * plan.batch.global_size
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train", num_samples))
@@ -289,10 +288,9 @@ def build_draft(plan: Plan, world: World) -> Draft:
 
 
 def build_meta_model(plan: Plan, info: DataInfo) -> Model:
-    """Builds the model on meta, in training mode, and freezes the parameters that the plan freezes.
-
-    Raises the same errors as `sliced_info`, `build_on_meta`, `frozen_names` and `find_head`, and PlanError
-    "sequence-positions" for a model that would count the positions of every slice from 0.
+    """Returns the model on meta, in training mode, with the parameters frozen that the plan freezes. info: the declaration of
+    the training data. Raises PlanError for any fault of the model, such as "sequence-positions" if each slice of a sequence
+    would count its positions from 0.
     """
     plan.model.load()  # imported first, so that parameters created by the import do not count as parts of the build
     if plan.adapters is not None:
@@ -314,8 +312,8 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
 
 
 def find_head(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
-    """Returns the head's chunks if the plan has `[loss] chunk_tokens`, else None. layers: all layers of the model. Raises as
-    `HeadChunks.find`.
+    """Returns the chunks in which the plan's `[loss] chunk_tokens` computes the head; None if the plan does not set it.
+    layers: all layers of the model. Raises PlanError if the head cannot be computed in chunks.
     """
     config = plan.loss.config
     if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
@@ -326,7 +324,7 @@ def find_head(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
 
 
 def weight_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtype of the working weights, and that of the weights that the optimizer updates (at least fp32)."""
+    """Returns the dtype of the weights in the forward, and of the weights that the optimizer updates (at least fp32)."""
     working = DTYPES[plan.precision.compute]
     return working, torch.promote_types(working, torch.float32)
 
@@ -334,8 +332,8 @@ def weight_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
 def describe_dtypes(plan: Plan, model: Model) -> list[str]:
     """Returns a note on the dtypes of parameters and buffers if the plan computes in a narrow dtype, else [].
 
-    Raises PlanError "precision-keep" for a pattern of `[precision] keep` that matches no parameter, and for a part that needs
-    all weights in one dtype: a handler whose result is a shard, or master weights on the host.
+    Raises PlanError "precision-keep" if a pattern of `[precision] keep` matches no parameter, or if it matches one and a part
+    needs all weights in one dtype: a gradient handler that returns shards, or an offload manager that updates on the host.
     """
     working, master = weight_dtypes(plan)
     keep = plan.precision.keep
@@ -364,8 +362,8 @@ def describe_dtypes(plan: Plan, model: Model) -> list[str]:
 
 
 def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[str]:
-    """Returns a note that names torch's kernel for the model's attention. Returns [] if `[model] attention` names no kernel of
-    torch, except for "auto" on a device other than a CPU if a module has a `head_dim`.
+    """Returns a note with the name of torch's kernel for the model's attention, if `[model] attention` names such a kernel, or
+    if it is "auto", a module has a `head_dim`, and `device` is not a CPU. Otherwise returns [].
 
     Raises PlanError "attention-kernel" if the kernel in `[model] attention` cannot compute the attention.
     """
@@ -381,7 +379,7 @@ def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[s
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD = -1, -3, 32 << 20
-"""`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's malloc.h, and the largest threshold in bytes that it accepts."""
+"""`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's malloc.h, and the largest value in bytes that the latter accepts."""
 
 _TUNING_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 """The environment variables that tune glibc's malloc."""
@@ -389,7 +387,7 @@ _TUNING_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC
 
 def keep_freed_memory() -> bool:
     """Makes glibc keep the freed memory of this process, and returns whether it does. Returns False if environment variables
-    tune malloc, or if the C library has no `mallopt`. By default glibc maps the large blocks of each step again, which causes
+    tune malloc, or if the C library has no `mallopt`. By default glibc maps large blocks again in each step, which causes
     thousands of page faults, up to 4 % of a step's time (docs/measurements.md).
     """
     if any(name in os.environ for name in _TUNING_VARIABLES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):

@@ -1,4 +1,4 @@
-"""Attaches all plugins to a run's parts, in the same order on every rank; builds the stepper, masters and optimizer."""
+"""Attaches all plugins to a run's parts, in the same order on every rank, and builds the stepper and the optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -54,8 +54,8 @@ def build_stepper(
     *,
     has_values: bool,
 ) -> Stepper:
-    """Attaches all plugins' objects to `parts`, and returns this rank's stepper. `undo` detaches the objects. has_values:
-    whether tensors have values, so that the model's code is checked at run time.
+    """Attaches the objects of all plugins to `parts`, and returns this rank's stepper. Closing `undo` detaches the objects.
+    has_values: whether tensors have values; if so, checks of the model's code are added to its steps.
     """
     topology = parts.topology
     hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
@@ -125,11 +125,11 @@ def build_stepper(
 
 
 def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) -> Update:
-    """Returns the update of the trainable parameters: their master weights, optimizer and averages. Casts frozen parameters to
-    the working dtype.
+    """Returns the update of the trainable parameters, with their master weights, optimizer and averages. Casts frozen
+    parameters to the working dtype.
 
-    has_values: False if the tensors are fake or on the meta device. If True, a user's optimizer is probed. Raises PlanError
-    "optimizer-unfit" or "averaging-modes".
+    has_values: whether the tensors have values; if so, a user's optimizer is probed. Raises PlanError "optimizer-unfit" if the
+    probe finds a fault, and "averaging-modes" if `[averaging]` is used with an optimizer that switches its weights.
     """
     config: Any = plan.optimizer.config
     device = parts.world.device
@@ -164,6 +164,7 @@ def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) ->
 
 
 def list_built_components(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
+    """Returns the components of the plan with their objects in the run, if a checkpoint may contain state of the objects."""
     pairs = [
         (plan.weights, stepper.executor.communicator),
         (plan.link, stepper.executor.boundaries.link),
@@ -176,9 +177,9 @@ def list_built_components(plan: Plan, stepper: Stepper) -> list[tuple[Component,
 
 @dataclass(frozen=True)
 class Samples:
-    """The data of a run. splitter: splits samples into microbatches. read_fields: the names of the fields that layers read.
-    feed: yields the next samples; None in a fake world. evaluation_feeds: the feeds of `[evaluation]` by set name; the held-out
-    split has the name "". metrics: the metrics of evaluations.
+    """The data of a run on this rank. splitter: splits samples into microbatches. read_fields: the names of the fields that
+    layers read. feed: yields the training samples; None in a simulated world. evaluation_feeds: the feeds of `[evaluation]` by
+    set name; the held-out split has the name "". metrics: the metrics of evaluations.
     """
 
     dataset: AnyDataset
@@ -191,7 +192,7 @@ class Samples:
 
 
 class StepProfiler:
-    """Records the steps from `steps[0]` to `steps[1]` (counted from 1, both included) in `folder/trace-rank{rank}.json`."""
+    """Records this rank's steps `steps[0]` to `steps[1]` (from 1, both included) in `folder/trace-rank{rank}.json`."""
 
     def __init__(self, steps: Sequence[int], folder: Path, rank: int, device: Device) -> None:
         self.first_step, self.last_step = steps
@@ -211,7 +212,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Stops the recording, if it has started, and writes the file. A run that ends early writes the steps up to its end."""
+        """Stops the profiler and writes the file, if the profiler runs; a run that ends early writes the steps so far."""
         if self._profile is not None:
             recorded, self._profile = self._profile, None
             recorded.stop()
@@ -219,7 +220,7 @@ class StepProfiler:
 
 
 def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
-    """Returns the training samples, their meter and the evaluation. has_feed: whether the run reads samples."""
+    """Returns the run's data. All ranks must call it. has_feed: whether the run reads samples; if not, it gets no feeds."""
     executor, topology = stepper.executor, parts.topology
     weighs_whole = executor.whole_sequences is not None
     loss = executor.loss if executor.has_loss and not weighs_whole else None
@@ -264,7 +265,7 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
 
 
 def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager], undo: ExitStack) -> RunMemory:
-    """Attaches the offload managers after all other parts, and returns the run's memory. `undo` detaches the managers."""
+    """Attaches the offload managers, after all other parts, and returns the run's memory. Closing `undo` detaches them."""
     update, boundaries = stepper.update, stepper.executor.boundaries
 
     def buffers() -> NamedTensors:
@@ -272,7 +273,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
             yield from layer.module.named_buffers(layer.name)
 
     def states() -> NamedTensors:
-        """Yields the optimizer's states in the order of the parameters, then states under other keys, then averages."""
+        """Yields the optimizer's states in the order of the parameters, then all other states, then averages of weights."""
         names = {id(entry.parameter) for entry in update.masters.optimizer_params}
         for entry in update.masters.optimizer_params:
             yield from states_of(entry)

@@ -29,15 +29,15 @@ from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import call_factory
 
 Metric: TypeAlias = Callable[[Any, Mapping[str, Tensor]], Mapping[str, tuple[Tensor | float, Tensor | float]]]
-"""A function `(output, fields)` for one microbatch that returns {name: (sum, count)}."""
+"""The user's function `(output, fields)` of `[evaluation] metric`, which returns {name: (sum, count)} for one microbatch."""
 
-_METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # the valid names of the user's metrics
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Selects the metrics of an evaluation. loss_config: the cross-entropy of token ids, for the accuracy of next tokens; None
-    for other losses. custom_metric: the user's function. whole_sequences: gathers full sequences for it, or None for slices.
+    """The metrics that an evaluation computes besides the loss. loss_config: the cross-entropy of token ids, or None for other
+    losses. custom_metric: the user's function. whole_sequences: gathers full sequences for this function; None passes slices.
     """
 
     loss_config: CrossEntropyConfig | None = None
@@ -46,15 +46,18 @@ class Metrics:
 
     @property
     def has_perplexity(self) -> bool:
+        """Whether the evaluation reports the perplexity, which needs the cross-entropy of token ids without label smoothing."""
         return self.loss_config is not None and not self.loss_config.label_smoothing
 
     @property
     def builtin_names(self) -> list[str]:
-        """The names that are known before the user's function is called."""
+        """The names of the metrics that `Tally` computes without the user's function: "accuracy" for token ids, else none."""
         return ["accuracy"] if self.loss_config is not None else []
 
     def count_correct(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns two int64 scalars: how many labels [...] have the highest of `logits` [..., classes], and how many count."""
+        """Returns the number of labels [...] that have the highest logit [..., classes], and the number of labels that are
+        neither negative nor ignored, as int64 scalars.
+        """
         assert self.loss_config is not None
         counts = (labels >= 0) & (labels != self.loss_config.ignore_index)
         return ((logits.argmax(-1) == labels) & counts).sum(), counts.sum()
@@ -72,7 +75,7 @@ class Tally:
         self._batches: list[tuple[Tensor, dict[tuple[str, int], Tensor]]] = []
 
     def begin(self, loss: Tensor) -> None:
-        """Begins a batch. loss: the batch's loss, float64: a scalar, or one element per microbatch."""
+        """Begins a batch with sums of 0. loss: the loss of the batch, float64 [] or [microbatches]; the sums get its shape."""
         self._batches.append((torch.zeros_like(loss), {}))
 
     def reads(self, field: str) -> bool:
@@ -82,10 +85,11 @@ class Tally:
         )
 
     def add(self, micro: int, output: Any, fields: Mapping[str, Tensor], batch: Batch, *, is_counted: bool) -> None:
-        """Adds the results of a microbatch, or with `is_counted=False` only joins the collectives. Raises RunError
+        """Adds the results of a microbatch, or, if not `is_counted`, only joins the collectives. Raises RunError
         "metric-result" if the user's function writes in place to its arguments, or does not return pairs of numbers.
 
-        output: the model's output, with full logits. fields: this rank's slices, on the device. batch: these, on the host.
+        output: the model's output, with full logits. fields: this rank's slices of the batch fields, on the device. batch: the
+        same slices on the host.
         """
         metrics, results = self.metrics, dict[str, Any]()
         versions = [(tensor, version_of(tensor)) for tensor in tensors_in((output, fields))]
@@ -107,12 +111,12 @@ class Tally:
                 place += value.reshape(()) if isinstance(value, Tensor) else value
 
     def sums_by_batch(self, name: str, index: int) -> list[Tensor]:
-        """Returns the sum (index 0) or the count (1) of a metric for each batch; zeros for batches without results here."""
+        """Returns this rank's sum (`index` 0) or count (1) of a metric for each batch; zeros for a batch without results."""
         return [sums.get((name, index), zeros) for zeros, sums in self._batches]
 
     def agree_names(self, control: Group) -> list[str]:
-        """Returns the names of all metrics. With a user's function all ranks must call it, and all raise RunError
-        "metric-result" if names differ between ranks, or if no rank has counted a sample.
+        """Returns the names of all metrics. If the user has a function, all ranks must call this method, and all raise RunError
+        "metric-result" if the names differ between ranks, or if no rank has counted a sample.
         """
         if self.metrics.custom_metric is None:
             return self.metrics.builtin_names
@@ -128,7 +132,7 @@ class Tally:
         return [*self.metrics.builtin_names, *first_names]
 
     def _check_results(self, results: Any) -> dict[str, Any]:
-        """Returns a copy of the user's `results`, which must be pairs of numbers under the names of earlier microbatches."""
+        """Returns a copy of the user's `results`. Raises RunError "metric-result" if names or values are invalid."""
         if not isinstance(results, Mapping) or not results:
             raise _metric_error(f"returns {f'a {type(results).__name__}' if not isinstance(results, Mapping) else 'nothing'}")
         for name, pair in results.items():
@@ -158,7 +162,7 @@ class EvaluationFeed:
     """Yields the samples of one evaluation set, the same in each evaluation.
 
     feed: yields this rank's rows of each global batch of `batch_size` samples. first_row: the index of the first of these rows.
-    num_samples: the number of samples to count over all ranks. The last batch may have more, since the feed restarts at the end
+    num_samples: the number of samples to count over all ranks; the last batch may go beyond, since the feed restarts at the end
     of the data. fields: the names of the batch fields.
     """
 
@@ -192,7 +196,7 @@ def build_evaluation_feeds(
     """Returns the feed of each evaluation set by name; the name of the held-out split is "". All ranks call it together.
 
     info: the declaration of the training data. build_feed: `build_feed(dataset, batch_size, shuffle=...)` returns the feed of
-    this rank's rows. Raises PlanError "evaluation-set" if a set is empty, has other fields, or is a stream without `steps`.
+    this rank's rows. Raises PlanError "evaluation-set" if a set is empty, is a stream without `steps`, or has other fields.
     """
     size, feeds = plan.batch.global_size, dict[str, EvaluationFeed]()
     if plan.evaluation is not None and plan.evaluation.held_out:
@@ -223,7 +227,7 @@ def build_evaluation_feeds(
 def _open_evaluation_set(
     name: str, evaluation_set: EvaluationSet, plan: Plan, parts: Parts, info: DataInfo
 ) -> tuple[AnyDataset, int]:
-    """Opens the data of a set, and returns the dataset and the number of samples to evaluate. Raises PlanError."""
+    """Opens the data of the set `name`; returns the dataset and the number of samples to evaluate. Raises PlanError."""
     component, keys = evaluation_set.data, evaluation_set.settings
     dataset = open_dataset(component, DataContext(plan.run.seed, "held_out" if keys.split == "held_out" else "train"))
     path = component.path
@@ -251,8 +255,8 @@ def _open_evaluation_set(
 
 
 def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool) -> Metrics:
-    """Returns the metrics of evaluations. has_tokens: whether the data are token ids. Raises PlanError "keep-best" if
-    `keep_best` names a metric that these evaluations do not have.
+    """Returns the metrics of the plan's evaluations. has_tokens: whether the data are token ids. Raises PlanError "keep-best"
+    if `keep_best` names a metric that these evaluations do not have.
     """
     evaluation = plan.evaluation
     if evaluation is None:
@@ -274,6 +278,7 @@ def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool)
 
 
 def _build_custom_metric(plan: Plan) -> Metric:
+    """Calls the factory of `[evaluation] metric`, and returns the user's function. Raises PlanError "metric-result"."""
     assert plan.evaluation is not None
     assert plan.evaluation.metric is not None
     table, path = plan.evaluation.metric, ("evaluation", "metric")
@@ -302,8 +307,8 @@ class BestEvaluation:
         self.num_since_best = 0
 
     def add(self, step: int, row: Mapping[str, float]) -> bool:
-        """Adds the results of the evaluation after `step`; returns whether its value is finite and the best so far. Raises
-        RunError "keep-best" on all ranks if the results do not have the metric.
+        """Records the results of the evaluation after `step`, and returns whether the metric's value is finite and the best so
+        far. Raises RunError "keep-best" on all ranks if `row` does not have the metric.
         """
         name = self.table.metric
         if name not in row:
@@ -327,12 +332,12 @@ class BestEvaluation:
         return f"{self.table.metric} has not improved in {self.num_since_best} evaluation{plural}{best}"
 
     def state(self) -> dict[str, Any]:
-        """Returns the state as JSON."""
+        """Returns the state, as a dict that JSON can encode."""
         metric = {"metric": self.table.metric, "is_max": self.table.is_max}
         return {**metric, "value": self.value, "step": self.step, "num_since": self.num_since_best}
 
     def restore(self, state: Mapping[str, Any]) -> str:
-        """Restores what `state` returned, and returns "". If the metric has changed, returns a note for the user instead."""
+        """Restores a result of `state()` and returns "". If the metric has changed, only returns a note for the user."""
         if (state["metric"], state["is_max"]) != (self.table.metric, self.table.is_max):
             return f"`keep_best` was `{state['metric']}` in the checkpoint, so the best evaluation is not restored"
         self.value, self.step, self.num_since_best = state["value"], int(state["step"]), int(state["num_since"])

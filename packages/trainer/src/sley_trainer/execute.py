@@ -1,12 +1,12 @@
-"""Executes a rank's lowered list of actions, and holds the values of a chunk between its forward and its backward.
+"""Executes a rank's list of actions, and holds the values of a model chunk between its forward and its backward.
 
     batch, on the host ──moved at its first action──> fields ──┐
     previous chunk ──link, or this rank's memory──> inputs ──> chunk ──> output ──> next chunk, or the loss
                                                      └ gradients            └ edges: where the backward starts
 
-Between forward and backward a chunk holds its inputs and the `GradientEdge`s of its outputs, so a sent output is freed once
-nothing else needs it. Received tensors may lie in the link's memory. The fields of a microbatch leave the device after its last
-action.
+Between forward and backward a chunk holds its inputs and the `GradientEdge`s of its outputs, but not the outputs, so a sent
+output can be freed. Received tensors may share the memory of the link. The fields of a microbatch are freed on the device after
+its last action.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -40,12 +40,12 @@ class ListRun:
     """The inputs and values of one run of a list of actions.
 
     batch: this rank's microbatches, on the host. store: accumulates the gradients of a training list; None for an evaluation.
-    weight: the divisor of every gradient; None on ranks without the loss. outputs: filled with the model's output of
-    each microbatch, on ranks with the loss; None to discard them. A training list stores copies, since the loss may write in
-    place. An evaluation with `outputs` computes no loss. tally: counts the metrics of the outputs. num_counted: only the losses
-    of the first `num_counted` microbatches are added; None for all. fields: the fields of each microbatch in progress, on the
-    device. chunk_states: the values of each chunk and microbatch between their first and last actions. total: the sum of the
-    losses, or one loss per microbatch.
+    weight: the divisor of every gradient; None on ranks without the loss. outputs: receives the model's output of each
+    microbatch on ranks with the loss; None discards the outputs. A training list stores copies, since the loss may write in
+    place; an evaluation with `outputs` computes no loss. tally: adds up the metrics. num_counted: the number of microbatches,
+    from the first, whose losses are added; None for all. fields: the fields of each microbatch in progress, on the device.
+    chunk_states: the values of each (chunk, microbatch) between its first and last action. total: the sum of the losses, or one
+    loss per microbatch.
     """
 
     batch: Sequence[Batch]
@@ -65,12 +65,12 @@ class ListRun:
 
 @dataclass(eq=False)
 class Executor:
-    """Executes lists of actions over `chunks`, this rank's layers per model chunk.
+    """Executes lists of actions over `chunks`, the layers of each model chunk on this rank.
 
     boundaries: moves values between chunks. fields: the declared batch fields. position_check: checks the loss if ranks have
     slices of sequences. whole_sequences: gathers full sequences for the loss. sources: sums the losses by data source.
-    is_unfinished: whether a list is running or has failed, so that its messages and gathers may be in flight until the next
-    list begins. keeps_micro_losses: whether `run` returns the loss of each microbatch, [microbatches], instead of their sum.
+    is_unfinished: whether a list is running or has failed, so that its exchanges may be in flight until the next list begins.
+    keeps_micro_losses: whether `run` returns the loss of each microbatch, [microbatches], instead of the sum of the losses.
     has_loss: whether this rank holds the model's last chunk.
     """
 
@@ -98,9 +98,9 @@ class Executor:
         self._field_names = frozenset(read_fields)
 
     def run(self, entries: LoweredList, state: StepState, run: ListRun) -> Tensor:
-        """Runs a list with its exchanges; an evaluation runs under `torch.no_grad`. Returns the sum of the loss over this
-        rank's samples, or with `keeps_micro_losses` one loss per microbatch: float64 on the device. Discards a failed list
-        first.
+        """Runs a list with its exchanges, after discarding a list that failed. Returns the sum of the losses of this rank's
+        samples, or, if `keeps_micro_losses`, one loss per microbatch, float64 on the device. The caller disables autograd for
+        an evaluation. All ranks with a list of the same step must call it.
         """
         shape = (len(run.batch),) if self.keeps_micro_losses else ()
         run.total = torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
@@ -112,7 +112,7 @@ class Executor:
         if self.communicator is not None:
             self.communicator.begin(actions, run.phase)
         self.caller.policy.begin(actions, run.phase)
-        # The keys hold everything that determines the shapes at the boundaries of each microbatch.
+        # The keys contain all values that determine the shapes at the boundaries of each microbatch.
         has_link = self.boundaries.link is not None
         self.boundaries.begin(
             [(run.phase, *(tuple(value.shape) for value in micro.values())) for micro in run.batch] if has_link else []
@@ -123,6 +123,7 @@ class Executor:
         return run.total
 
     def _run_entries(self, entries: LoweredList, actions: Sequence[Action], state: StepState, run: ListRun) -> None:
+        """Runs each entry of the list, and frees the values of a chunk or microbatch after its last action."""
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         is_profiled = torch._C._autograd._profiler_enabled()
@@ -167,7 +168,7 @@ class Executor:
                 call_hooks(self.hooks, "after_backward", weights_step, None)
 
     def _forward(self, micro: MicroStep, chunk_state: "ChunkState", run: ListRun) -> None:
-        """Runs the chunk's forward, and computes the loss or sends the output. Keeps the graph edges for the backward."""
+        """Runs the chunk's forward, and sends the output or computes the loss. Stores the loss or graph edges in the state."""
         batch = run.batch[micro.micro]
         if micro.micro not in run.fields:
             moved = {name: self.device.move(value) for name, value in batch.items() if name in self._field_names}
@@ -205,6 +206,7 @@ class Executor:
             loss_sum += chunk_state.loss.detach()
 
     def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, is_counted: bool) -> None:
+        """Moves the fields that the metrics read to the device, and adds the metrics of one microbatch to `tally`."""
         with self.caller.hold_generators("the metrics", micro, tally.metrics.custom_metric):
             output = _detach_output(output, self.chunks[micro.chunk][-1].name, clone=False)
             fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
@@ -227,7 +229,7 @@ class Executor:
         return loss
 
     def _backward(self, micro: MicroStep, chunk_state: "ChunkState", weight: BatchWeight | None) -> None:
-        """Runs the chunk's backward from the loss or the output gradients, and passes input gradients to the previous chunk."""
+        """Runs the chunk's backward from the loss or the output gradients, and sends input gradients to the previous chunk."""
         if chunk_state.loss is not None:
             assert weight is not None, "the loss, but not its weight"
             gradients = [weight.inverse(chunk_state.loss)]
@@ -245,8 +247,8 @@ class Executor:
 
 @torch.no_grad()
 def _detach_output(output: Any, layer: str, *, clone: bool) -> Any:
-    """Returns the model's output without its graph. If ranks share the classes, they gather full logits in a collective.
-    layer: the model's last layer. clone: whether to copy tensors. Raises RunError `boundary-type`.
+    """Returns the model's output without its graph, with the full logits of a `SplitLogits`, which its ranks may gather. layer:
+    the model's last layer, for the RunError "boundary-type". clone: whether to copy other tensors.
     """
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         return output.logits()
@@ -256,7 +258,7 @@ def _detach_output(output: Any, layer: str, *, clone: bool) -> Any:
 
 @dataclass(eq=False, slots=True)
 class ChunkInput:
-    """Holds one input tensor of a chunk until the forward, and its gradient after the backward."""
+    """One input of a chunk: its tensor until the forward, and its gradient after the backward. leaf: describes the tensor."""
 
     leaf: Leaf
     device: torch.device
@@ -264,7 +266,7 @@ class ChunkInput:
     gradient: Tensor | None = None
 
     def pop_tensor(self) -> Tensor:
-        """Returns the tensor and drops the reference. If it has a gradient, its graph starts here."""
+        """Returns the tensor and drops the reference to it. A tensor that needs a gradient starts the chunk's graph."""
         assert self.tensor is not None, "the tensor was already taken"
         if self.leaf.has_gradient and torch.is_grad_enabled():
             tensor: Tensor = _GraphStart.apply(_ROOT, self)  # type: ignore[no-untyped-call]
@@ -274,7 +276,7 @@ class ChunkInput:
         return tensor
 
     def pop_gradient(self) -> Tensor:
-        """Returns the gradient, or zeros if the backward did not reach the input, and drops the reference."""
+        """Returns the gradient, or zeros if the backward did not reach the input, and drops the reference to it."""
         gradient, self.gradient = self.gradient, None
         if gradient is None:
             return torch.zeros(self.leaf.shape, dtype=self.leaf.dtype, device=self.device)
@@ -282,10 +284,10 @@ class ChunkInput:
 
 
 class _GraphStart(torch.autograd.Function):
-    """The root of a chunk's graph: the autograd history of an input tensor starts here.
+    """The root of a chunk's autograd graph: the forward returns the tensor of `entry`, the backward stores its gradient there.
 
     A graph cannot start at a leaf, since layers write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf
-    and on a view of one. This tensor shares its version counter with the input: if a layer overwrites an output of the same
+    and on a view of a leaf. The result shares its version counter with the input: if a layer overwrites an output of the same
     stage that an earlier graph has saved, autograd raises an error, as it does in one process.
     """
 
@@ -303,13 +305,14 @@ class _GraphStart(torch.autograd.Function):
         return None, None
 
 
-_ROOT = torch.empty(0, requires_grad=True)
+_ROOT = torch.empty(0, requires_grad=True)  # makes autograd record `_GraphStart`
 
 
 @dataclass
 class ChunkState:
-    """Holds the values of one chunk and one microbatch between forward and backward: the received inputs and their description,
-    except on the first chunk, and the loss, or on earlier chunks the graph edges of outputs with a gradient.
+    """The values of one chunk and one microbatch between forward and backward. inputs, description: the received inputs, with
+    no description on the first chunk. edges: the graph edges of outputs that get a gradient; empty on the last chunk. loss: the
+    loss on the last chunk, else None.
     """
 
     inputs: list[ChunkInput] = field(default_factory=list)
@@ -319,7 +322,7 @@ class ChunkState:
     _watched: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def build_input(self, description: Description, tensors: Sequence[Tensor]) -> Any:
-        """Rebuilds the chunk's input from the received `tensors`, at which its graph starts, and returns it."""
+        """Returns the chunk's input, rebuilt from the received `tensors`. The chunk's autograd graph starts at its tensors."""
         self.description = description
         self.inputs = [
             ChunkInput(leaf, tensor.device, tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True)
@@ -333,17 +336,17 @@ class ChunkState:
         return unflatten(tensors_in_graph, description.structure)
 
     def check_inputs_unmodified(self, layer: str) -> None:
-        """Raises RunError `boundary-overlap` if the chunk wrote to an input that overlapped with another on its stage."""
+        """Raises RunError "boundary-overlap" if the chunk wrote to an input that overlapped with another where it was sent."""
         watched, self._watched = self._watched, []
         if any(version_of(tensor) != version for tensor, version in watched):
             message = f"the layer {layer!r}, the first of its stage, writes in place to a received tensor that overlaps with "
-            message += "another one; the tensors received from another stage are copies that do not overlap"
+            message += "another one on the sending stage; the received tensors are copies that do not overlap"
             hint = "write to a `clone()` of the tensor, or return a `clone()` from the previous layer"
             raise RunError("boundary-overlap", message, hint=hint)
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Runs this chunk's backward from `gradients` of its outputs, and frees its graph. Returns the gradients of its inputs,
-        with zeros where autograd made none. torch raises RuntimeError for a loss that does not depend on any trained parameter.
+        """Runs this chunk's backward from `gradients` of its outputs, and frees its graph. Returns the gradients of its inputs;
+        zeros for an input that the backward did not reach. torch raises RuntimeError for a loss without trained parameters.
         """
         if self.loss is not None:
             if self.loss.ndim:
@@ -352,7 +355,7 @@ class ChunkState:
             _engine_run_backward((self.loss,), (gradients[0],), False, False, (), allow_unreachable=True, accumulate_grad=True)
         elif self.edges:
             torch.autograd.backward(self.edges, list(gradients))
-        # The edges own the graph: dropping them frees the tensors that autograd saved, and the weights' stand-ins.
+        # The edges own the graph: dropping them frees the tensors that autograd saved.
         self.loss, self.edges = None, []
         return [entry.pop_gradient() for entry in self.inputs if entry.leaf.has_gradient]
 
@@ -371,17 +374,17 @@ def describe_output(value: Any, layer: str = "") -> tuple[Description, list[Tens
 
 
 def find_gradient_edges(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
-    """Returns the gradient edge of each tensor that will receive a gradient."""
+    """Returns the gradient edge of each of `tensors` that gets a gradient in the backward, from which the backward starts."""
     return [get_gradient_edge(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
 
 
-Payload = tuple[Description, list[Tensor]]
+Payload = tuple[Description, list[Tensor]]  # a value that crosses a boundary
 ValueKey = tuple[Flow, int, int]
-"""Identifies a value by its flow, the chunk of this stage, and the microbatch."""
+"""Identifies a value by its direction ("forward" or "backward"), the chunk of this stage, and the microbatch."""
 
 
 class StageBoundaries:
-    """Moves values across the boundaries of one stage's chunks. link: the stage link; None with only one stage."""
+    """Passes values between one stage's chunks and their neighbours. link: sends to other stages; None if there are none."""
 
     def __init__(self, placement: Placement, stage: int, link: StageLink | None) -> None:
         self.placement = placement
@@ -395,7 +398,7 @@ class StageBoundaries:
         self._local: dict[ValueKey, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
-        """Starts a list of actions, and discards a failed list. keys: the values that determine each microbatch's shapes."""
+        """Begins a list of actions, and discards a list that failed. keys: the values that determine a microbatch's shapes."""
         if self._outgoing or self._local:
             self.abort("the previous step did not end")
         self._keys = keys
@@ -403,7 +406,7 @@ class StageBoundaries:
             self.link.begin(keys, self._neighbours)
 
     def transfer(self, entry: Transfer) -> None:
-        """Starts the receive or the send that a list entry describes. Does not block."""
+        """Starts the receive or the send that the list entry describes, and does not wait for it."""
         assert self.link is not None, f"{entry} without a link"
         if entry.op == "post":
             self.link.post_receive(entry, self._keys[entry.micro])
@@ -412,7 +415,7 @@ class StageBoundaries:
             self.link.send(entry, description, tensors, self._keys[entry.micro])
 
     def receive(self, flow: Flow, chunk: int, micro: int) -> Payload:
-        """Waits for the previous chunk's output, or for the gradients of this chunk's output, and returns them."""
+        """Returns the previous chunk's output ("forward"), or the gradients of this chunk's output. Waits for another stage."""
         key = (flow, chunk, micro)
         if key in self._local:
             return self._local.pop(key)
@@ -421,7 +424,7 @@ class StageBoundaries:
         return self.link.receive(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
 
     def send(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
-        """Stores a value for the neighbour of `chunk`. If that is on another stage, the next list entry sends the value."""
+        """Stores a value of `chunk` for its neighbour. If the neighbour is on another stage, a later list entry sends it."""
         peer = self._peer("backward" if flow == "forward" else "forward", chunk)
         if peer.stage == self.stage:
             self._local[flow, peer.chunk, micro] = payload
@@ -435,13 +438,14 @@ class StageBoundaries:
             self.link.drain()
 
     def abort(self, reason: str) -> None:
-        """Discards all values in flight after a failure, without waiting. reason: for the error messages of the peers."""
+        """Discards all values in flight after a failure, without waiting. reason: the failure, for errors on other stages."""
         self._outgoing.clear()
         self._local.clear()
         if self.link is not None:
             self.link.abort(reason)
 
     def _peer(self, flow: Flow, chunk: int) -> StageChunk:
+        """Returns the chunk from which `chunk` receives in the direction `flow`."""
         source = self.placement.previous if flow == "forward" else self.placement.next
         peer = source(self.stage, chunk)
         assert peer is not None, f"chunk {chunk} of stage {self.stage} is at the model's end"

@@ -1,4 +1,4 @@
-"""Runs the steps of a run and writes one metrics row per step. On CUDA, a step's totals are read while the next step runs:
+"""Runs the steps of a run and writes one metrics row per step. On CUDA, the totals of a step are read during the next step:
 
 launch step 1 ──> launch step 2 ──> emit row 1: writers, listeners ──> launch step 3 ──> emit row 2 ...
 """
@@ -30,15 +30,15 @@ Row = dict[str, float | int]
 Outcome = Literal["finished", "interrupted", "failed"]
 
 MAX_EXP = 709.0
-"""The largest loss whose perplexity is computed: `math.exp` overflows above about 709.78."""
+"""The loss in nats from which the perplexity is reported as infinite: `math.exp` overflows above about 709.78."""
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step whose totals are not on the host yet.
+    """A launched step whose row is not written yet. On CUDA, its totals may not be on the host yet.
 
-    step: the number of the step, from 1. counts: the counts over all ranks' samples. data_wait_s: how many seconds this rank
-    waited for data. samples: the numbers of this rank's samples in the data; empty if a program passed the batch.
+    step: the number of the step, from 1. counts: the counts over all ranks' samples. data_wait_s: the seconds for which this
+    rank waited for data. samples: the numbers of this rank's samples in the data; empty if a program passed the batch.
     """
 
     step: int
@@ -50,13 +50,13 @@ class PendingStep:
 
 
 class Loop:
-    """Runs steps and writes their rows. `Run` adds the interface for programs.
+    """The base class of `Run`, which runs steps and writes their rows. `Run` adds the interface for programs.
 
-    listeners: functions that this rank calls with each row. readers: like listeners, but they must not read the weights, which
-    may still be in flight from other ranks. num_steps_done: the number of optimizer steps, including refused ones. was_stopped:
-    whether all ranks have agreed to stop. best: the best evaluation so far, or None without `keep_best`.
-    num_parameters, num_trained: the number of parameter elements in the whole model, and how many of them are trained. notes:
-    messages for the user.
+    listeners: functions that this rank calls with each row. readers: functions that this rank calls with each row, while the
+    weights may still be in flight from other ranks, so they must not read weights. num_steps_done: the number of optimizer
+    steps, with refused and skipped steps. was_stopped: whether all ranks have agreed to stop. best: the best evaluation so far;
+    None if the plan has no `keep_best`. num_parameters, num_trained: the number of elements of all parameters of the model, and
+    of the trained parameters. notes: messages for the user.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Loop:
         self._pending_step: PendingStep | None = None
 
     def launch(self, inputs: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
-        """Starts a step on `inputs`, by default the feed's next samples. On CUDA it continues asynchronously. outputs: filled
-        with the model's outputs in this step.
+        """Runs a step on `inputs`, or on the feed's next samples if it is None; on CUDA, returns before the device is done. All
+        ranks must call it. outputs: receives the model's outputs in this step.
         """
         self.memory.require("a step", STEP_PARTS)  # a listener may have offloaded some of the parts
         self._state.attempt.begin(self.num_steps_done)
@@ -139,6 +139,7 @@ class Loop:
         return PendingStep(step, totals, self.stepper.update.lr, self.stepper.agreement.counts, wait_s, numbers)
 
     def _evaluate_sets(self) -> Row:
+        """Evaluates all sets of `[evaluation]`, and returns the values of their metrics under their keys in the row."""
         row: Row = {}
         metrics = self.samples.metrics
         with self._evaluation_mode():
@@ -152,12 +153,13 @@ class Loop:
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
-        """Marks an evaluation as running within the block, and switches to the weights for evaluations."""
+        """Within the block, marks an evaluation as running, and gives the model the weights for evaluations."""
         with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
             yield
 
     @contextmanager
     def _use_evaluation_weights(self) -> Iterator[None]:
+        """Within the block, the model has the weights for evaluations; state that a checkpoint still has to write is copied."""
         update = self.stepper.update
         if update.switches_weights:
             self._checkpointer.copy_unwritten_state()
@@ -173,8 +175,8 @@ class Loop:
             self._emit(pending)
 
     def _emit(self, pending: PendingStep) -> Row:
-        """Waits for the step's totals, evaluates if due, and writes and returns the row. Raises RunError on all ranks for a
-        refused step, unless the plan allows the run to skip it.
+        """Waits for the totals of the step, evaluates if an evaluation is due, writes the row and returns it. Raises RunError
+        on all ranks for a refused step, unless the plan allows the run to skip it.
         """
         step_progress, skips = self.parts.store.state.step_progress, self.stepper.update.skips
         step_progress.begin_entry(DEVICE_WAIT)
@@ -232,7 +234,7 @@ class Loop:
             raise run_closed_error("run")
 
     def _finish_pending(self) -> None:
-        """Emits the row of the pending step, if any, and waits for weights in flight. Public methods call it first.
+        """Writes the row of the pending step, if any, and waits for weights in flight. Public methods call it first.
 
         Raises RunError "step-running" within a step or an evaluation, and on CUDA in a listener while the next step runs.
         """
@@ -243,8 +245,8 @@ class Loop:
         self.parts.weights.settle()
 
     def _check_idle(self) -> None:
-        """Copies unwritten checkpoint state, so that memory can be offloaded. Raises StateError "step-failed" if exchanges of a
-        failed step or evaluation may still use this run's memory.
+        """Copies the state that a checkpoint still has to write, so that its memory can be offloaded. Raises StateError
+        "step-failed" if exchanges of a failed step or evaluation may still use this run's memory.
         """
         stepper = self.stepper
         if self.world.size > 1 and (stepper.is_unfinished or stepper.executor.is_unfinished):
@@ -259,7 +261,7 @@ class Loop:
         return step % self.plan.evaluation.every == 0 or step == self.plan.run.steps
 
     def _save_if_due(self) -> None:
-        """Saves a checkpoint if one is due, which all ranks decide alike. No step may be in flight."""
+        """Starts to save a checkpoint if one is due. All ranks call it and decide alike. No step may be in flight."""
         if self._checkpointer.is_due(self.num_steps_done):
             self.parts.weights.settle()
             self._checkpointer.start_save(self.num_steps_done)
@@ -269,12 +271,13 @@ class Loop:
         self._start_time = self.device.moment()
 
     def _notify(self, hook: str, **arguments: Any) -> None:
-        """Calls `hook` of every plugin that implements it, in the plan's order. Raises PluginError if a hook raises."""
+        """Calls `hook` in each plugin that implements it, in the plan's order. Raises PluginError if the hook of one raises."""
         for plugin in self._listening_plugins[hook]:
             plugin.call(hook, **arguments)
 
     @contextmanager
     def _override_attribute(self, name: str, value: object) -> Iterator[None]:
+        """Within the block, the attribute `name` of this object has the value `value`."""
         before = getattr(self, name)
         setattr(self, name, value)
         try:

@@ -31,20 +31,21 @@ from sley_core.records import OffloadManagerRecord
 from sley_trainer.restore import name_leaves, state_leaves
 from sley_trainer.update import step_buckets
 
-Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # builds an optimizer from parameter groups
 Shape = tuple[int, ...]
 
 NUM_STEPS = 7
-"""The number of steps of a trial: more than five, since rectified optimizers change no weight in their first five steps."""
+"""The number of steps in a trial: more than five, since rectified optimizers change no weight in their first five steps."""
 
 RESUME_STEP = 3
 """The number of steps that a trial takes before its checkpoint."""
 
 HINT = "keep tensors in `self.state[parameter]`, and numbers in attributes; a checkpoint contains nothing else"
+"""The hint for an optimizer whose steps change after a resume."""
 
 
 class OptimizerFault(NamedTuple):
-    """A fault of an optimizer, with a hint. key: the key of `[optimizer]` that causes the fault."""
+    """A fault of an optimizer. message: a sentence without its subject. hint: "" for none. key: the key of `[optimizer]`."""
 
     message: str
     hint: str = HINT
@@ -52,7 +53,7 @@ class OptimizerFault(NamedTuple):
 
 
 class ToyParameters(NamedTuple):
-    """Describes the parameters of a trial: the options of the group and the number of dims of each."""
+    """Describes the parameters of a trial. options: the options of each one's group. ndims: the number of dims of each."""
 
     options: Sequence[dict[str, Any]]
     ndims: Sequence[int]
@@ -61,7 +62,7 @@ class ToyParameters(NamedTuple):
 
 
 class Trial:
-    """Runs an optimizer over two small parameters. is_split: whether each parameter is split into two parts."""
+    """Runs an optimizer on two small parameters. is_split: splits each parameter in two. Other attributes: as in `Traits`."""
 
     def __init__(self, build: Build, toys: ToyParameters, *, is_split: bool = False) -> None:
         self._generator = torch.Generator().manual_seed(5)
@@ -77,8 +78,8 @@ class Trial:
         self.keeps_gradients = self.draws_random = False
 
     def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> "Trial":
-        """Takes `steps` and returns this trial. Every trial gets the same gradients and random numbers. Step n, from 0,
-        multiplies the learning rate by factor ** (n + 1). one_by_one: whether to step each parameter separately.
+        """Takes the `steps` with these numbers, and returns this trial. Every trial gets the same gradients and random numbers.
+        In step n, from 0, the learning rate is multiplied by factor ** (n + 1). one_by_one: steps each parameter separately.
         """
         for step in steps:
             self._step(step, factor ** (step + 1), one_by_one=one_by_one)
@@ -111,9 +112,11 @@ class Trial:
         self.keeps_gradients |= any(storage_id(tensor) in storages for tensor in gradients if tensor.numel())
 
     def values(self) -> list[Tensor]:
+        """Returns a flat copy of each parameter, with its parts concatenated."""
         return [torch.cat([part.detach().reshape(-1) for part in parts]) for parts in self._parameters]
 
     def _draw_parts(self, shape: Shape) -> list[Tensor]:
+        """Returns normal random values of `shape`, in one tensor, or in two flat parts if the trial splits its parameters."""
         flat = torch.randn(prod(shape), generator=self._generator, dtype=torch.float64)
         flat = flat.to(self._toys.device, self._toys.dtype)
         if not self._is_split or not shape:
@@ -125,8 +128,8 @@ class Trial:
 def probe_optimizer(
     plan: Plan, parts: Parts, model: Model, factor: Callable[[int], float], dtype: torch.dtype, device: torch.device
 ) -> Traits:
-    """Returns the traits of the plan's optimizer. factor: returns the factor of the learning rate at a step. dtype, device:
-    of the parameters that it steps. Raises PlanError "optimizer-unfit" on every rank if a run could not step it correctly.
+    """Returns the traits of the plan's optimizer. factor: returns the factor of the learning rate at a step. dtype, device: of
+    the weights to update. Raises PlanError "optimizer-unfit" on every rank if a run with this optimizer would be wrong.
     """
     ndims = {param.ndim for layer in model.layers for param in layer.module.parameters() if param.requires_grad}
     lr_changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))
@@ -135,13 +138,13 @@ def probe_optimizer(
     has_shards = any(getattr(handler.record, "result", "full") == "shard" for handler in plan.gradient_handlers)
     is_split = plan.parallel.pp > 1 or plan.parallel.wp > 1 or has_shards
     if traits.draws_random and parts.store.reduction.has_fixed_order and is_split:
-        message = "draws random numbers for the parameters that a rank updates, so layouts that split the model differ"
+        message = "draws random numbers for the parameters that a rank updates, so results would depend on the layout"
         faults.append(OptimizerFault(message, 'use `reduction = "fast"`, or remove `pp`, `wp` and shards'))
     for manager in plan.offload if traits.has_modes else ():
         record = manager.record
         assert isinstance(record, OffloadManagerRecord), manager.name
         if record.scope(manager.config) != "global" and not record.steps_on_host:
-            message = "switches weights between training and evaluation, which needs all of its states on the device at once"
+            message = "switches weights between training and evaluation, so all of its states must be on the device at once"
             faults.append(OptimizerFault(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
     if faults:
         raise PlanError.from_diagnostics(
@@ -154,9 +157,9 @@ def probe_optimizer(
 def try_optimizer(
     plan: Plan, ndims: Collection[int], dtype: torch.dtype, device: torch.device, *, lr_changes: bool = True
 ) -> tuple[Traits, list[OptimizerFault]]:
-    """Returns the traits and faults of the plan's optimizer. Does not change the states of random generators.
+    """Returns the traits and faults of the plan's optimizer. Preserves the states of the random generators.
 
-    ndims: the numbers of dims of the model's parameters, of which the trials use the largest and the smallest. lr_changes:
+    ndims: the numbers of dims of the model's parameters; the trials use the largest and the smallest number. lr_changes:
     whether the learning rate changes during the run.
     """
     config: Any = plan.optimizer.config
@@ -180,7 +183,7 @@ def try_optimizer(
         end = first.values()
 
         def is_same(trial: Trial) -> bool:
-            """Returns whether the trial ends with the values of the first trial, up to rounding."""
+            """Returns whether `trial` ends with the first trial's values, up to rounding and 0.1 % of the largest change."""
             for initial, expected, value in zip(start, end, trial.values(), strict=True):
                 if not expected.numel():
                     continue
@@ -211,15 +214,16 @@ def try_optimizer(
             message = f"cannot step its parameters one by one, or parts of them{reason}"
             return traits, [*faults, OptimizerFault(message, 'set `scope = "global"`', "scope")]
         if not is_separable:
-            message = "updates a parameter by more than its own gradients"
+            message = "updates a parameter by more than its own gradients, so it depends on other parameters"
             faults.append(OptimizerFault(message, 'set `scope = "global"`', "scope"))
         elif not is_elementwise:
-            message = "updates an element by more than its own gradients and the number of dims of its parameter"
+            message = "updates an element by more than its own gradients, so it depends on other elements of the parameter"
             faults.append(OptimizerFault(message, 'set `scope = "matrix"`', "scope"))
     return traits, faults
 
 
 def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
+    """Returns a trial that a new optimizer has finished from the checkpoint of another after `RESUME_STEP` steps."""
     first, second = Trial(build, toys).run(range(RESUME_STEP)), Trial(build, toys)
     states = {}
     with torch.no_grad():
@@ -238,4 +242,5 @@ def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
 
 
 def _encode_and_decode(value: Any) -> Any:
+    """Returns the value that a checkpoint restores if `value` was saved."""
     return value.clone() if isinstance(value, Tensor) else decode_value(json.loads(json.dumps(encode_value(value))))

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 def state_region(optimizer_param: OptimizerParam) -> checkpointing.Region:
-    """Returns the region of the parameter whose optimizer state this rank holds; the owner of a matrix holds the full state."""
+    """Returns the region of the parameter for which this rank holds the optimizer state: all of it on the owner of a matrix."""
     param, elements = optimizer_param.param, optimizer_param.elements
     return checkpointing.Region(param.shape) if optimizer_param.is_owned else checkpointing.Region.from_param(param, elements)
 
 
 def state_name(parameter: str, state: str) -> str:
-    """Returns the name of an optimizer state in a checkpoint."""
+    """Returns the name in a checkpoint of the optimizer's value `state`, such as `exp_avg`, for the parameter `parameter`."""
     return f"{checkpointing.OPTIMIZER}{parameter}/{state}"
 
 
 def generator_states(device: Device) -> dict[str, Any]:
-    """Returns the states of this process's generators (torch, Python and numpy) as JSON."""
+    """Returns the states of this process's random generators (torch, also on `device`, Python and numpy) as JSON values."""
     torch_state, python_state, numpy_state = host_state()
     states: dict[str, Any] = {"torch": torch_state, "python": python_state}
     if device.type == "cuda":
@@ -47,7 +47,7 @@ def generator_states(device: Device) -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any], device: Device) -> None:
-    """Sets this process's generators to the result of `generator_states`."""
+    """Sets this process's random generators to `states`, a result of `generator_states`. Skips generators without a state."""
     values = {name: decode_value(state) for name, state in states.items()}
     numpy_state = None
     if "numpy" in values:
@@ -61,7 +61,7 @@ def restore_generators(states: Mapping[str, Any], device: Device) -> None:
 
 
 def encode_state(value: Any, parameter: str, name: str) -> Any:
-    """Returns the optimizer's `value` as JSON. Raises RunError "optimizer-state" for a value that JSON cannot represent."""
+    """Returns the optimizer's `value` in a form that JSON can encode. Raises RunError "optimizer-state" if it has none."""
     try:
         return encode_value(value)
     except TypeError as error:
@@ -71,8 +71,8 @@ def encode_state(value: Any, parameter: str, name: str) -> Any:
 
 
 def name_leaves(state: Any) -> Any:
-    """Returns a copy of the nested dicts, lists and tuples of `state`, with a name for each leaf, such as `momenta.0`. Raises
-    RunError `optimizer-state` for a key that is not a string or contains a slash.
+    """Returns a copy of the nested dicts, lists and tuples of `state` with each leaf replaced by its name, such as `momenta.0`.
+    Raises RunError "optimizer-state" for a key that is not a string or contains a slash.
     """
 
     def name(path: Sequence[Any], _: object) -> str:
@@ -86,7 +86,7 @@ def name_leaves(state: Any) -> Any:
 
 
 def state_leaves(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the name and value of each leaf of a nested optimizer state. Raises the same errors as `name_leaves`."""
+    """Returns pairs of the name and the value of each leaf of a nested optimizer state. Raises the errors of `name_leaves`."""
     return zip(tree_leaves(name_leaves(state)), tree_leaves(state), strict=True)
 
 
@@ -96,7 +96,9 @@ def is_flat(tree: Any) -> bool:
 
 
 class RunRestorer:
-    """Restores the state of one rank from a checkpoint. is_same_layout: whether the checkpoint has this run's layout."""
+    """Restores `state` on this rank from the checkpoint `saved`. is_same_layout: whether the checkpoint has this run's layout.
+    names: the names of its tensors. notes: messages for the user.
+    """
 
     def __init__(self, state: RunState, saved: checkpointing.CheckpointReader, *, is_same_layout: bool) -> None:
         self.state = state
@@ -107,7 +109,7 @@ class RunRestorer:
         self._state_names = checkpointing.state_names_by_parameter(saved)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights and buffers that this rank needs, by name."""
+        """Returns the full shapes of the weights and buffers that this rank restores, by their names in the checkpoint."""
         saved_params = (param for param in self.state.parts.registry if param.name not in self.state.base)
         weights = {checkpointing.WEIGHTS + param.name: tuple(param.shape) for param in saved_params}
         return weights | {checkpointing.BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.state.buffers()}
@@ -118,16 +120,16 @@ class RunRestorer:
             if name not in self.names:
                 yield f"{name!r} is not in the checkpoint"
             elif (saved_shape := self.saved.kind(name).shape) != shape:
-                yield f"{name!r} is {list(saved_shape)} in the checkpoint and {list(shape)} here"
+                yield f"{name!r} has the shape {list(saved_shape)} in the checkpoint and {list(shape)} here"
 
     def base_mismatches(self) -> Iterator[str]:
-        """Yields the name of each frozen base parameter whose values differ from those in the run that wrote the checkpoint."""
+        """Yields the names of the frozen parameters under adapters that had different values in the checkpointed run."""
         for name, value in self.state.base.items():
             if self.saved.description.values.get(checkpointing.BASE + name) != value:
                 yield name
 
     def restore(self) -> None:
-        """Restores all states of this rank, without communication. Adds notes on those that are not restored."""
+        """Restores all tensors and optimizer values of this rank, without communication, and notes states that are lost."""
         self._restore_weights()
         self._restore_averages()
         self._restore_buffers()
@@ -147,7 +149,7 @@ class RunRestorer:
         saved_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype != masters.dtype)
         if saved_dtypes:
             master_dtype = str(masters.dtype).removeprefix("torch.")
-            self.notes.append(f"weights of the checkpoint were {', '.join(saved_dtypes)}, and are {master_dtype} here")
+            self.notes.append(f"weights of the checkpoint are {', '.join(saved_dtypes)}, and are converted to {master_dtype}")
 
     def _restore_averages(self) -> None:
         update, has_averages = self.state.update, any(name.startswith(checkpointing.AVERAGES) for name in self.names)
@@ -169,7 +171,7 @@ class RunRestorer:
 
     @torch.no_grad()
     def _restore_buffers(self) -> None:
-        """Restores buffers. A per-rank buffer has this rank's value if the layout is the same, else the common value."""
+        """Restores buffers. A per-rank buffer gets this rank's value if the layout is the same, else the common value."""
         for name, buffer, is_per_rank in self.state.buffers():
             rank_name = self.state.rank_name(checkpointing.BUFFERS + name)
             has_rank_value = is_per_rank and self.is_same_layout and rank_name in self.names
@@ -205,10 +207,10 @@ class RunRestorer:
                 self.notes.append(f"the state of {path} is reset, because the checkpoint has a different layout")
 
     def _restore_extra_states(self) -> None:
-        """Restores extra states of modules: this rank's states if the layout is the same, else those of one rank."""
+        """Restores the extra states of modules: from this rank's states if the layout is the same, else from one rank's."""
         saved_names = checkpointing.extra_state_names(self.saved)
         if saved_names and not self.is_same_layout:
-            self.notes.append("extra states of modules are those of one rank, because the checkpoint has a different layout")
+            self.notes.append("each module gets the extra state of one rank, because the checkpoint has a different layout")
         for name, module in modules_with_extra_state(self.state.parts.layers):
             rank_name = self.state.rank_name(f"extra/{name}")
             if name not in saved_names:
@@ -216,6 +218,7 @@ class RunRestorer:
             set_extra_state(module, self.saved.tensor(rank_name if self.is_same_layout else saved_names[name]))
 
     def _read_state(self, optimizer_param: OptimizerParam) -> Any:
+        """Returns the saved state of the optimizer for this rank's part of a parameter, with its nested containers."""
         names = self._state_names.get(optimizer_param.name, {})
         leaves = {leaf: self._read_leaf(optimizer_param, name) for leaf, name in names.items()}
         return checkpointing.join_leaves(decode_value(self.saved.description.trees.get(optimizer_param.name)), leaves)
@@ -229,6 +232,7 @@ class RunRestorer:
         return self._read_local(name, state_region(optimizer_param), optimizer_param.parameter)
 
     def _read_options(self, names: Sequence[str]) -> dict[str, Any]:
+        """Returns the saved options of the group with the parameters `names`. Raises RunError "checkpoint-mismatch"."""
         values = self.saved.description.values
         options = [values[checkpointing.OPTIONS + name] for name in names if checkpointing.OPTIONS + name in values]
         if any(group_options != options[0] for group_options in options):
@@ -236,8 +240,8 @@ class RunRestorer:
         return {key: decode_value(value) for key, value in options[0].items()} if options else {}
 
     def _read_local(self, name: str, region: checkpointing.Region, like: Tensor | None = None) -> Tensor:
-        """Reads this rank's part of a tensor, on the host, in the file's dtype, padded with zeros. The result has the strides
-        of `like`, since fused optimizers process a parameter and its states in memory order.
+        """Returns this rank's part (`region`) of a saved tensor, on the host, in the saved dtype, padded with zeros. The result
+        has the strides of `like`, since fused optimizers process a parameter and its states in memory order.
         """
         dtype = BY_NAME[self.saved.kind(name).dtype]
         if like is None:

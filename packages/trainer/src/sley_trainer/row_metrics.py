@@ -1,11 +1,11 @@
 """Measures a step for its metrics row: samples and tokens per second, FLOP/s, model FLOPs utilisation and memory (`Meter`), and
 the loss of each source of samples, if the dataset has `sources` (`SourceSums`):
 
-    a microbatch of one source     its loss is the source's loss
-    a microbatch of several        `loss` is called again for the samples of each source, without gradients
+    a microbatch of one source         its loss is the source's loss
+    a microbatch of several sources    `loss` is called again for the samples of each source, without gradients
 
-The message of a step's totals sums the losses over ranks, in the order of the run's other sums: with canonical sums the results
-have the same bits in every layout.
+The all-reduce at the end of a step also sums these losses over the ranks. If the plan fixes the order of sums, the results have
+the same bits in every layout.
 """
 
 import math
@@ -31,16 +31,16 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import Loss, SplitLogits
 
 MEMORY_EVERY_S = 0.5
-"""The minimum number of seconds between two readings of the peak memory."""
+"""The minimum time between two readings of the peak memory, in seconds. A reading takes 0.1 ms."""
 
 DOCUMENTS = "cu_seqlens"
-"""The name of the batch field with the boundaries of packed documents."""
+"""The name of the batch field with the boundaries of the documents that are packed into a sequence."""
 
 
 class ModelFlops(NamedTuple):
-    """The FLOPs of a model's forward and backward: of matrix products per position, and of attention per pair of positions in a
-    document. has_only_linears: whether no layer is a convolution, attention or embedding. reads_documents: whether a layer
-    reads the document boundaries.
+    """The FLOPs of a model's forward and backward. matrices: FLOPs of the matrix products per position. attention: FLOPs per
+    pair of positions in a document. has_only_linears: whether no module is a convolution, attention or embedding.
+    reads_documents: whether a layer reads the boundaries of documents.
     """
 
     matrices: float = 0.0
@@ -49,15 +49,15 @@ class ModelFlops(NamedTuple):
     reads_documents: bool = False
 
     def total(self, counts: BatchCounts) -> float:
-        """Returns the FLOPs of a batch with these `counts`."""
+        """Returns the FLOPs of the forward and backward of a batch with these `counts`."""
         return self.matrices * counts.positions + self.attention * counts.pairs
 
 
 class Meter:
-    """Counts the samples and tokens of batches, and measures steps.
+    """Counts the samples and tokens of batches, and measures the speed and memory of steps for the metrics row.
 
-    unit: "tokens" if a field has token ids (`ids = "token"`, or an int64 pair of `tokens` or `input_ids` with `labels`), else
-    "samples". peak_flops: the total peak FLOP/s of all devices, None if unknown. labels: the field with the labels; a
+    unit: "tokens" if a field has token ids (`ids = "token"`, or int64 `tokens` or `input_ids` beside int64 `labels`), else
+    "samples". peak_flops: the total peak FLOP/s of all devices; None if unknown. labels: the field with the labels; a
     token is trained if its label is neither negative nor `ignore_index`.
     """
 
@@ -88,7 +88,7 @@ class Meter:
 
     @classmethod
     def for_run(cls, plan: Plan, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> "Meter":
-        """Returns the meter of a run, with the FLOPs of the whole model and the total peak FLOP/s of all devices."""
+        """Returns the meter of a run. layers: all layers of the model. info: the declaration of the training data."""
         device, size, loss = parts.world.device.torch_device, parts.world.size, plan.loss.config
         peak = plan.run.peak_tflops
         peak = device_peak_flops(device, parts.precision.compute) if peak is None else peak * 1e12
@@ -103,8 +103,8 @@ class Meter:
         )
 
     def count(self, batch: Mapping[str, Tensor]) -> BatchCounts:
-        """Counts the samples, tokens and positions of `batch`, which has whole sequences on the host. Tokens with ignored
-        labels count as tokens, because the model computes them too.
+        """Returns the number of samples, tokens and positions in `batch`, which has whole sequences on the host. A token with
+        an ignored label also counts as a token, because the model computes it too.
         """
         name, field = next(iter(self._info.fields.items()))
         samples = batch[name].shape[field.batch_dim]
@@ -120,7 +120,7 @@ class Meter:
         return BatchCounts(samples, tokens, trained, samples * length, pairs)
 
     def _positions(self, batch: Mapping[str, Tensor]) -> int:
-        """Returns the number of positions in a sample without tokens; 0 if it is unknown, as for an image."""
+        """Returns the number of positions in a sample without tokens: 1 for vectors in a model of linears, 0 if unknown."""
         if self._info.sequence is not None:
             return self._info.sequence
         for name, field in self._info.fields.items():
@@ -134,14 +134,14 @@ class Meter:
 
         counts: the counts of the step over all ranks. seconds: the duration of the step. data_wait_s: the seconds that this
         rank waited for data. `memory_mb` is this rank's peak in MiB, `tflops` the speed per device in 10^12 FLOP/s, and `mfu`
-        the fraction of the devices' peak.
+        this speed as a fraction of the device's peak.
         """
         count = int(counts.samples if self._tokens is None else counts.tokens)
         row: dict[str, float | int] = {self.unit: count}
         if counts.trained_tokens:
             row["trained_tokens"] = int(counts.trained_tokens)
         row |= {"seconds": seconds, f"{self.unit}_per_s": count / seconds}
-        if (time_s := time.monotonic()) - self._measured_s >= MEMORY_EVERY_S:  # a reading takes 0.1 ms
+        if (time_s := time.monotonic()) - self._measured_s >= MEMORY_EVERY_S:
             self._measured_s, self._memory_mb = time_s, peak_memory_mb(self.device)
         row |= {"data_wait_s": data_wait_s, "memory_mb": self._memory_mb}
         if flops_per_s := self.flops.total(counts) / seconds:
@@ -170,15 +170,15 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bRTX 3090$", {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0, "fp16": 71.0}),
     (r"\bRTX 4090$", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2}),
 )
-"""Patterns of device names with their dense TFLOP/s by dtype; the first match counts. `tf32` means fp32 on tensor cores, and
-the fp64 value is also that of tensor cores. The values are from NVIDIA's datasheets (A100 80GB 2021, H100 2023, H200 2024,
-GH200 2023, HGX B200 and GB200 NVL72 2024; V100 to L40S) and GeForce architecture papers (with fp32 sums), halved if they
-include structured sparsity."""
+"""Patterns of CUDA device names with their dense TFLOP/s by dtype; the first matching pattern is used. `tf32` means fp32 on
+tensor cores, and fp64 values also use tensor cores if the device has them for fp64. The values are from NVIDIA's datasheets
+(A100 80GB 2021, H100 2023, H200 2024, GH200 2023, HGX B200 and GB200 NVL72 2024; V100 to L40S) and GeForce architecture papers
+(with fp32 sums). Values that include structured sparsity are halved."""
 
 
 def device_peak_flops(device: torch.device, compute: str) -> float | None:
-    """Returns the dense FLOP/s of this device in the plan's `precision.compute`; None for a CPU, a MIG slice and any other
-    device that is not in `PEAK_TFLOPS`.
+    """Returns the peak dense FLOP/s of `device` in the dtype `compute` (`precision.compute` of the plan); None for a CPU, a MIG
+    slice and any other device or dtype that is not in `PEAK_TFLOPS`.
     """
     if device.type != "cuda" or "MIG" in (name := torch.cuda.get_device_name(device)):
         return None
@@ -189,7 +189,8 @@ def device_peak_flops(device: torch.device, compute: str) -> float | None:
 
 
 def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None = None) -> ModelFlops:
-    """Returns the FLOPs of any model, computed from its modules, which may be on meta: 6 N + 6 W S for each of S tokens.
+    """Returns the FLOPs of a model, computed from its modules, which may be on meta: 6 N + 6 W S for each token of a sequence
+    of S tokens, with N elements in trained matrices and attention of width W.
 
     A trained matrix with N elements needs 2 N FLOPs per position in the forward, 2 N for the gradient of its input and 2 N for
     its own gradient. A frozen matrix needs 4 N, or 2 N before the first layer with a trained parameter. Causal attention of
@@ -197,9 +198,9 @@ def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None =
     and twice as many in the backward. This is half of the 12 W S of PaLM (Chowdhery et al., 2022, appendix B), which counts the
     whole square. Recomputation is not counted, so that equal tokens per second give an equal utilisation.
 
-    A matrix is a `weight` or `in_proj_weight` with two or more dims that a module other than an embedding owns: in linears,
-    convolutions of stride 1, and a tied head. The matrices of a module with `active_share`, the share of its
-    experts that a token uses, are multiplied by this share.
+    A matrix is a `weight` or `in_proj_weight` with two or more dims that belongs to a module other than an embedding, such as
+    a linear, a convolution of stride 1 or a tied head. If a module has `active_share`, the share of its experts that a token
+    uses, the FLOPs of all its parameters are multiplied by this share.
 
     full_numels: the number of elements of the full parameter, keyed by the id of a sharded parameter.
     """
@@ -223,13 +224,13 @@ def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None =
     return ModelFlops(matrices, attention, has_only_linears and not attention, reads_documents)
 
 
-_EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag)
-_MATRIX_NAMES = ("weight", "in_proj_weight")
+_EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag)  # look up rows, without a matrix product
+_MATRIX_NAMES = ("weight", "in_proj_weight")  # the parameters of linears, convolutions and nn.MultiheadAttention
 
 
 def attention_width(module: Any) -> int:
-    """Returns the attribute `attention_width` of an attention module, or `num_heads` x `head_dim`, as in torch and
-    transformers, doubled if it is not causal; 0 for other modules.
+    """Returns the number of heads times their width for an attention module of torch or transformers, doubled if the attention
+    is not causal; 0 for other modules. The attribute `attention_width` of a module, if it exists, replaces this value.
     """
     if (width := getattr(module, "attention_width", None)) is not None:
         return int(width)
@@ -241,7 +242,7 @@ def attention_width(module: Any) -> int:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Returns the peak memory in MiB: torch's allocations on a CUDA device, or the resident set of this process on a CPU.
+    """Returns this process's peak memory in MiB: torch's allocations on a CUDA device, or the resident set on a CPU.
 
     The resident set includes torch's libraries (about 200 MiB), the stacks of threads and mapped files. It is read from /proc
     if that exists, since getrusage may report the peak of the parent process at the fork.
@@ -259,10 +260,10 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 class SourceSums:
-    """Sums the losses and loss weights of each source in one step on this rank.
+    """Sums the losses and loss weights of each source of samples in one step on this rank.
 
     names: the names of the sources. fields: the declared batch fields. weighs: whether this rank counts loss weights.
-    weighs_whole: whether it counts the weights of full sequences.
+    weighs_whole: whether this rank counts the weights of full sequences instead of its slices.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class SourceSums:
         self._losses = torch.zeros(0)
 
     def begin(self, batch: StepBatch) -> None:
-        """Begins a step, and computes the loss weights of its samples. Raises RunError "data-source" for an unknown source."""
+        """Begins a step, and computes each source's loss weight in `batch`. Raises RunError "data-source" for a bad source."""
         shape = (batch.num_microbatches,) if self._reduction.has_fixed_order else ()
         self._weights = [[] for _ in self.names]
         self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
@@ -297,8 +298,8 @@ class SourceSums:
     def add(self, micro: int, output: Any, batch: Mapping[str, Tensor], sources: Tensor, loss: Tensor) -> None:
         """Adds the loss of a microbatch. If `output` is a collective `SplitLogits`, all ranks that share it must call this.
 
-        output: the model's output. batch: the fields that the loss reads, on the device. sources: the sources of the samples,
-        on the host. loss: the loss of the whole microbatch.
+        output: the model's output. batch: the fields that the loss reads, on the device. sources: the source of each sample, on
+        the host. loss: the loss of the whole microbatch.
         """
         is_split = not isinstance(output, Tensor) and isinstance(output, SplitLogits)
         is_collective = is_split and getattr(output, "is_collective", True)
@@ -319,15 +320,17 @@ class SourceSums:
                 self._loss_slot(source, micro).add_(loss_copy.loss(*loss_inputs))
 
     def _loss_slot(self, source: int, micro: int) -> Tensor:
+        """Returns a view of the sum to which the loss of `source` in the microbatch `micro` is added."""
         return self._losses[source, micro] if self._reduction.has_fixed_order else self._losses[source]
 
     def _mask_labels(self, name: str, labels: Tensor, rows: Tensor) -> Tensor:
+        """Returns `labels`, the field `name`, with `IGNORE_INDEX` in all samples for which `rows` (bool [samples]) is False."""
         shape = [1] * labels.ndim
         shape[self._fields[name].batch_dim] = len(rows)
         return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORE_INDEX)
 
     def _select_rows(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
-        """Returns output and batch of `rows`. Raises RunError "outputs-apart" for an output without the batch dim."""
+        """Returns the output and the batch of the samples in `rows`. Raises RunError "outputs-apart" without a batch dim."""
         dim = self._fields[SOURCE].batch_dim
         tensors, structure = flatten(output)
         for tensor in tensors:
@@ -343,15 +346,14 @@ class SourceSums:
         return {name: value.index_select(self._fields[name].batch_dim, indices) for name, value in batch.items()}
 
     def terms(self) -> Tensor:
-        """Returns the terms to sum over all ranks, float64 [terms] on the device: those of the weights, then of the losses."""
+        """Returns the terms to sum over all ranks, float64 [terms] on the device: first all weights, then all losses."""
         terms = [term for weights in self._weights for term in self._reduction.weight_terms(weights)]
         on_device = self._device.move(torch.tensor(terms, dtype=torch.float64))
         return torch.cat([on_device, *(self._reduction.loss_terms([losses]) for losses in self._losses)])
 
     def row(self, summed: Sequence[float]) -> dict[str, float]:
-        """Returns `loss/NAME`, the mean loss of a source, and `share/NAME`, its share of the step's loss weight (for
-        cross-entropy, of the labels that count). A source of weight 0 has no `loss/NAME`. summed: the sum of all ranks'
-        `terms`.
+        """Returns `loss/NAME`, the mean loss of each source, and `share/NAME`, its share of the step's loss weight (for
+        cross-entropy, of the labels that count). A source of weight 0 has no `loss/NAME`. summed: `terms()`, summed over ranks.
         """
         count = len(self.names)
         size = len(self._reduction.weight_terms([]))

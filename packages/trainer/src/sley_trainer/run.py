@@ -1,4 +1,4 @@
-"""Defines the run that `assemble` returns. The command line or your own program drives it.
+"""Defines `Run`, which `assemble` returns, and which the command line or your own program drives.
 
 with assemble(plan, world) as run:
     run.train()                      # all steps of the plan
@@ -44,7 +44,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @property
     def rows(self) -> slice:
-        """This rank's rows (samples) of the global batch. All ranks of an `sp` group have the same rows."""
+        """This rank's rows (samples) of the global batch. All ranks that share sequences (an `sp` group) have the same rows."""
         rows = local_rows(self.plan.batch.global_size, self.parts)
         return slice(rows.start, rows.stop)
 
@@ -54,10 +54,11 @@ class Run(Loop, AbstractContextManager["Run"]):
         return self._state.resolved_plan
 
     def train(self) -> Outcome:
-        """Runs steps until the plan's last, until `[evaluation] patience` ends the run, or until a rank asks to stop.
+        """Runs the plan's remaining steps. Returns "interrupted" if a rank has asked to stop, else "finished", also if
+        `[evaluation] patience` has ended the run.
 
-        Raises RunError on all ranks: "checkpoint-folder" before the first step, "not-finite" for the loss or the gradient norm,
-        and "nothing-counts" for a batch whose loss weight is 0. A step that raises one of the last two changes no weight.
+        Raises RunError on all ranks: "checkpoint-folder" if a rank cannot use the folder, "not-finite" for the loss or the
+        gradient norm, and "nothing-counts" for a batch whose loss weight is 0. The last two leave the weights unchanged.
         """
         with self.device.on_stream():
             self._finish_pending()
@@ -103,10 +104,10 @@ class Run(Loop, AbstractContextManager["Run"]):
         """Runs one optimizer step and returns its row, which is the same on every rank.
 
         batch: this rank's samples on the host, i.e. the rows `run.rows` of the global batch: {field: tensor}, or a list of
-        microbatches, whose sequence lengths may differ. By default the next samples of the plan. All ranks must pass the same
-        number of microbatches, which may differ from the plan's. return_outputs: whether to return (row, outputs), where
-        `outputs` are the model's outputs in this step's forward, in the form that `predict` returns. All ranks must pass the
-        same value. join: as in `predict`.
+        microbatches, whose sequence lengths may differ; None takes the next samples of the plan. All ranks must pass the same
+        number of microbatches, which may differ from the plan's. return_outputs: whether to return (row, outputs). Then
+        `outputs` are the model's outputs in the forward of this step, in the form that `predict` returns. All ranks must pass
+        the same value. join: as in `predict`.
 
         Raises the same errors as `train`, and RunError for a batch that does not match the declared fields.
         """
@@ -124,9 +125,9 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def evaluate(self, batch: GivenBatch | None = None) -> float:
-        """Returns the mean loss over `batch`, which is the same on every rank. Does not change the run.
+        """Returns the mean loss over the batches of all ranks; the result is the same on every rank. Does not change the run.
 
-        batch: this rank's samples, as in `step`; by default the plan's held-out samples. Raises RunError "not-finite" or
+        batch: this rank's samples, as in `step`; None takes the plan's held-out samples. Raises RunError "not-finite" or
         "nothing-counts" on all ranks, and UsageError "no-evaluation" if there is neither a batch nor held-out samples.
         """
         self._finish_pending()
@@ -143,8 +144,8 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def evaluate_sets(self) -> Row:
-        """Returns the results of `[evaluation]`, keyed as in a row (`held_out_loss`, `held_out/NAME/loss`). They are the same
-        on every rank. Does not change the run. Raises the same errors as `evaluate`, and RunError "metric-result".
+        """Returns the results of `[evaluation]`, keyed as in a row (`held_out_loss`, `held_out/NAME/loss`). The results are the
+        same on every rank. Does not change the run. Raises the errors of `evaluate`, and RunError "metric-result".
         """
         self._finish_pending()
         if not self.samples.evaluation_feeds:
@@ -161,10 +162,10 @@ class Run(Loop, AbstractContextManager["Run"]):
         batch: as in `step`; fields that no layer reads, such as labels, may be missing. For {field: tensor} the result is one
         output, whose tensors are joined along the batch dim; for a list of microbatches it is a list. Tensors are on the run's
         device, without a graph. join: whether ranks that split sequences (`sp`) get the output of whole sequences instead of
-        their slice. Logits whose classes are split over ranks are always joined.
+        their slice. If classes are split over ranks, the result always has all classes.
 
         Raises RunError "boundary-type" for an output that does not consist of tensors, "outputs-apart" for a tensor without the
-        dim along which it would be joined, and StateError "memory-away".
+        dim along which it would be joined, and StateError "memory-away" if the weights are offloaded.
         """
         self._finish_pending()
         self._require_memory("a prediction", EVALUATION_PARTS)
@@ -175,14 +176,15 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def load_weights(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True) -> LoadedWeights:
-        """Sets the model's weights to those in `state`, {name: full tensor} with the same names in every layout.
+        """Sets the model's weights to the values in `state`, {name: full tensor} with the same names in every layout.
 
         All ranks must pass the same state; each copies its own part, including shards and master weights. A tied weight may
         have any of its names. Buffers in `state` are loaded too; optimizer states do not change, and averages of weights
         start again. A mapping is checked before anything is written. Pairs are checked and written one by one, so that only
-        one tensor is in memory. strict: whether missing or unknown names are an error; if not, the result lists them.
+        one tensor is in memory. strict: whether missing or unknown names are an error. The result lists these names.
 
-        Raises RunError on all ranks: "weights-mismatch", and "weights-differ" if ranks got different values.
+        Raises RunError on all ranks: "weights-mismatch" for a wrong name, shape or dtype, "weights-differ" if ranks got
+        different values.
         """
         self._finish_pending()
         self.memory.require("loading weights", LOAD_PARTS)
@@ -199,12 +201,12 @@ class Run(Loop, AbstractContextManager["Run"]):
         """Saves the model's weights in `folder` as safetensors files, with the same names in every layout.
 
         All ranks must see the same `folder`, which is replaced when all files are complete. Several files get an index. A tied
-        weight is written once, under its name in the registry. Persistent buffers are those of the first replica. precision:
-        "working" for the dtype `precision.compute`, "full" for the master weights. max_file_bytes: the size limit of a file; a
-        larger tensor has its own file.
+        weight is written once, under its name in the registry. Persistent buffers come from the first replica. precision:
+        "working" for weights in the dtype `precision.compute`, "full" for the master weights. max_file_bytes: the size limit of
+        a file; a larger tensor has its own file.
 
-        Raises RunError "weights-unsaved" on all ranks if a rank cannot write, if `folder` has other files, or if memory is
-        offloaded, and UsageError "no-precision" for an unknown precision.
+        Raises RunError "weights-unsaved" on all ranks if a rank cannot write, if `folder` has files other than weights, or if
+        memory is offloaded. Raises UsageError "no-precision" for an unknown precision.
         """
         self._finish_pending()
         if precision not in SAVE_PARTS:
@@ -218,13 +220,14 @@ class Run(Loop, AbstractContextManager["Run"]):
             save(Path(folder).absolute(), precision, max_file_bytes, partial(self._prepare_weights, precision), metadata)
 
     def check_weights_folder(self, folder: str | Path) -> None:
-        """Raises RunError on all ranks if `save_weights` could not save in `folder`: "weights-unsaved" if it has other files,
-        "checkpoint-folder" if one of the ranks that write files does not see it.
+        """Raises RunError on all ranks if `save_weights` could not save in `folder`: "weights-unsaved" if it has files other
+        than weights, "checkpoint-folder" if a rank that writes files does not see it. All ranks must call it.
         """
         self._check_open()
         WeightSaver(self.parts, self.stepper.update.masters).check(Path(folder).absolute())
 
     def _prepare_weights(self, precision: Precision) -> None:
+        """Raises StateError "memory-away" if the weights to save are offloaded. Updates masters that are to be saved."""
         self.memory.require("saving weights", SAVE_PARTS[precision])
         if precision == "full":
             self.memory.update_masters("saving weights")
@@ -233,8 +236,8 @@ class Run(Loop, AbstractContextManager["Run"]):
     def save_checkpoint(self, path: str | Path | None = None) -> str:
         """Writes a complete checkpoint and returns its folder.
 
-        path: the folder to create; by default the next folder in the run's checkpoint folder. Raises RunError
-        "checkpoint-failed" on all ranks if it cannot be written. The run can then continue without this checkpoint.
+        path: the folder to create; None creates the next folder in the run's checkpoint folder. Raises RunError
+        "checkpoint-failed" on all ranks if the folder cannot be written. The run can then continue without this checkpoint.
         """
         self._finish_pending()
         return self._checkpointer.save(path, self.num_steps_done)
@@ -244,13 +247,13 @@ class Run(Loop, AbstractContextManager["Run"]):
         """Resumes from a checkpoint of any layout and returns its description; None for "auto" if there is no checkpoint yet.
 
         Restores weights, master weights, optimizer states, buffers, the loss scale, the position in the data and the number of
-        steps, and drops the metrics rows of other steps. path: a checkpoint; a folder of checkpoints, whose newest intact one
-        is loaded; or "auto" for the newest checkpoint of this run, or else the one from which the run started.
+        steps, and drops the metrics rows of other steps. path: a checkpoint; a folder, to load its newest intact checkpoint; or
+        "auto", to load the newest checkpoint of this run, or else the checkpoint from which the run started.
         allow_fresh_start: whether "auto" may drop the rows of a run without a checkpoint.
 
         Raises on all ranks, with nothing changed: RunError "no-checkpoint", "checkpoint-damaged", or "checkpoint-mismatch" for
-        a different model or optimizer; PlanError "resume-differs" for different data, loss or seed; UsageError "never-anew" for
-        "auto" without a checkpoint of this run if its folder has rows or weights.
+        a different model or optimizer; PlanError "resume-differs" for different data, loss or seed; UsageError "never-anew" if
+        "auto" finds no checkpoint of this run, but its folder has rows or weights.
         """
         self._finish_pending()
         self.memory.require("loading a checkpoint", RESTORE_PARTS)
@@ -267,19 +270,19 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @property
     def stopped_early(self) -> str:
-        """The reason why `train` ends before the plan's last step (`[evaluation] patience`), or ""; the same on all ranks."""
+        """The reason why `[evaluation] patience` ends `train` before the plan's last step, or ""; the same on all ranks."""
         if self.best is None or self.num_steps_done >= self.plan.run.steps:
             return ""
         return self.best.stop_reason
 
     def stop(self) -> None:
-        """Asks all ranks to stop after the step in progress. Safe in a signal handler. Has no effect once the run is closed."""
+        """Asks all ranks to stop training after the step in progress. Any rank may call it, also in a signal handler."""
         self._is_stop_requested = True
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:
-        """The statistics of the run's parts on this rank (`protocols.Counts` and offload managers), keyed by the part's name in
-        the plan. If several parts have the same name, the second key ends with " 2", and so on.
+        """The statistics of the run's parts on this rank, keyed by the part's name in the plan. If several parts have the same
+        name, the second key ends with " 2", and so on.
         """
         plan, parts = self.plan, list_built_components(self.plan, self.stepper)
         stats = [(component.name, dict(part.counts())) for component, part in parts if isinstance(part, Counts)]
@@ -296,7 +299,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def close(self) -> None:
-        """Stops threads, closes files and removes hooks, even if one of these actions fails. The world stays open.
+        """Stops threads, closes files and removes hooks, even if one of these actions fails. Does not close the world.
 
         Layers become ordinary modules again. Modules with sharded weights then raise RunError "sharded-weight-read"
         when called, and methods of the run raise "run-closed". A second call does nothing.
@@ -320,7 +323,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @contextmanager
     def _track_outcome(self) -> Iterator[None]:
-        """Calls `sley_run_started` before the first step, and sets the outcome of the steps in the block."""
+        """Calls the hook `sley_run_started` before the first step, and sets `_outcome` to the outcome of the block."""
         self._outcome = "failed"
         if not self._has_begun:
             self._has_begun = True
@@ -329,5 +332,5 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._outcome = "interrupted" if self.was_stopped else "finished"
 
     def _require_memory(self, label: str, parts: Sequence[Part]) -> None:
-        """Does `memory.require` for `parts`, and for weights and optimizer states if evaluations switch weights."""
+        """Calls `memory.require` for `parts`, and also for `RESTORE_PARTS` if evaluations use other weights than training."""
         self.memory.require(label, (*parts, *(RESTORE_PARTS if self.stepper.update.switches_weights else ())))

@@ -22,14 +22,14 @@ RESTORE_PARTS: tuple[Part, ...] = (*LOAD_PARTS, "optimizer_states", "handlers")
 
 
 class Move:
-    """A transfer in progress. The run's methods wait for it themselves; call `wait` before other code uses the memory."""
+    """A transfer of memory in progress. The run's own methods wait for it; call `wait` before other code uses the memory."""
 
     def __init__(self, waits: Sequence[Callable[[], None]], offloaded_from: torch.device | None = None) -> None:
         self._waits = waits
         self._offloaded_from = offloaded_from
 
     def wait(self) -> None:
-        """Waits on the host until all copies are done. After an offload on CUDA it also empties the allocator's cache."""
+        """Blocks the host until all copies are done. After an offload from CUDA, also empties the cache of the allocator."""
         for wait in self._waits:
             wait()
         if self._offloaded_from is not None and self._offloaded_from.type == "cuda":
@@ -38,15 +38,15 @@ class Move:
 
 @dataclass(eq=False)
 class RunMemory:
-    """The memory of one rank's run, by part (`memory.inventory.PARTS`).
+    """Reports the memory of one rank's run by part (`sley_core.memory.PARTS`), and moves it off the device and back.
 
         run.memory.offload().wait()       # between two steps: other programs may use the device
         ...
         run.memory.onload()               # the next step gives the same numbers as without an offload
 
-    managers: the plan's offload managers, already attached. masters: the master weights, which are updated when a program
-    writes to the weights. wait_until_idle: waits until no step is in progress. check_idle: raises StateError if exchanges of a
-    failed step are still in progress. The run sets both. Ranks may offload independently, unless a manager's moves communicate.
+    Ranks may offload independently, unless the transfers of a manager communicate. managers: the plan's offload managers,
+    already attached. masters: the master weights. wait_until_idle: waits until no step is in progress. check_idle: raises
+    StateError if exchanges of a failed step are still in progress.
     """
 
     device: Device
@@ -58,22 +58,21 @@ class RunMemory:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """The bytes of device memory of each part; 0 for an offloaded part, and for optimizer states before the first step."""
+        """The number of bytes that each part occupies on the device; 0 for optimizer states before the first step."""
         return {part: self.inventory.num_bytes(part) for part in PARTS}
 
     @property
     def where(self) -> dict[Part, Where]:
-        """The location of each part. A part without a manager is always on the device."""
+        """The location of each part: on the device, offloaded, or between. A part without a manager is always on the device."""
         return dict.fromkeys(PARTS, Where.HERE) | {part: manager.where(part) for part, manager in self._managers.items()}
 
     @on_stream
     def offload(self, *parts: Part) -> Move:
-        """Starts to move `parts`, or all that the plan's managers move, off the device. Skips offloaded parts.
+        """Starts to move `parts`, or all parts that have a manager, off the device. Skips offloaded parts.
 
         Copies run in parallel with other work. Call `wait` of the result before another program uses the memory. Offloaded
         gradients are freed and lost. Raises RunError "step-running" within a step, StateError "step-failed" after a failed step
-        or evaluation of several ranks, and UsageError "no-part" for an unknown part, "no-offload" for a part that no manager
-        moves.
+        or evaluation of several ranks, and UsageError "no-part" for an unknown part, "no-offload" for one without a manager.
         """
         self.wait_until_idle()
         self.check_idle()
@@ -83,13 +82,15 @@ class RunMemory:
 
     @on_stream
     def onload(self, *parts: Part) -> Move:
-        """Starts to move `parts`, or all, back to the device. Skips parts on the device. Raises as `offload`."""
+        """Starts to move `parts`, or all parts that have a manager, back to the device. Skips parts that are on the device.
+        Raises RunError "step-running" within a step, and UsageError as `offload` does.
+        """
         self.wait_until_idle()
         return Move([manager.onload(part) for part, manager in self._select(parts)])
 
     def require(self, caller: str, parts: Iterable[Part]) -> None:
-        """Makes the device wait for transfers of `parts`. caller: the operation that needs them, such as "a step". Raises
-        StateError "memory-away" if one of them is offloaded.
+        """Makes the device wait for transfers of `parts`. caller: the operation that needs these parts, such as "a step".
+        Raises StateError "memory-away" if one of these parts is offloaded.
         """
         managers = self._managers
         for part in parts:
@@ -97,10 +98,11 @@ class RunMemory:
                 managers[part].require(part, caller)
 
     def update_masters(self, reader: str | None = None) -> None:
-        """Updates the master weights after a program has written weights, if both are on the device. Called before they are
-        read. reader: the purpose of the read, such as "a checkpoint"; None if nothing reads them now. With a reader, raises
-        StateError "memory-away" if a program has written weights and one of the two is offloaded. Raises RunError
-        "weight-replaced".
+        """Copies weights that a program has written into the master weights, if weights and masters are on the device.
+
+        reader: the purpose of a read that follows, such as "a checkpoint", or None. With a reader, raises StateError
+        "memory-away" if a program has written weights, and weights or masters are offloaded. Raises RunError "weight-replaced"
+        if a program has replaced a weight.
         """
         try:
             self.require(f"{reader} after a program has written weights", ("weights", "masters"))
@@ -112,17 +114,17 @@ class RunMemory:
 
     @property
     def report(self) -> dict[Part, Moved]:
-        """The cost of all transfers of each part that a manager moves."""
+        """The cost (bytes and seconds) of all transfers so far, for each part that has a manager."""
         return {part: manager.moved(part) for part, manager in self._managers.items()}
 
     @on_stream
     def host(self, part: Part) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and value of each tensor of `part` on the host, without moving anything to the device.
 
-        Names, shapes and dtypes are those of the part, including the optimizer's scalars. Sharded weights yield
-        this rank's shards. Values of offloaded tensors are views that are valid until the next offload and must not be written.
-        Waits for copies to the host. Raises UsageError "not-copied" for a part whose memory is freed without a copy, and
-        StateError "memory-away" if this rank's host has only a part of the copy, and RunError "step-running" within a step.
+        Names, shapes and dtypes are the same as on the device. A sharded weight yields this rank's shard. Values of offloaded
+        tensors are views, which are valid until the next offload and must not be written. Waits for copies to the host. Raises
+        UsageError "not-copied" for a part that an offload frees without a copy, StateError "memory-away" if this rank's host
+        has only a part of the copy, and RunError "step-running" within a step.
         """
         self.wait_until_idle()
         if part not in COPIED_PARTS:
@@ -139,9 +141,9 @@ class RunMemory:
         return ((name, value(tensor)) for name, tensor in self.inventory.all_tensors(part))
 
     def memory_lookup(self) -> Callable[[Tensor], Tensor]:
-        """Waits for copies to the host. Returns a function that maps a tensor of the run to its current memory: the tensor
-        itself, or the host's copy while it is offloaded or in transfer. The function raises StateError "memory-away" if this
-        rank's host has only a part of the copy.
+        """Returns a function that maps a tensor of the run to its current memory: the tensor itself, or its copy on the host
+        while it is offloaded or in transfer. First waits for copies to the host. The function raises StateError "memory-away"
+        if this rank's host has only a part of the copy.
         """
         return partial(_current_memory, self._copies())
 
@@ -154,7 +156,7 @@ class RunMemory:
         return {key: copy for part, manager in self._managers.items() for key, copy in manager.host(part).items()}
 
     def _select(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
-        """Returns `parts`, by default all that a manager moves, with their managers, in the order of onloads."""
+        """Returns `parts`, or all parts that have a manager, with their managers, in the order of `PARTS`."""
         managers = self._managers
         if unknown := [part for part in parts if part not in PARTS]:
             raise UsageError("no-part", f"a run's memory has no part {unknown[0]!r}", hint=f"use one of {', '.join(PARTS)}")
@@ -167,8 +169,8 @@ class RunMemory:
 
 
 def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a part of the run") -> Tensor:
-    """Returns `tensor`, or a view of the host's copy if there is one. Raises StateError "memory-away" if the memory is freed
-    and the host has no complete copy.
+    """Returns `tensor`, or a view of its copy on the host if `copies` has one. Raises StateError "memory-away" if the tensor is
+    freed on the device and has no copy.
     """
     copy = copies.get(storage_id(tensor))
     if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -177,29 +179,29 @@ def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a
 
 
 def summarize_moves(manager: OffloadManager) -> dict[str, float]:
-    """Returns the nonzero costs of the manager's transfers, keyed by `<part>_<cost>`."""
+    """Returns the costs (bytes and seconds) of the manager's transfers, keyed by `<part>_<field of Moved>`, without zeros."""
     costs = {part: asdict(manager.moved(part)) for part in manager.parts}
     return {f"{part}_{name}": value for part, numbers in costs.items() for name, value in numbers.items() if value}
 
 
 class OffloadMetrics:
-    """Adds the transfers since the previous row to each metrics row of a run that has `[[offload]]`: in total, and for each of
-    `parts` that has a copy on the host (`offload/gb`, `offload/weights_gb`, ...). gb: the 10^9 bytes copied in both directions,
-    summed over ranks. s: the mean over ranks of the seconds of finished copies. gb_per_s: the mean rate of these copies.
+    """Adds numbers on transfers to each metrics row of a run that has `[[offload]]`: in total, and for each of `parts` that is
+    copied to the host (`offload/gb`, `offload/weights_gb`, ...). gb: the 10^9 bytes copied in both directions since the
+    previous row, summed over ranks. s: the mean over ranks of the seconds of finished copies. gb_per_s: their mean rate.
     """
 
     def __init__(self, numbers: StepNumbers, num_ranks: int, managers: Sequence[OffloadManager], parts: Iterable[str]) -> None:
         self.managers = managers
         self._num_ranks = num_ranks
         self._totals: dict[tuple[str, Part | None], tuple[float, float, float]] = {}
-        # the parts of the plan, in the order of `COPIED`: the same names on all ranks
+        # the parts of the plan, in the order of `COPIED_PARTS`: the same names on all ranks
         for part in (None, *(part for part in COPIED_PARTS if part in set(parts))):
             prefix = "offload/" if part is None else f"offload/{part}_"
             for name in ("gb", "s", "gb_per_s"):
                 numbers.add(prefix + name, partial(self._measure, name, part))
 
     def _measure(self, name: str, part: Part | None) -> float:
-        """Returns the number `name` of the transfers of `part`, by default of all parts, since the previous call for both."""
+        """Returns this rank's share of "gb", "s" or "gb_per_s" since the previous call. part: None for all parts."""
         costs = [manager.moved(moved) for manager in self.managers for moved in manager.parts if part in (None, moved)]
         totals = (
             float(sum(cost.copied_out + cost.copied_in for cost in costs)),

@@ -1,11 +1,11 @@
-"""The state of a run for a checkpointer: collects this rank's part of the state, and restores it.
+"""Collects this rank's part of a run's state for a checkpointer, and restores it. A checkpoint has these names:
 
 weights/<parameter>              the master weight if there is one, else the weight
 averages/<parameter>             the average of the weight over steps, if the plan has [averaging]
 optimizer/<parameter>/<state>    the state under the optimizer's key
-buffers/<name>                   the persistent buffers, and those that may differ between ranks
-ranks/<rank>/<name>              tensors of one rank
-ranks/<rank>/extra/<name>        the extra states of the rank's modules
+buffers/<name>                   a persistent buffer, or a buffer that may differ between ranks
+ranks/<rank>/<name>              a tensor of one rank
+ranks/<rank>/extra/<name>        the extra state of a module
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,10 +53,10 @@ T = TypeVar("T")
 
 
 class RunState(checkpointing.TrainingState):
-    """Implements `TrainingState`.
+    """Gives a checkpointer the state of a run on this rank, and restores it; implements `TrainingState`.
 
-    components: the plan's components with their objects in the run. run_folder: the run's folder, or None. plan_values: values
-    that the run has determined, by their path in the plan. best: the best evaluation so far, or None without `keep_best`.
+    components: the plan's components with their objects in the run. plan_values: the plan values that the run has determined,
+    by their path in the plan. notes: messages for the user. best: the best evaluation; None if the plan has no `keep_best`.
     """
 
     def __init__(
@@ -163,15 +163,16 @@ class RunState(checkpointing.TrainingState):
 
     @property
     def base(self) -> Mapping[str, int]:
-        """The checksums of the frozen parameters of a model with adapters, by name; a checkpoint stores only these of them."""
+        """The checksums by name of the frozen parameters under adapters. A checkpoint stores them instead of the weights."""
         return self.parts.registry.base
 
     def _optimizer_states(self) -> list[tuple[OptimizerParam, Any]]:
+        """Returns each parameter that this rank updates, with its optimizer state ({} before the first update)."""
         params = self.update.masters.optimizer_params
         return [(entry, self.update.optimizer.state.get(entry.parameter, {})) for entry in params]
 
     def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yields the name and value of each saved buffer, and whether it may differ between ranks."""
+        """Yields the name and tensor of each buffer to save, and whether the buffer may differ between ranks."""
         for layer in self.parts.layers:
             for prefix, module in layer.module.named_modules(prefix=layer.name):
                 for attribute, buffer in module.named_buffers(recurse=False):
@@ -195,6 +196,7 @@ class RunState(checkpointing.TrainingState):
         return {"values": values, "trees": trees, "rank": rank}
 
     def _optimizer_values(self) -> dict[str, Any]:
+        """Returns the optimizer's state without the tensors, encoded for JSON, keyed by the names in the checkpoint."""
         values = {}
         for entry, state in self._optimizer_states():
             for name, value in state_leaves(state):
@@ -249,7 +251,7 @@ class RunState(checkpointing.TrainingState):
         return restorer.notes
 
     def _restore_values(self, description: checkpointing.SavedRun, notes: list[str]) -> None:
-        """Restores the small states of a run. Appends a note for each that cannot be restored."""
+        """Restores the position in the data, the loss scale and other numbers; appends a note for each that is lost."""
         update, state, world = self.update, description.state, self.parts.world
         self.parts.store.state.was_taken = bool(state["was_taken"])
         if update.scale is not None:
@@ -266,14 +268,12 @@ class RunState(checkpointing.TrainingState):
         if description.layout["world"] == world.size:
             restore_generators(description.ranks[world.rank]["generators"], world.device)
         else:
-            note = (
-                f"{description.layout['world']} ranks wrote the checkpoint, so the states of the program's generators (Python, "
-            )
-            notes.append(note + "numpy and torch) are not restored")
+            note = f"{description.layout['world']} ranks wrote the checkpoint, so the states of the generators of Python, "
+            notes.append(note + "numpy and torch are not restored")
 
     def _check_checkpoint(self, restorer: RunRestorer) -> None:
-        """Raises RunError "checkpoint-mismatch", on all ranks, if the model or optimizer differs. Raises PlanError
-        "data-changed" if the data certainly differ; adds a note if they may differ.
+        """Raises RunError "checkpoint-mismatch" on all ranks if the model or the optimizer does not match the checkpoint.
+        Raises PlanError "data-changed" if the data certainly differ, and adds a note if the data may differ.
         """
         saved, description = restorer.saved, restorer.saved.description
         data_change = self._describe_data_change(description.state["data"])
@@ -287,7 +287,7 @@ class RunState(checkpointing.TrainingState):
             if name.startswith((checkpointing.WEIGHTS, checkpointing.BUFFERS)) and name not in model_names
         ]
         if description.optimizer != self.plan.optimizer.name:
-            problems.append(f"its optimizer is {description.optimizer}, the plan's is {self.plan.optimizer.name}")
+            problems.append(f"its optimizer is {description.optimizer}, but the plan has {self.plan.optimizer.name}")
         if problems:
             message = f"{saved.place} does not fit this run: {shorten_names(problems)}"
             hint = "use `run.load_weights(..., strict=False)` to load only the weights that the model has"
@@ -302,7 +302,7 @@ class RunState(checkpointing.TrainingState):
             restorer.notes.append(data_change)  # only a note, since the dataset may be random
 
     def _describe_data_change(self, state: Any) -> str:
-        """Describes how this rank's data differ from the checkpoint's, or why they cannot be read; "" if they are equal."""
+        """Returns how this rank's data differ from the data of the checkpoint, or why reading fails; "" if nothing differs."""
         if self._feed is None or state is None:
             return ""
         self._feed.close()
@@ -312,7 +312,7 @@ class RunState(checkpointing.TrainingState):
             return f"the data cannot be read: {format_cause(error)}"
 
 
-AUTO = "auto"
+AUTO = "auto"  # the path with which `load` looks for the newest checkpoint of the run
 
 
 def build_checkpointer(state: RunState) -> Checkpointer:
@@ -334,7 +334,7 @@ class LazyCheckpointer(Checkpointer):
         return self._load_default().save(path, step)
 
     def load(self, path: str | Path, *, allow_fresh_start: bool) -> RestoreResult | None:
-        """Loads with the default checkpointer. If it is missing and the run has saved no checkpoint, "auto" returns None."""
+        """Loads with the default checkpointer. If it is not installed and the run has no checkpoint, "auto" returns None."""
         try:
             default = self._load_default()
         except PluginError:

@@ -52,11 +52,11 @@ from sley_core.weight_files.write import (
 )
 
 EXTRA_STATE_KEY = "_extra_state"
-"""The suffix of an extra state's name, as in torch's state dict."""
+"""The last part of the name of a module's extra state, as in torch's state dict."""
 
 
 def modules_with_extra_state(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the name of the extra state, and the module, of each module that has one."""
+    """Yields the name of the extra state (`<module>._extra_state`) and the module for each module with `get_extra_state`."""
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
             if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -64,7 +64,7 @@ def modules_with_extra_state(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.
 
 
 def encode_extra_state(name: str, module: nn.Module) -> Tensor:
-    """Returns the extra state of `module`, uint8 [bytes] on the host. Raises RunError `extra-state` unless it is plain data."""
+    """Returns the extra state of `module`, uint8 [bytes] on the host. Raises RunError "extra-state" unless it is plain data."""
     try:
         text = json.dumps(encode_value(module.get_extra_state()))
     except TypeError as error:
@@ -75,14 +75,14 @@ def encode_extra_state(name: str, module: nn.Module) -> Tensor:
 
 
 def check_extra_states(layers: Iterable[Layer]) -> None:
-    """Raises RunError `extra-state` for modules whose extra state cannot be saved; skips states created on first use."""
+    """Raises RunError "extra-state" if a module's extra state cannot be saved. Skips modules that have not created it yet."""
     for name, module in modules_with_extra_state(layers):
         with suppress(AttributeError):
             encode_extra_state(name, module)
 
 
 def set_extra_state(module: nn.Module, value: Tensor) -> None:
-    """Restores the extra state of `module` from the result of `encode_extra_state`."""
+    """Sets the extra state of `module` to `value`, a result of `encode_extra_state` on any device."""
     module.set_extra_state(decode_value(json.loads(value.cpu().numpy().tobytes())))
 
 
@@ -90,11 +90,11 @@ Precision = Literal["working", "full"]
 """working: the weights in the dtype of the forward. full: the weights that the optimizer updates, in fp32 or wider."""
 
 _INTEGER_DTYPES = {4: torch.int32, 8: torch.int64}
-"""The integer dtype by bytes per element. Weights are summed as integers, since adding 0 to an integer keeps every bit."""
+"""Integer dtypes by bytes per element. Parts of weights are summed as integers, because adding 0 then keeps every bit."""
 
 
 class _SavedTensor(NamedTuple):
-    """A tensor that this rank's stage writes: the parameter `param`, or `buffer`."""
+    """A tensor that this rank's stage saves: the parameter `param`, or `buffer` (also an extra state). The other is None."""
 
     spec: Spec
     param: Param | None
@@ -127,8 +127,9 @@ class WeightSaver:
     def __call__(
         self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None], metadata: Mapping[str, str]
     ) -> None:
-        """Saves the weights as `Run.save_weights` describes. Ranks exchange failures over `control` after each part, so that
-        all raise and none hangs. require: raises if memory that is read here is offloaded. metadata: only rank 0's counts.
+        """Saves the weights as `Run.save_weights` describes. Every rank must call it. Ranks exchange their failures after each
+        part, so that all raise RunError "weights-unsaved" and none hangs. require: a function that raises an error if the
+        memory to read is offloaded. metadata: the metadata of each file; the metadata of rank 0 is used.
         """
         Agreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
         is_first, sources = self._parts.world.rank == 0, list[_SavedTensor]()
@@ -157,10 +158,10 @@ class WeightSaver:
     def _exchange_files(
         self, files: list[list[Spec]], failure: str, folder: Path, metadata: Mapping[str, str]
     ) -> tuple[list[tuple[str, int, list[Spec]]], Mapping[str, str]]:
-        """Exchanges this rank's files and failure; returns name, rank and tensors of every rank's files, and the metadata of
-        rank 0. If any rank failed, discards the unfinished folder and raises RunError "weights-unsaved" on all ranks.
+        """Exchanges this rank's files and failure; returns the name, the writing rank and the tensors of each file of any rank,
+        and the metadata of rank 0. If a rank failed, discards the unfinished folder and raises RunError "weights-unsaved".
         """
-        # All ranks join this exchange: each of them gets here three times, even after a failure.
+        # All ranks join this exchange in the group `control` equally often, even after a failure.
         messages = self._control.gather_objects([failure, files, dict(metadata)], label="the files to save")
         reasons = zip(self._control.ranks, (reason for reason, _, _ in messages), strict=True)
         if failures := [f"rank {rank}: {reason}" for rank, reason in reasons if reason]:
@@ -177,7 +178,7 @@ class WeightSaver:
         return [(name, *file) for name, file in zip(names, files_of_ranks, strict=False)], messages[0][2]
 
     def _list_sources(self, precision: Precision) -> Iterator[_SavedTensor]:
-        """Yields the tensors that this rank's stage writes, in the registry's order, which is the same on all its ranks."""
+        """Yields the tensors that this rank's stage saves, in the same order on all ranks of the stage."""
         stage = self._parts.groups["pp"].coord
         master_dtype = self._masters.dtype if precision == "full" else None
         for param in self._parts.registry:
@@ -203,7 +204,7 @@ class WeightSaver:
         folder: Path,
         metadata: Mapping[str, str],
     ) -> str:
-        """Writes this rank's files, and returns the failure or "". A failed rank still joins every exchange."""
+        """Writes this rank's files, and returns its failure or "". A rank that failed still joins every collective."""
         files: dict[str, list[Spec]] = {}
         for source in sources if self._writes else ():
             files.setdefault(file_of_tensor[source.spec.name], []).append(source.spec)
@@ -216,7 +217,7 @@ class WeightSaver:
             return failure or _describe_failure(tensor_files.close, folder)
 
     def _gather_full_tensor(self, source: _SavedTensor, precision: Precision) -> Tensor | None:
-        """Returns the full tensor on the rank that writes it, and None on others. All ranks of the stage must call it."""
+        """Returns the full tensor on the rank that writes it, and None on other ranks. All ranks of the stage must call it."""
         if source.param is None:
             return source.buffer if self._writes else None
         value = self._master_shard(source.param) if precision == "full" else source.param.parameter.detach()
@@ -256,18 +257,22 @@ def _describe_failure(write: Callable[[], object], folder: Path) -> str:
     return ""
 
 
-Pairs = Iterable[tuple[str, Tensor]]
+Pairs = Iterable[tuple[str, Tensor]]  # names with full tensors
 
 
 class LoadedWeights(NamedTuple):
-    """missing: the model's parameters that the state lacks. unknown: the names in the state that the model lacks."""
+    """The result of `load_weights`. missing: the names of parameters that only the model has. unknown: the names that only the
+    loaded state has.
+    """
 
     missing: list[str]
     unknown: list[str]
 
 
 class ModelNames(NamedTuple):
-    """The names in a full model: of parameters, with their names in the registry, and of buffers and extra states."""
+    """The names of all tensors of a model. parameters: the parameter's name in the registry, keyed by each of its names, with
+    the names of tied copies. buffers: the names of buffers and extra states.
+    """
 
     parameters: Mapping[str, str]
     buffers: set[str]
@@ -299,7 +304,7 @@ def load_weights(
 
 
 class _WeightLoader:
-    """Holds the state of one call of `load_weights` on this rank. checksums: of the values, by name."""
+    """Runs one call of `load_weights` on this rank. checksums: the checksums of the loaded parameters and buffers, by name."""
 
     def __init__(self, names: ModelNames, parts: Parts, masters: MasterWeights) -> None:
         self.names = names
@@ -317,7 +322,7 @@ class _WeightLoader:
         self.received_names: set[str] = set()
 
     def check_pairs(self, pairs: Pairs, *, writes: bool = False) -> None:
-        """Checks every pair, and with `writes` also writes the pairs before the first fault. Collects the faults."""
+        """Checks every pair, and appends faults to `self.faults`. If `writes`, also writes the pairs before the first fault."""
         try:
             for name, value in pairs:
                 self._check_value(name, value)
@@ -328,7 +333,7 @@ class _WeightLoader:
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
-        """Copies `value` into this rank's weight, weight shard or buffer of this name, if there is one."""
+        """Copies `value` into this rank's weight, shard, buffer or extra state `name`. Does nothing if the rank has none."""
         param, buffer = self.params.get(self.names.parameters.get(name, name)), self.buffers.get(name)
         if param is not None:
             if param.name in self.base_checksums:
@@ -341,14 +346,16 @@ class _WeightLoader:
             set_extra_state(self.extra_state_modules[name], value)
 
     def exchange_reports(self, strict: bool) -> LoadedWeights:
-        """Exchanges faults, names and checksums. Returns missing and unknown names, or raises one RunError on all ranks."""
+        """Exchanges faults, names and checksums, and returns all ranks' missing and unknown names. All ranks must call it. All
+        raise RunError "weights-mismatch" after a fault, or "weights-differ" if ranks received different values.
+        """
         control = self.control
         missing = [name for name in self.params if name not in self.received_names]
         if strict:
             self.faults += [f"{name!r} is missing" for name in missing] + [
                 f"{name!r} is unknown" for name in self.unknown_names
             ]
-        # all ranks join this exchange, even those with faults
+        # all ranks join this exchange in the group `control`, even after a fault
         report = [self.faults, missing, self.unknown_names, self.checksums]
         *lists, sums_of_ranks = zip(*control.gather_objects(report, label="the reports on loaded weights"), strict=True)
         faults, missing, unknown = (list(dict.fromkeys(chain.from_iterable(lists_of_ranks))) for lists_of_ranks in lists)
@@ -365,7 +372,7 @@ class _WeightLoader:
         return LoadedWeights(missing, unknown)
 
     def _check_value(self, name: str, value: Tensor) -> None:
-        """Checks name, shape and dtype, and adds a checksum of the values to the report; `exchange_reports` compares them."""
+        """Checks the name, shape and dtype of `value`; notes a fault, or the checksum that `exchange_reports` compares."""
         registry_name = self.names.parameters.get(name, name)
         self.received_names.add(registry_name)
         if name not in self.names.parameters and name not in self.names.buffers:

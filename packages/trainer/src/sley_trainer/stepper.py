@@ -52,15 +52,15 @@ from sley_trainer.execute import Executor, ListRun
 from sley_trainer.update import Update
 
 ActionGenerator = Callable[[int], Sequence[Sequence[Action]]]
-"""A function that takes the number of microbatches and returns every stage's compute actions."""
+"""A function that takes the number of microbatches and returns the compute actions of every stage, in order."""
 
 
 class ActionLists:
-    """Generates, lowers and caches the action lists of `stage`. Each stage lowers the lists of all stages, so that every rank
-    detects a wrong schedule.
+    """Generates, lowers and caches the action lists of one stage. Lowering adds the transfers between stages and the ends of
+    chunks. Each stage lowers the lists of all stages, so that every rank detects a wrong schedule.
 
-    generate: returns the compute actions of all stages, which are not cached. lower_all_stages: returns the lowered training
-    lists of all stages.
+    generate: returns the compute actions of all stages, which are not cached. stage: the index of the stage. lower_all_stages:
+    takes the number of microbatches and returns the lowered training lists of all stages.
     """
 
     def __init__(self, generate: ActionGenerator, placement: Placement, stage: int) -> None:
@@ -73,13 +73,13 @@ class ActionLists:
         )
 
     def for_stage(self, stage: int) -> "ActionLists":
-        """Returns the lists of stage `stage`, which share the cache of this object."""
+        """Returns the action lists of `stage`; the result shares the cache of this object."""
         lists = copy(self)
         lists.stage = stage
         return lists
 
     def splits_backward(self, num_microbatches: int) -> bool:
-        """Returns whether this stage's training list splits backwards into input gradients (I) and weight gradients (W)."""
+        """Returns whether this stage's training list splits each backward into input gradients (I) and weight gradients (W)."""
         return any(action.kind is Kind.WEIGHT_GRADIENT for action in select_actions(self.training_list(num_microbatches)))
 
     def training_list(self, num_microbatches: int) -> LoweredList:
@@ -87,24 +87,24 @@ class ActionLists:
         return self.lower_all_stages(num_microbatches)[self.stage]
 
     def evaluation_list(self, num_microbatches: int) -> LoweredList:
-        """Returns this stage's lowered list without backwards."""
+        """Returns this stage's lowered list for an evaluation, without backwards."""
         return self._lower_evaluations(num_microbatches)[self.stage]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's part of the model. layers_by_position: the stage and the layers of each position, in model order."""
+    """One stage's part of the model. layers_by_position: the stage and the layers of each part of the model, in its order."""
 
     action_lists: ActionLists
     layers_by_position: Stages
 
     def for_stage(self, stage: int) -> "Stage":
-        """Returns the part of the model on `stage`, which shares this stage's cache of lists."""
+        """Returns the part of the model on `stage`; the result shares the cached action lists of this object."""
         return Stage(self.action_lists.for_stage(stage), self.layers_by_position)
 
     @cached_property
     def chunks(self) -> list[Sequence[Layer]]:
-        """The layers of each of this stage's model chunks."""
+        """The layers of each model chunk of this stage."""
         placement, stage = self.action_lists.placement, self.action_lists.stage
         return [self.layers_by_position[placement.position(stage, chunk)][1] for chunk in range(placement.chunks)]
 
@@ -115,13 +115,13 @@ class Stage:
 
     @property
     def tied_stages(self) -> list[tuple[int, ...]]:
-        """The stages that hold each tied parameter, without duplicate tuples."""
+        """The tuple of stages that hold each parameter that is tied between stages, without duplicate tuples."""
         return tied_stages(self.layers_by_position)
 
 
 def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
-    """Returns the part of `model` (on meta) that `rank` holds. costs: the cost of each layer, for the partition. Raises
-    PlanError for errors of the partitioner, and "handler-missing" if stages share a parameter whose gradients no handler sums.
+    """Returns the part of `model` (on meta) that `rank` holds. costs: the cost of each layer, for the partition. Raises the
+    PlanError of the partitioner, and PlanError "handler-missing" if stages share a parameter and no handler sums its gradients.
     """
     stage_index = topology.coordinates(rank).stage
     if plan.pipeline is None:  # forward and backward of one microbatch after the other
@@ -148,7 +148,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
 
 
 def list_tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
-    """Returns the groups that sum ties: for each tie and rank offset, the ranks at that offset in the stages of the tie."""
+    """Returns the groups that sum gradients of tied parameters: for each tuple of tied stages, the ranks at equal offsets."""
     size = topology.ranks_per_stage
     return [
         GroupEntry(tie_axis(stages), DEFAULT_CHANNEL, tuple(number * size + offset for number in stages))
@@ -158,37 +158,37 @@ def list_tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
 
 
 def count_layer_parameters(model: Model) -> list[float]:
-    """Returns the number of parameters of each layer; a tied parameter counts in each of its layers."""
+    """Returns the number of parameter elements in each layer; a tied parameter counts in each of its layers."""
     return [float(sum(p.numel() for p in layer.module.parameters())) for layer in model.layers]
 
 
 def needs_timed_costs(plan: Plan) -> bool:
-    """Returns whether the plan's partition needs the seconds of each layer and the plan does not have them yet."""
+    """Returns whether the plan's partitioner needs the measured time of each layer and the plan does not have these times."""
     if plan.partition is None or not isinstance(plan.partition.record, PartitionerRecord):
         return False
     return plan.partition.record.timer is not None and plan.partition.config.layer_costs is None
 
 
 def time_layers(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns the seconds of each layer by the partitioner's timer, equal on every rank. All ranks must call it together."""
+    """Returns each layer's seconds, measured by the partitioner's timer, and equal on every rank. All ranks must call it."""
     record = plan.partition.record if plan.partition else None
     assert isinstance(record, PartitionerRecord), record
     seconds: list[float] = record.load(record.timer)(plan, world, build_model, dtype)
     return seconds
 
 
-NO_VOTES = Votes()
-NO_METRICS = Metrics()
+NO_VOTES = Votes()  # neither to stop nor to save
+NO_METRICS = Metrics()  # only the loss
 
 
 @dataclass(eq=False)
 class Stepper:
-    """Runs optimizer steps and forward-only passes. `handlers` are called in the plan's order, so that their collectives have
-    the same order on all ranks.
+    """Runs optimizer steps, evaluations and predictions of this rank. `handlers` are called in the plan's order, so that their
+    collectives have the same order on all ranks.
 
-    undo: detaches everything from the model when the stepper is closed. compare: compares the replicas of weights and buffers,
-    before the first step and then every `COMPARE_EVERY` steps; None to skip this. attention_name: the kernel. is_unfinished:
-    whether a step failed before its handlers were done, so that their exchanges may be in flight.
+    undo: detaches all parts from the model when the stepper is closed. compare: compares the replicas of weights and buffers,
+    before the first step and then every `COMPARE_EVERY` steps; None skips this. attention_name: the plan's `[model] attention`.
+    is_unfinished: whether the handlers of a started step are not done, so that their exchanges may be in flight.
     """
 
     parts: Parts
@@ -215,8 +215,8 @@ class Stepper:
     def step(
         self, step: int, batch: StepBatch, *, votes: Votes = NO_VOTES, outputs: dict[int, Any] | None = None
     ) -> StepTotals:
-        """Trains on `batch`: forward, backward, reduction, update. All ranks must call it. On CUDA it returns before the device
-        is done, and `read` of the result waits. A call after a failed one starts from a clean state.
+        """Trains on `batch` (forward, backward, reduction, update), and returns the totals of the step. All ranks must call it.
+        On CUDA it returns before the device is done, and `read` of the result waits. A failed step leaves the next step intact.
 
         step: the number of the step, from 0. votes: this rank's votes. outputs: receives a copy of the model's output of each
         microbatch, on ranks with the last layer.
@@ -250,7 +250,7 @@ class Stepper:
             return totals
 
     def _run(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None) -> Tensor:
-        """Runs all forwards and backwards of the step. Returns the sum of the loss over this rank's samples."""
+        """Runs all forwards and backwards of the step. Returns this rank's loss: a sum, or one value per microbatch."""
         num_microbatches = batch.num_microbatches
         entries = self.lists.training_list(num_microbatches)
         self.state.begin(step, select_actions(entries), num_microbatches, self.groups["dp"].coord * num_microbatches)
@@ -281,6 +281,7 @@ class Stepper:
         return self.executor.run(entries, self.state, ListRun(batch.micros, self.store, weight, outputs))
 
     def _global_weight(self) -> float:
+        """Returns the loss weight of the whole batch, after waiting until the ranks have agreed on the step."""
         self.agreement.check()
         return self.agreement.weight
 
@@ -322,7 +323,7 @@ class Stepper:
         return {"loss": mean, **dict(zip(names, means, strict=True))}
 
     def predict(self, batch: StepBatch) -> dict[int, Any]:
-        """Returns {microbatch: the model's output}; empty on ranks without the last layer. All ranks must call it."""
+        """Returns {microbatch: the model's output}; {} on ranks without the last layer. All ranks must call it."""
         with self._evaluation_mode() as state:
             entries = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}
@@ -355,7 +356,7 @@ class Stepper:
                 module.training = was_training
 
     def _begin_forward(self, label: str, index: int, batch: StepBatch, state: StepState) -> LoweredList:
-        # This checks that all ranks evaluate equal models, and that stages and slices have the same samples.
+        # All ranks check that they evaluate equal models, and that stages and slices have the same samples.
         self.agreement.begin(label, batch).check()
         entries = self.lists.evaluation_list(batch.num_microbatches)
         first_micro = self.groups["dp"].coord * batch.num_microbatches
@@ -363,7 +364,7 @@ class Stepper:
         return entries
 
     def close(self) -> None:
-        """Detaches all parts from the model, even if one of them fails to detach. No step may follow."""
+        """Detaches all parts from the model, even if the detaching of a part fails. A later `step` raises StateError."""
         self.is_closed = True
         self.undo.close()
 

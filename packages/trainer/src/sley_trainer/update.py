@@ -1,11 +1,11 @@
-"""Ends a step after all gradients are reduced: unscales them, exchanges votes, clips by the norm, and runs the optimizer.
+"""Ends a step after all gradients are reduced: unscales and clips the gradients, exchanges votes, and runs the optimizer.
 
 The norm counts every gradient once: a gradient on `copies` ranks adds 1/copies on each of them, so one sum over all ranks is
 the norm of the full model in every layout. On CUDA nothing here waits for the device, with two exceptions: fp16, whose scale
-depends on overflows, and optimizers that cannot skip a step on the device. There the host must know whether a step is taken.
+depends on overflows, and optimizers that cannot skip a step on the device. Then the host must know whether a step is taken.
 
 If the loss or the norm is not finite, or the loss weight of the batch is 0, no rank updates: weights, masters and optimizer
-states do not change, and the code that reads the totals raises, or counts a skipped step (`Skips`).
+states do not change, and the code that reads the totals raises an error, or counts a skipped step (`Skips`).
 
 The average of a weight (`[averaging]`) is elementwise, so each rank averages only the elements that its optimizer updates.
 Evaluations and saved weights use the averages; training keeps the raw weights.
@@ -34,17 +34,17 @@ from sley_core.optim import optimizers
 from sley_trainer.row_metrics import SourceSums
 
 CLIP_EPSILON = 1e-6
-"""The number added to the norm before the division, as in `torch.nn.utils.clip_grad_norm_`."""
+"""The number added to the norm before `clip_norm` is divided by it, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
 @dataclass(eq=False)
 class Update:
-    """Runs `optimizer`, which holds the parameters of `masters`, with the gradients in `parts.store`.
+    """Updates this rank's weights at the end of a step: runs `optimizer` on `masters` with the gradients in `parts.store`.
 
     config: the plan's [optimizer] table. parameter_groups: returns torch.optim's groups for parameters that are unfrozen later.
-    lr_factor: returns the learning rate's factor at a step. traits: the optimizer's behaviour. averages: the averages of the
-    weights, if the plan has [averaging]. sources: the losses by source. scale: the loss scale of fp16. skips: counts non-finite
-    steps, if the plan allows them. was_taken: whether the last step changed weights, as far as the host knows.
+    lr_factor: returns the learning rate's factor at a step. traits: the optimizer's behaviour. averages: None if the plan has
+    no [averaging]. sources: the losses by source. scale: the loss scale of fp16, or None. skips: counts non-finite steps; None
+    if the plan does not skip steps. was_taken: whether the last step changed weights, as far as the host knows.
     """
 
     parts: Parts
@@ -75,15 +75,15 @@ class Update:
 
     @property
     def lr(self) -> float:
-        """Returns the last step's learning rate of parameters whose group sets none; includes changes by the program."""
+        """The learning rate in the last step of parameters whose group sets none; includes changes by the program."""
         return float(self._default_group.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Clips the gradients and runs the optimizer step, or changes no weights and states on any rank. All ranks call it,
-        since it all-reduces the totals. The learning rate counts only steps that change weights.
+        """Clips the gradients, runs the optimizer, and returns the totals of the step. If the loss or the norm is not finite, no
+        rank changes anything. All ranks must call it. The learning rate counts only steps that change weights.
 
-        loss: this rank's sum of losses, float64 on the device: a scalar, or one per microbatch if the order of sums is fixed.
-        weight: this rank's share of the batch's loss weight. Both are 0 on ranks without the loss.
+        loss: this rank's sum of losses, float64 on the device: a scalar, or one per microbatch if the order of sums is fixed; 0
+        on ranks without the loss. weight: this rank's share of the batch's loss weight.
         """
         num_skipped = sum(counter.num_skipped for counter in (self.scale, self.skips) if counter is not None)
         self.was_taken = False
@@ -132,13 +132,13 @@ class Update:
 
     @property
     def switches_weights(self) -> bool:
-        """Whether evaluations and saves use other weights than training: averages, or those of the optimizer's `eval()`."""
+        """Whether evaluations and saves use other weights than training: averages, or the weights after optimizer.eval()."""
         return self.averages is not None or self.traits.has_modes
 
     @contextmanager
     def use_evaluation_weights(self) -> Iterator[None]:
-        """Sets weights and masters to the averages, or to the values of the optimizer's evaluation mode, if the run has either;
-        restores them bit for bit after the block. All ranks call it between two steps, with all memory on the device.
+        """Within the block, weights and masters are the averages, or the weights of the optimizer's evaluation mode, if the run
+        has either. All ranks must call it between two steps, with all memory on the device.
         """
         if not self.switches_weights:
             yield
@@ -171,12 +171,13 @@ class Update:
         return restore
 
     def _publish_weights(self) -> None:
+        """Copies the masters into the weights, and waits until the weights have arrived on all ranks."""
         self.masters.write_back(are_sent=False)
         self.masters.weights.settle()
 
     @contextmanager
     def _seed_optimizer(self, step: int) -> Iterator[None]:
-        """Seeds the optimizer's generators equally on all ranks, and restores their states after the block."""
+        """Within the block, the optimizer's generators have the same seed on all ranks, unless the optimizer is torch's."""
         if self.traits is optimizers.TORCH_TRAITS:
             yield
             return
@@ -187,6 +188,7 @@ class Update:
             yield
 
     def _add_unfrozen_params(self) -> None:
+        """Adds parameters to the optimizer that a program has unfrozen since the last step."""
         if self._num_layouts == self.store.num_layouts:
             return
         self._num_layouts = self.store.num_layouts
@@ -198,7 +200,9 @@ class Update:
             self.optimizer.add_param_group(group)
 
     def _totals(self, gradients: list[NormGroup], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Returns norm, loss, votes and plugins' numbers by one all-reduce, or two for inf-norms and a fixed order of sums."""
+        """Unscales `gradients`, and returns the norm, the loss, votes and plugins' numbers, summed over all ranks. An inf-norm
+        or a fixed order of sums needs a second all-reduce.
+        """
         if self.scale is not None:
             for group in gradients:
                 torch._foreach_mul_(group.tensors, 1 / self.scale.value)
@@ -209,7 +213,7 @@ class Update:
         numbers = [self.numbers.local_shares(self.device.torch_device)] if self.numbers.names else []
         numbers += [] if self.sources is None else [self.sources.terms()]
         host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
-        # One message carries everything: on a small model the latency of a second one would slow every step noticeably.
+        # One message carries all numbers: on a small model the latency of a second one would slow every step noticeably.
         summed = torch.cat([terms, self.device.move(host), *numbers])
         # All ranks of the world; every rank ends every step here, after its own reductions.
         self.groups["all"].all_reduce(summed, label="loss and gradient norm").wait()
@@ -233,16 +237,16 @@ class Update:
 
 
 AVERAGE = "average"
-"""The name of an average among the states of a parameter."""
+"""The name of a weight's average among the states of a parameter, in reports of memory and in `states_of`."""
 
 
 @dataclass(eq=False)
 class Averages:
-    """Holds the average of each tensor that this rank's optimizer updates, in the same dtype.
+    """The averages over steps of the tensors that this rank's optimizer updates, in the dtypes of these tensors.
 
     rule: returns the share of the updated weights in their average, as `records.AveragingRecord` describes. name: the name of
     the rule in the plan. first_update: the index of the last update after which the averages were equal to the weights; None
-    if there are no averages yet. tensors: the averages, keyed by the updated tensor; they exist after the first update.
+    if there are no averages yet. tensors: the averages, keyed by the updated tensor; empty before the first update.
     """
 
     rule: Callable[[int, int], float]
@@ -251,16 +255,16 @@ class Averages:
     tensors: dict[nn.Parameter, Tensor] = field(default_factory=dict, init=False)
 
     def add(self, params: Sequence[OptimizerParam]) -> None:
-        """Adds averages for tensors that are new to the optimizer. They start at the current values."""
+        """Adds an average for each tensor of `params` that has none, with the current values of the tensor."""
         for entry in params:
             if entry.parameter not in self.tensors:
                 self.tensors[entry.parameter] = entry.parameter.detach().clone()
 
     def update(self, params: Sequence[OptimizerParam], step: int, index: int, is_allowed: Tensor | None) -> None:
-        """Adds the updated values of `params` to their averages.
+        """Moves the averages towards the updated values of `params`.
 
-        step: the number of the step, from 0. index: the number of updates before this one. is_allowed: a bool on the device; if
-        it is false, the step has changed no weight, and averages stay as they are. Raises RunError `averaging-weight`.
+        step: the number of the step, from 0. index: the number of updates before this one. is_allowed: a bool on the device, or
+        None; False leaves the averages unchanged. Raises RunError "averaging-weight" if the rule returns no value from 0 to 1.
         """
         weight = 1.0
         if self.first_update is not None and index > self.first_update:
@@ -276,7 +280,7 @@ class Averages:
 
     @torch.no_grad()
     def swap(self, params: Sequence[OptimizerParam]) -> Callable[[], object]:
-        """Exchanges the values of `params` and of their averages. Returns a function that restores the bits of both."""
+        """Exchanges the values of `params` with their averages, bit for bit. Returns a function that undoes the exchange."""
         for entry, average in list_averages(self, params):
             value = entry.parameter.detach().clone()
             entry.parameter.copy_(average)
@@ -284,12 +288,13 @@ class Averages:
         return lambda: self.swap(params)
 
     def reset(self) -> None:
+        """Drops all averages, so that they start again from the weights."""
         self.first_update = None
         self.tensors.clear()
 
 
 def list_averages(averages: Averages | None, params: Sequence[OptimizerParam]) -> list[tuple[OptimizerParam, Tensor]]:
-    """Returns the tensors of `params` that have an average, each with its average; [] without [averaging]."""
+    """Returns each of `params` that has an average, with its average; [] if `averages` is None."""
     if averages is None:
         return []
     return [(entry, averages.tensors[entry.parameter]) for entry in params if entry.parameter in averages.tensors]
@@ -297,7 +302,7 @@ def list_averages(averages: Averages | None, params: Sequence[OptimizerParam]) -
 
 @torch.no_grad()
 def _move_averages(averages: list[Tensor], values: list[Tensor], weight: float, is_allowed: Tensor | None) -> None:
-    """Moves `averages` towards `values` by the share `weight`, or by 0 if `is_allowed` is false."""
+    """Moves `averages` towards `values` in place, by the share `weight` of the difference; by 0 if `is_allowed` is False."""
     if is_allowed is not None:
         torch._foreach_lerp_(averages, values, [(weight * is_allowed).to(averages[0].dtype)] * len(averages))
     elif weight == 1.0:
@@ -311,15 +316,15 @@ def _move_averages(averages: list[Tensor], values: list[Tensor], weight: float, 
 
 
 MASTER = "master"
-"""The name of a master weight among the states of a parameter."""
+"""The name of a master weight among the states of a parameter, in `states_of`."""
 
 
 class ParamState(NamedTuple):
-    """A master weight or optimizer state of the registry's parameter `name` on this rank.
+    """A master weight, average or optimizer state on this rank, of the parameter that the registry calls `name`.
 
-    elements: the elements of the flattened parameter (or of its shard) to which it belongs; None for all. state: `master`,
-    `average`, or the optimizer's key, such as `exp_avg`, or the path of a nested state (`factors.0`). A counter, such as
-    `step`, belongs to all elements.
+    elements: the elements of the flattened parameter (or of its shard) to which the tensor belongs; None for all. state:
+    "master", "average", or the optimizer's key, such as "exp_avg", or the path of a nested state ("factors.0"). A counter, such
+    as "step", belongs to all elements.
     """
 
     name: str
@@ -329,7 +334,7 @@ class ParamState(NamedTuple):
 
 
 def states_of(update: Update) -> Iterator[ParamState]:
-    """Yields this rank's master weights, and after the first step its optimizer states and averages, as live tensors."""
+    """Yields this rank's master weights, and after the first step its optimizer states and averages, without copies."""
     for entry in update.masters.local_params:
         if entry.master is not None:
             yield ParamState(entry.name, entry.elements, MASTER, entry.parameter.detach())
@@ -341,12 +346,12 @@ def states_of(update: Update) -> Iterator[ParamState]:
 
 
 def optimizer_states(update: Update, optimizer_param: OptimizerParam) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and tensor of each optimizer state of one parameter, including nested ones; none before step 1."""
+    """Yields the path and tensor of each optimizer state of one parameter; nothing before the first step."""
     return named_tensors(update.optimizer.state.get(optimizer_param.parameter, {}))
 
 
 def named_tensors(nested: object) -> Iterator[tuple[str, Tensor]]:
-    """Yields the path and value of each tensor in nested dicts, lists and tuples: `factors.0`, or "" for a bare tensor."""
+    """Yields the path and value of each tensor in nested dicts, lists and tuples: "factors.0", or "" for a bare tensor."""
     for path, value in tree_flatten_with_path(nested)[0]:
         if isinstance(value, Tensor):
             yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), value
@@ -357,9 +362,9 @@ def step_buckets(
 ) -> None:
     """Calls `step`, which runs `optimizer`, once for each bucket, with only the bucket's parameters in the optimizer's groups.
 
-    The update equals that of one call if no parameter's update depends on another parameter. Before each call, the optimizer's
-    shared values, such as a count of steps, are reset to those before the first call. Raises RunError `optimizer-counts-steps`
-    if two calls leave different values, and `optimizer-groups` if a call changes the number of groups.
+    The result equals the result of one call if no parameter's update depends on another parameter. Before each call, the
+    optimizer's shared values, such as a count of steps, get their values from before the first call. Raises RunError
+    "optimizer-counts-steps" if two calls leave different values, and "optimizer-groups" if a call changes the number of groups.
     """
     all_params = [group["params"] for group in optimizer.param_groups]
     before = deepcopy(optimizers.shared_values(optimizer))  # copied in one call, since several entries may share a tensor
