@@ -22,15 +22,15 @@ INTERFACE_NAME = "sley"
 """The name of Sley's attention in transformers' `AttentionInterface`."""
 
 ATTENTION_NAME = "sley_core"
-"""The name of the `SleyAttention` within an attention module of transformers."""
+"""The name of the `SleyAttention` as a submodule of an attention module of transformers."""
 
 FLASH_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""The importable modules of flash-attn and flash-attn-3, keyed by the names of their kernels in transformers."""
+"""The Python modules of flash-attn and flash-attn-3, keyed by the names of their kernels in transformers."""
 
 
 class SleyAttention(Attention):
     """Core's attention with more kernels, and with soft-capped scores as in Gemma 2. kernel: the name of the kernel in
-    transformers. cu_seqlens: the document bounds of the current call of the block, or None. The block sets them, since not
+    transformers. cu_seqlens: the document bounds in the current call of the block, or None; the block sets them, since not
     every family passes keyword arguments on to its attention. was_called: whether `attend` has called this module.
     """
 
@@ -51,9 +51,9 @@ class SleyAttention(Attention):
         dropout: float = 0.0,
         softcap: float | None = None,
     ) -> Tensor:
-        """Returns the context [b, s, h, d]. The arguments are those of `Attention`, and `softcap`. softcap: replaces the scores
-        by softcap x tanh(scores / softcap), unless it is None. Raises RunError "hf-attention" if the kernel is not installed,
-        or does not support the dropout, the dtype or the device.
+        """Returns the context [b, s, h, d] of causal attention; the arguments have the meaning of `Attention.forward`. softcap:
+        replaces the scores by softcap x tanh(scores / softcap), unless it is None. Raises RunError "hf-attention" if the kernel
+        is not installed, or does not support the dropout, the dtype or the device.
         """
         if self.kernel not in ("sdpa", "eager") and not q.is_meta:
             _check_call(self.kernel, q, dropout)
@@ -101,7 +101,7 @@ def call_flash(
     dropout: float,
     softcap: float | None,
 ) -> Tensor:
-    """Returns the context [b, s, h, d] from `flash_attn_varlen_func` of `module`, an imported value of `FLASH_MODULES`."""
+    """Returns the context [b, s, h, d] that `module` of `FLASH_MODULES` computes. Arguments: as in `SleyAttention.forward`."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
@@ -130,7 +130,7 @@ def call_flash(
 def call_flex(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Returns the context [b, s, h, d] that torch's `flex_attention` computes, compiled on CUDA."""
+    """Returns the context [b, s, h, d] of torch's `flex_attention`, compiled on CUDA. Arguments: as in `call_flash`."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         mask = _build_causal_block_mask(batch, length, window, q.device)
@@ -153,12 +153,14 @@ def call_flex(
 @lru_cache(maxsize=2)
 @torch.no_grad()
 def _build_causal_block_mask(batch: int, length: int, window: int | None, device: torch.device) -> Any:
-    """Returns the block mask of rows that contain one document each."""
+    """Returns flex_attention's mask of causal attention for rows that contain one document each."""
     return _build_block_mask(torch.tensor([[0, length]], device=device).expand(batch, 2), length, window)
 
 
 def _build_block_mask(bounds: Tensor, length: int, window: int | None) -> Any:
-    """Returns flex_attention's mask of causal attention within documents. bounds: `cu_seqlens` [b, n + 1]."""
+    """Returns flex_attention's mask of causal attention within documents, limited to `window` positions if it is not None.
+    bounds: `cu_seqlens` [b, n + 1].
+    """
     positions = torch.arange(length, device=bounds.device, dtype=bounds.dtype).repeat(len(bounds), 1)
     document = torch.searchsorted(bounds[:, 1:].contiguous(), positions, right=True)  # [b, s]
 
@@ -171,6 +173,7 @@ def _build_block_mask(bounds: Tensor, length: int, window: int | None) -> Any:
 
 @cache
 def _load_flex_attention(is_compiled: bool) -> Any:
+    """Returns torch's `flex_attention`; imported on first use, since it loads torch's compiler."""
     function = import_module("torch.nn.attention.flex_attention").flex_attention
     return torch.compile(function) if is_compiled else function
 
@@ -188,12 +191,12 @@ def attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Returns the context [b, s, h, d], and None in place of the attention weights. transformers calls this function. query:
-    [b, h, s, d]. key, value: [b, h_kv, s, d]. scaling, sliding_window, softcap: as `scale`, `window` and `softcap` in
-    `SleyAttention.forward`. Raises RunError "hf-attention" for a mask or for attention sinks (`s_aux`).
+    """Returns the context [b, s, h, d], and None in place of the attention weights. transformers calls this function for each
+    attention module. query: [b, h, s, d]. key, value: [b, h_kv, s, d]. scaling, sliding_window, softcap: as `scale`, `window`
+    and `softcap` in `SleyAttention.forward`. Raises RunError "hf-attention" for a mask or for attention sinks (`s_aux`).
     """
     if attention_mask is not None or s_aux is not None:
-        argument = "attention sinks" if attention_mask is None else "a mask of its own"
+        argument = "attention sinks" if attention_mask is None else "its own mask"
         message = f"`{type(module).__name__}` uses {argument}, which `hf.decoder` does not support"
         raise RunError("hf-attention", message, hint="this family is not supported")
     attention = cast(SleyAttention, module.get_submodule(ATTENTION_NAME))
@@ -213,12 +216,12 @@ AttentionInterface.register(INTERFACE_NAME, attend)
 
 
 def uses_interface(model_class: type) -> bool:
-    """Returns whether the attention modules of a model class of transformers look up their kernel by its registered name."""
+    """Returns whether the attention modules of `model_class` (of transformers) look up their kernel by its registered name."""
     return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[model_class.__module__])
 
 
 def add_attention(model: nn.Module, kernel: str) -> None:
-    """Adds a `SleyAttention` to each attention module of a model."""
+    """Adds a `SleyAttention` to each attention module of a transformers model. kernel: its name in transformers."""
     for module in list(model.modules()):
         if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx"):
             module.add_module(ATTENTION_NAME, SleyAttention(kernel))

@@ -36,20 +36,20 @@ from sley_hf.weights import FileInitializer
 
 
 def build_layers(config: DecoderConfig, data: DataInfo) -> Model:
-    """Returns the model. Each rank builds only its own layers, and reads only the tensors of these layers.
+    """Returns the plan's transformers model, split into layers. Each rank later builds only its own layers, and reads only the
+    tensors of these layers.
 
-    The first layer reads the field `tokens` [b, s]. If the data has them, the first layer and the blocks read `positions`
-    [b, s], and the blocks read `cu_seqlens` [b, n + 1]. Raises PlanError "hf-structure" for a model that is not a plain decoder
-    or whose load-balancing loss is not supported, "hf-kernel" for an attention kernel that the model does not support,
-    "model-vocabulary" if the data has more token ids than the model, and "model-weights" if the files cannot be read or belong
-    to another model.
+    The first layer reads the field `tokens` [b, s]. If the data has these fields, the first layer and the blocks also read
+    `positions` [b, s], and the blocks `cu_seqlens` [b, n + 1]. Raises PlanError "hf-structure" for a model that is not a plain
+    decoder or has an unsupported load-balancing loss, "hf-kernel" for an attention kernel that the model does not support,
+    "model-vocabulary" if the data has more token ids than the model, and "model-weights" for wrong or unreadable files.
     """
     hf_config = read_hf_config(config)
     causal, structure = build_from_config(hf_config, kernel=config.kernel, experts=config.experts)
     routers = build_routers(config, causal, structure)
     vocab_size = causal.config.vocab_size
     if data.vocab_size is not None and vocab_size < data.vocab_size:
-        message = f"the model has {vocab_size} token ids, fewer than the {data.vocab_size} of the data"
+        message = f"the model has only {vocab_size} token ids, but the data has {data.vocab_size}"
         raise PlanError("model-vocabulary", message, path=("model",), hint="use the tokenizer of the model")
 
     def draw_values(module: nn.Module, name: str) -> None:
@@ -60,13 +60,13 @@ def build_layers(config: DecoderConfig, data: DataInfo) -> Model:
 
 
 def build_routers(config: DecoderConfig, causal: Any, structure: ModuleNames) -> Routers | None:
-    """Returns the routers whose loss is trained, or None. Raises PlanError "hf-structure" if that loss is not supported."""
+    """Returns the routers if training adds a load-balancing loss, else None. Raises PlanError "hf-structure" if it cannot."""
     if not has_router_loss(config):
         return None
     try:
         return find_routers(causal, structure, config.router_loss)
     except UnsupportedModelError as error:
-        hint = "train without that loss: remove `router_loss`, and `output_router_logits` from `config.json`"
+        hint = "to train without this loss, remove `router_loss`, and `output_router_logits` from `config.json`"
         raise PlanError("hf-structure", str(error), path=("model", "router_loss"), hint=hint) from None
 
 
@@ -76,7 +76,7 @@ def split_into_layers(
     initialize: Callable[[nn.Module, str], None] | None = None,
     routers: Routers | None = None,
 ) -> Model:
-    """Returns a transformers model on meta as a `Model` of layers. routers: those whose loss is added in training."""
+    """Returns a transformers model on meta as a `Model` of layers. routers: the routers, if training adds their loss."""
     arguments = LayerArguments(causal, structure)
     indices = range(causal.config.num_hidden_layers)
     blocks = [(f"blocks.{index}", partial(Block, causal, structure, arguments, index, routers)) for index in indices]
@@ -146,7 +146,7 @@ def _compute_buffers(causal: Any) -> None:
 
 
 def list_ties(causal: Any, structure: ModuleNames) -> list[tuple[str, str]]:
-    """Returns the pairs of names of tied parameters in Sley's model: the embedding first, the head second."""
+    """Returns pairs of the names of tied parameters in Sley's model: first the embedding's name, then the head's name."""
     if not causal.config.tie_word_embeddings:
         return []
     tied = dict(causal._tied_weights_keys or {})
@@ -154,14 +154,14 @@ def list_ties(causal: Any, structure: ModuleNames) -> list[tuple[str, str]]:
 
 
 class Embed(nn.Module):
-    """The forward of the base model up to its first decoder layer, [b, s] -> [b, s, hidden]."""
+    """The layer `embed`: the forward of the base model up to its first decoder layer, [b, s] -> [b, s, hidden]."""
 
     def __init__(self, causal: Any, structure: ModuleNames) -> None:
         super().__init__()
         self.base, self._recorders = copy_with_recorders(causal, structure, 1)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing, since a lookup does not become faster, and the recorders end the forward with an exception."""
+        """Does nothing: compiling would not make the lookup faster, and the recorder ends the forward with an exception."""
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns the hidden states [b, s, hidden] of token ids [b, s]. positions: [b, s], or None to count from 0."""
@@ -171,14 +171,15 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer of transformers, [b, s, hidden] -> [b, s, hidden]."""
+    """One decoder layer of transformers, [b, s, hidden] -> [b, s, hidden]: a copy of layer `index` of the model `causal`.
+
+    arguments: computes the arguments of the layer, except the hidden states. routers: the routers of the model if training adds
+    their load-balancing loss, or None.
+    """
 
     def __init__(
         self, causal: Any, structure: ModuleNames, arguments: LayerArguments, index: int, routers: Routers | None
     ) -> None:
-        """Copies decoder layer `index` of `causal`, a transformers model. arguments: computes the other arguments of the layer.
-        routers: the routers of the model if training adds the layer's terms of their loss, or None.
-        """
         super().__init__()
         self.layer = copy.deepcopy(structure.list_blocks(causal)[index])
         self._arguments = arguments
@@ -228,7 +229,7 @@ class Block(nn.Module):
 
 
 class _BaseModelOutput:
-    """The output of a base model: the hidden states, and None for everything else that a causal model may read."""
+    """The output of a base model: the hidden states, and None for each other attribute that a causal model may read."""
 
     def __init__(self, last_hidden_state: Tensor | None) -> None:
         self.last_hidden_state = last_hidden_state
@@ -250,10 +251,12 @@ class _HiddenStates(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, and the forward of the causal model after its base model, [b, s, hidden] -> [b, s, v]."""
+    """The layer `head`: the last norm, and the forward of the causal model after its base model, [b, s, hidden] -> [b, s, v].
+
+    routers: the routers if training adds their load-balancing loss, or None.
+    """
 
     def __init__(self, causal: Any, structure: ModuleNames, routers: Routers | None) -> None:
-        """Copies the parts of `causal`, a transformers model. routers: those whose loss is added, or None."""
         super().__init__()
         stack = structure.find_stack(getattr(causal, structure.base))
         source = _HiddenStates()
@@ -263,12 +266,12 @@ class Head(nn.Module):
         self._balance = None if routers is None else LoadBalancingLoss(routers)
 
     def attach_to_run(self, parts: Parts) -> None:
-        """Adds the metrics of the load-balancing loss to the rows, if that loss is computed."""
+        """Adds the metrics of the load-balancing loss to the rows, if training computes this loss."""
         if self._balance is not None:
             self._balance.attach(parts)
 
     def forward(self, inputs: Tensor | RoutedStates) -> Tensor | BalancedLogits:
-        """Returns the logits [b, s, v], or in training with routers `BalancedLogits`. inputs: the output of the last block."""
+        """Returns the logits [b, s, v]; as `BalancedLogits` in training with routers. inputs: the output of the last block."""
         source = self._source[0]
         source.hidden = self.norm(inputs.hidden if isinstance(inputs, RoutedStates) else inputs)
         try:

@@ -1,6 +1,6 @@
-"""Compares `hf.decoder` with transformers: its layers before a run, and a run's weights and logits with those of its export.
+"""Compares `hf.decoder` with transformers: its layers before a run, and its exported weights and logits after a run.
 
-`train-cli check --model` compares a copy with fewer layers, fewer token ids and random weights, so a model of any size is cheap
+`train-cli check --model` compares a copy with fewer layers, fewer token ids and random weights, so models of any size are cheap
 to compare. An export is compared by its tensors, and by the logits of one prompt.
 """
 
@@ -28,16 +28,16 @@ from sley_hf.structure import ModuleNames, to_layer_name
 from sley_hf.weights import ExportedWeights
 
 MAX_VOCAB_SIZE = 128
-"""The maximum vocabulary size of the copy whose layers are compared."""
+"""The maximum vocabulary size of the small copy that is compared before a run."""
 
 PACKED_CU_SEQLENS = [[0, 16, 16], [0, 5, 16]]
-"""The document bounds of two rows of 16 tokens. The second row contains two documents."""
+"""The document bounds of two rows of 16 tokens, [b, n + 1]. The second row contains documents of 5 and 11 tokens."""
 
 LAYER_TOLERANCE = 1e-4
-"""The maximum difference of logits relative to the largest logit, and the maximum relative difference of losses."""
+"""The maximum difference of logits relative to the largest logit, and of losses relative to the expected loss, in fp32."""
 
 MAX_PROMPT_LENGTH = 16
-"""The maximum number of tokens of the prompt by which an export is compared."""
+"""The maximum number of tokens in the prompt with which an export is compared."""
 
 EXPORT_TOLERANCE = 1e-5
 """The maximum difference of an export's hidden states or logits in fp32, relative to the largest value."""
@@ -45,8 +45,8 @@ EXPORT_TOLERANCE = 1e-5
 
 @torch.no_grad()
 def compare_with_transformers(config: DecoderConfig) -> str:
-    """Returns a note with the largest relative difference between the results of Sley and of transformers. Raises PlanError
-    "hf-differs" if it exceeds `LAYER_TOLERANCE`, and "hf-structure" or "hf-kernel" if the model is not supported.
+    """Compares a small copy of the model in Sley and in transformers, and returns a note with the largest relative difference.
+    Raises PlanError "hf-differs" if it exceeds `LAYER_TOLERANCE`, and "hf-structure" or "hf-kernel" for an unsupported model.
     """
     hf_config = read_hf_config(config)
     small = shrink_config(hf_config, *build_from_config(hf_config, kernel="sdpa", experts="eager"))
@@ -73,15 +73,15 @@ def compare_with_transformers(config: DecoderConfig) -> str:
         differences["the load-balancing loss"] = abs(_compute_load_balancing_loss(model, tokens) / float(expected) - 1)
     for kind, difference in differences.items():
         if not difference <= LAYER_TOLERANCE:
-            message = f"Sley computes other values of {kind} for `{small.model_type}` than transformers, by {difference:.1g}"
+            message = f"{kind} of `{small.model_type}` differ between Sley and transformers by {difference:.1g}, relatively"
             raise PlanError("hf-differs", message, path=("model",), hint="use a model of another family")
     largest = max(differences.values())
     return f"the logits of a copy with {small.num_hidden_layers} layers equal transformers' within {largest:.1g}"
 
 
 def shrink_config(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
-    """Returns a config with at most `MAX_VOCAB_SIZE` token ids, and the fewest layers, but two if possible, that include each
-    kind of layer: each type, and each set of names and shapes of parameters. causal: the model of `hf_config`.
+    """Returns a copy of `hf_config` with at most `MAX_VOCAB_SIZE` token ids, and the fewest layers, two or more, that include
+    each kind of layer: each type, and each set of names and shapes of parameters. causal: the model of `hf_config`.
     """
     small = copy.deepcopy(hf_config)
     blocks = structure.list_blocks(causal)
@@ -101,7 +101,7 @@ def shrink_config(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
 
 
 def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
-    """Builds the layers of `model` in evaluation mode with the parameters of the model `reference`. Returns `model`."""
+    """Builds the layers of `model` in evaluation mode with the parameters of the transformers model `reference`; returns it."""
     values = {to_layer_name(name, structure): p for name, p in reference.named_parameters(remove_duplicate=False)}
     for layer in model.build().layers:
         layer.module.eval()
@@ -113,7 +113,7 @@ def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
 
 
 def compute_logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Returns the logits [b, s, v] of `tokens` [b, s]. positions: [b, s]. cu_seqlens: [b, n + 1], as in `Attention`."""
+    """Returns the logits [b, s, v] of `tokens` [b, s]. positions: [b, s]. cu_seqlens: the document bounds [b, n + 1]."""
     embed, *blocks, head = (layer.module for layer in model.layers)
     hidden = embed(tokens, positions)
     for block in blocks:
@@ -136,7 +136,7 @@ def _compute_document_logits(reference: Any, row: Tensor, bounds: list[int]) -> 
 
 
 def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Implements `ModelRecord.hugging_face`. Raises RunError "weights-mismatch" if the weights do not fit the plan's model."""
+    """Returns the plan's model with the weights `source`, for transformers. Raises RunError "weights-mismatch" for others."""
     config = plan.model.config
     assert isinstance(config, DecoderConfig), config
     hf_config = read_hf_config(config)
@@ -149,7 +149,7 @@ def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceMod
     problems = [f"{name!r} is missing" for name in names if name not in source.names]
     problems += [f"{name!r} is unknown" for name in source.names if name not in names]
     problems += [
-        f"{name!r} is {list(source.kind(name).shape)} and not {list(shapes[name])}"
+        f"{name!r} has the shape {list(source.kind(name).shape)} and not {list(shapes[name])}"
         for name in names
         if not problems and source.kind(name).shape != shapes[name]
     ]
@@ -160,9 +160,9 @@ def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceMod
 
 
 def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, folder: Path) -> None:
-    """Raises RunError "export-differs" unless the exported model in `folder` computes the same logits as the run's layers.
-    model: the exported model, of which only the `names` are used. source: the weights of the run. The message names the first
-    tensor that differs, or else the last layer with the same output.
+    """Raises RunError "export-differs" unless the exported model in `folder` has the tensors of the run and computes the same
+    logits. The message names the first tensor that differs, or the last layer with the same output. model: the description of
+    the exported model, of which only the `names` are used. source: the weights of the run.
     """
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     causal: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -191,16 +191,17 @@ def _build_difference_error(folder: Path, message: str) -> RunError:
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    """Returns whether no difference exceeds `EXPORT_TOLERANCE` times the largest expected value."""
     return bool((actual - expected).abs().max() <= EXPORT_TOLERANCE * expected.abs().max())
 
 
 def _to_loaded_dtype(value: Tensor) -> Tensor:
-    """Returns the value in the dtype in which `check_export` loads it: fp32 for floating-point values."""
+    """Returns `value` in the dtype in which `check_export` loads it: fp32 for floating-point values, else unchanged."""
     return value.float() if value.is_floating_point() else value
 
 
 def _compute_layer_outputs(plan: Plan, source: TensorReader, tokens: Tensor, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and the output of each layer for token ids [1, s], in fp32. One layer is in memory at a time."""
+    """Yields the name and the fp32 output of each layer of the plan for `tokens` [1, s]. Only one layer is in memory."""
     plan_config: Any = plan.model.config
     config = plan_config.without_weights().model_copy(update={"attention": "auto"})  # other kernels may need CUDA
     record: Any = plan.model.record
@@ -216,7 +217,7 @@ def _compute_layer_outputs(plan: Plan, source: TensorReader, tokens: Tensor, voc
 
 
 def _load_values(layer: nn.Module, layer_name: str, source: TensorReader, ties: Mapping[str, str]) -> None:
-    """Sets a layer's parameters and persistent buffers from `source`. ties: the name in `source` of each tied parameter."""
+    """Sets a layer's parameters (in fp32) and buffers from `source`. ties: the name in `source` of each tied parameter."""
     for prefix, module in layer.named_modules(prefix=layer_name):
         for attribute in module._parameters:
             name = f"{prefix}.{attribute}"

@@ -17,9 +17,9 @@ from sley_core.errors import PluginError, UsageError, install_hint
 
 class Generator:
     """A transformers model that continues prompts, on CUDA if it is available. folder: contains `config.json`, and optionally a
-    tokenizer and weights, as `train-cli export` writes them. state: the weights, keyed by transformers' names, or None to read
-    them from the folder. stop: ids that end a text, in addition to those of the folder. tokenizer: the tokenizer in the folder,
-    or None. max_length: the maximum number of positions, or None if it is unknown.
+    tokenizer and weights, as `train-cli export` writes them. state: the weights, keyed by transformers' names; None reads them
+    from the folder. stop: token ids that end a text, in addition to the ids in the folder. tokenizer: the tokenizer in the
+    folder, or None. max_length: the maximum number of positions, or None if it is unknown.
     """
 
     def __init__(self, folder: Path, state: Mapping[str, Tensor] | None = None, stop: Sequence[int] = ()) -> None:
@@ -49,7 +49,9 @@ class Generator:
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Returns the ids of a conversation with the generation prompt. Raises UsageError "chat-template" if that fails."""
+        """Returns the token ids of a conversation and the start of an answer. Raises UsageError "chat-template" if the model
+        has no chat template, or if the template refuses `messages`, which are dicts with "role" and "content".
+        """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             hint = "use a run that was trained with `data.chat`, or a model whose tokenizer has a template"
             raise UsageError("chat-template", "the model has no chat template", hint=hint)
@@ -63,10 +65,10 @@ class Generator:
     def generate(
         self, prompts: Sequence[Sequence[int]], *, tokens: int, temperature: float, top_k: int | None, seed: int
     ) -> Iterator[list[int | None]]:
-        """Yields the next id of each prompt, until all texts have ended or have `tokens` new ids. For a text that has ended,
-        yields None, also in place of the id that ends it. Closing the iterator stops the generation. prompts: lists of token
-        ids. temperature: 0 selects the most likely id. top_k: the number of most likely ids to sample from, or None for all.
-        seed: the seed of torch's global generators.
+        """Yields the next token id of each prompt, until all texts have ended or have `tokens` new ids. Yields None for a text
+        that has ended, also in place of the id that ends it. Closing the iterator stops the generation. prompts: lists of token
+        ids. temperature: 0 selects the most likely id. top_k: the number of most likely ids to sample from; None for all. seed:
+        the seed of torch's global generators.
         """
         length = max(map(len, prompts))
         ids = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts])
@@ -108,7 +110,7 @@ class Generator:
 
 
 class _Streamer(BaseStreamer):
-    """Puts the ids of each step into a queue, except the first ids, which are the prompts. `cancelled` ends the generation."""
+    """Puts the new ids of each step of transformers' `generate` into a queue. Setting `cancelled` ends the generation."""
 
     def __init__(self, queue: SimpleQueue[Any], cancelled: Event) -> None:
         self._queue = queue
@@ -116,6 +118,7 @@ class _Streamer(BaseStreamer):
         self._has_prompts = False
 
     def put(self, value: Tensor) -> None:
+        """Queues the ids `value`, one per text. Ignores the first call, which passes the prompts."""
         if self._cancelled.is_set():
             raise InterruptedError
         if self._has_prompts:
@@ -128,7 +131,7 @@ class _Streamer(BaseStreamer):
 
 def evaluate_tasks(generator: Generator, names: Sequence[str], include: Path | None) -> dict[str, dict[str, float]]:
     """Returns the metrics of each task, such as `{"mine": {"acc,none": 0.5}}`, as lm-eval computes them with its class `HFLM`.
-    names: names of tasks or groups, or patterns for these. include: a folder with tasks in lm-eval's format, which replace
+    names: names of tasks or groups, or patterns for names. include: a folder with tasks in lm-eval's format, which replace
     lm-eval's own tasks, or None. Raises PluginError "plugin-import" if lm-eval cannot be imported, UsageError "no-vocabulary"
     if the model has no tokenizer, and UsageError "harness-task" for a name without a task.
     """
@@ -146,7 +149,7 @@ def evaluate_tasks(generator: Generator, names: Sequence[str], include: Path | N
     for name in names:
         if not manager.match_tasks([name]):
             place = "lm-eval" if include is None else f"`{include}`"
-            hint = "`lm-eval ls tasks` lists lm-eval's tasks, and `--include DIR` takes those of a folder"
+            hint = "`lm-eval ls tasks` lists lm-eval's tasks, and `--include DIR` uses the tasks in a folder"
             raise UsageError("harness-task", f"{place} has no task `{name}`", hint=hint)
     model = HFLM(pretrained=generator.model, tokenizer=generator.tokenizer)
     results: Any = simple_evaluate(model, tasks=list(names), task_manager=manager, log_samples=False, bootstrap_iters=0)

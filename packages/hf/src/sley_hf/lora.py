@@ -37,8 +37,8 @@ BASE_NAME_PART = ".base_layer."
 
 
 def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Module, str], None]:
-    """Returns a function that adds adapters to a module, given the name of its layer. layer_names: all layers, the head last.
-    Raises PluginError "plugin-import" without peft. The function raises the PlanError of `find_target_modules`.
+    """Returns a function that adds adapters to a layer in place, given its module and name. layer_names: the names of all
+    layers, the head last. Raises PluginError "plugin-import" without peft. The function raises as `find_target_modules`.
     """
     try:
         import peft
@@ -59,9 +59,9 @@ def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[n
 
 
 def find_target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_head: bool) -> list[str]:
-    """Returns the paths, within the layer `name`, of the modules that get adapters. Raises PlanError "model-adapters" if the
-    plan names a module that peft cannot adapt, or a stacked parameter of experts, since peft would replace that parameter
-    during each forward.
+    """Returns the paths, within the layer `name`, of the modules that get adapters. is_head: whether this layer is the model's
+    last. Raises PlanError "model-adapters" if the plan names a module that peft cannot adapt, or a stacked parameter of
+    experts, since peft would replace that parameter during each forward.
     """
     if config.targets == "all-linear":
         linears = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
@@ -84,7 +84,7 @@ def _build_target_error(message: str) -> PlanError:
 
 
 def build_peft_config(config: LoraConfig, targets: Sequence[str], modules: Iterable[nn.Module]) -> Any:
-    """Returns the `peft.LoraConfig` for the modules at the paths `targets`. modules: modules that include these."""
+    """Returns the `peft.LoraConfig` for modules with the names `targets`. modules: all these modules, and possibly others."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
@@ -99,14 +99,14 @@ def build_peft_config(config: LoraConfig, targets: Sequence[str], modules: Itera
 
 
 def matches_pattern(path: str, patterns: Sequence[str]) -> bool:
-    """Returns whether `path` matches one of `patterns`, each the last names of a path, or a pattern for the whole path."""
+    """Returns whether `path` matches one of `patterns`: the end of a path (from a dot on), or a glob for the whole path."""
     return any(path == pattern or path.endswith(f".{pattern}") or fnmatchcase(path, pattern) for pattern in patterns)
 
 
 class MergedWeights:
-    """The weights of a run with its adapters merged into them, under the names of the model without adapters. source: the
-    weights and adapters of the run. Raises UsageError "export-format" for an adapter of a tied weight, since the adapter
-    changes only one of the two uses of that weight.
+    """Reads the weights of a run with its adapters merged into them, under the names of the model without adapters. source: the
+    weights and adapters of the run. adapted: the modules with adapters, on meta, by the names of their weights. Raises
+    UsageError "export-format" for an adapter of a tied weight, since the adapter changes only one of the weight's two uses.
     """
 
     def __init__(self, plan: Plan, source: TensorReader) -> None:
@@ -115,7 +115,7 @@ class MergedWeights:
         self._names = {name.replace(BASE_NAME_PART, "."): name for name in source.names if ADAPTER_NAME_PART not in name}
         for name in self.adapted:
             if name not in self._names:
-                raise _build_format_error(f"the adapter of {name!r} cannot be merged: its weight is tied to another one")
+                raise _build_format_error(f"the adapter of {name!r} cannot be merged: this weight is tied to another one")
 
     @property
     def names(self) -> Sequence[str]:
@@ -126,7 +126,7 @@ class MergedWeights:
 
     @torch.no_grad()
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor in its stored dtype. Adapters are merged in at least fp32."""
+        """Returns the tensor `name` in its stored dtype, with its adapter merged into it in at least fp32."""
         stored = self._source.tensor(self._names[name])
         if name not in self.adapted:
             return stored
@@ -142,7 +142,7 @@ class MergedWeights:
 
 
 def _build_adapted_modules(plan: Plan) -> dict[str, Any]:
-    """Returns the modules with adapters by weight name, on meta. Raises UsageError "export-format" if such a weight is tied."""
+    """Returns the modules with adapters, on meta, by weight name. Raises UsageError "export-format" for a tied weight."""
     from peft.tuners.lora import LoraLayer
 
     assert plan.adapters is not None, plan
@@ -162,15 +162,15 @@ def _build_adapted_modules(plan: Plan) -> dict[str, Any]:
         layer.module = nn.Module()
     for tie in model.ties:
         if tied := modules.keys() & set(tie):
-            raise _build_format_error(f"the adapter of {min(tied)!r} cannot be exported: its weight is tied to another one")
+            raise _build_format_error(f"the adapter of {min(tied)!r} cannot be exported: this weight is tied to another one")
     return modules
 
 
 def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], base: Path | None, out: Path) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` of peft into the new folder `out`. names: transformers' name
     of each weight, keyed by its name in the model without adapters. base: the folder or run from which the run started, or
-    None. If it is a folder of transformers, the export is checked: the model in `base` with the adapters must have the run's
-    weights. Raises UsageError "export-format" for adapters and trained weights that peft cannot represent, and RunError
+    None. If `base` is a folder of transformers, the export is checked: the model in `base` with the adapters must have the
+    run's weights. Raises UsageError "export-format" for adapters and trained weights that peft cannot represent, and RunError
     "export-differs" if the check fails.
     """
     from safetensors.torch import save_file
@@ -235,7 +235,7 @@ def _check_adapter(base: Path, folder: Path, names: Mapping[str, str], merged: T
 
 
 def _shorten_targets(targets: Sequence[str], weights: Any) -> list[str]:
-    """Returns the last part of a target's name if all modules whose names end with it are targets, or else the whole name."""
+    """Returns each target's name, shortened to its last part if no module other than targets ends with that part."""
     modules = {name.rpartition(".")[0] for name in weights}
     excluded = {name.rpartition(".")[2] for name in modules - set(targets)}
     ends = ((target.rpartition(".")[2], target) for target in targets)

@@ -12,9 +12,9 @@ from sley_core.api.plan import Array, Component, ModelConfig, Plan, PlanPath, Ta
 from sley_core.hookspecs import hookimpl
 from sley_core.records import AdaptersRecord, LossRecord, ModelRecord, Problem, Record
 
-CONFIG_NAME = "config.json"
+CONFIG_NAME = "config.json"  # the file in a folder of transformers that describes the model
 
-Kernel = Literal[
+Kernel = Literal[  # the values of `attention`
     "auto", "cudnn", "flash", "efficient", "math", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"
 ]
 
@@ -22,7 +22,7 @@ Kernel = Literal[
 class DecoderConfig(ModelConfig):
     """A causal language model of transformers, split into its embedding, decoder layers and head.
 
-    Exactly one of `weights` and `config` is required.
+    Exactly one of the keys `weights` and `config` is required.
     """
 
     weights: PlanPath | None = None
@@ -36,9 +36,9 @@ class DecoderConfig(ModelConfig):
 
     attention: Kernel = "auto"  # type: ignore[assignment]  # has more values than in the base class
     """The attention kernel. As in every model, the first five values select a kernel of torch's
-    `scaled_dot_product_attention`. The others are names in transformers: "eager" computes plain matrix products,
-    "flex_attention" is torch's, and the last two are the kernels of the packages flash-attn and flash-attn-3. The last three
-    values train only on CUDA.
+    `scaled_dot_product_attention`. The other values are names in transformers: "eager" computes plain matrix products,
+    "flex_attention" is a kernel of torch, and the last two are kernels of the packages flash-attn and flash-attn-3. The last
+    three values train only on CUDA.
 
     Attention with soft-capped scores uses matrix products instead of `scaled_dot_product_attention`.
     """
@@ -66,6 +66,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def config_file(self) -> Path:
+        """The path of the `config.json` that describes the model."""
         path = self.weights or self.config
         assert path is not None, self
         return config_folder(path) / CONFIG_NAME if path.is_dir() or self.weights else path
@@ -93,7 +94,7 @@ def has_router_loss(config: DecoderConfig) -> bool:
 
 
 def check_router_loss(config: DecoderConfig, loss: Component) -> Iterator[Problem]:
-    """Yields a problem if training needs the load-balancing loss, but the plan's loss does not accept `SplitLogits`."""
+    """Yields a problem if training needs the load-balancing loss, but `loss` of the plan does not accept `SplitLogits`."""
     if has_router_loss(config) and not (isinstance(loss.record, LossRecord) and loss.record.split_logits):
         message = f"`{loss.name}` does not add the load-balancing loss of the routers"
         yield Problem(("loss",), message, "use `core.cross_entropy`, or remove `router_loss` and `output_router_logits`")
@@ -104,7 +105,7 @@ def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Pro
 
     For the types "dynamic" and "longrope", transformers recomputes the frequencies if a position exceeds the original context.
     Packed documents and slices of sequences would then give other results than whole documents. sequence: the number of
-    positions per sample; for None, there is no problem.
+    positions per sample; None yields no problem.
     """
     content = read_config(config)
     scaling = content.get("rope_parameters") or content.get("rope_scaling") or {}
@@ -120,13 +121,13 @@ def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Pro
 
 
 class LoraConfig(Table):
-    """Low-rank adapters (LoRA) of peft on the linear layers of any model. All other parameters are frozen, except `train`."""
+    """Low-rank adapters (LoRA) of peft on linear layers of any model. Other parameters are frozen, except those in `train`."""
 
     rank: PositiveInt = 8
-    """The rank r of the product B A that is added to a weight."""
+    """The rank r of the matrices A [r, in] and B [out, r], whose product B A is added to a weight."""
 
     alpha: PositiveFloat = 8.0
-    """The product B A is multiplied by alpha / rank."""
+    """The numerator of the factor alpha / rank by which the product B A is multiplied."""
 
     dropout: Annotated[float, Field(ge=0, lt=1), ValueDescription("a number of at least 0 and below 1")] = 0.0
     """The probability with which each input element of an adapter is set to zero."""
@@ -138,10 +139,10 @@ class LoraConfig(Table):
     """
 
     rslora: bool = False
-    """Whether to multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
+    """Whether to multiply the product B A by alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023)."""
 
     dora: bool = False
-    """Whether to train the magnitude of each output's weight vector too (DoRA, Liu et al. 2024)."""
+    """Whether to also train the norm of each output's weight vector (DoRA, Liu et al. 2024)."""
 
     train: Array[str] = ()
     """The parameters of the base model that are trained in full: names and patterns as in `targets` (`"head.*"`)."""

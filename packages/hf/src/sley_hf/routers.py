@@ -28,8 +28,8 @@ from sley_hf.structure import ModuleNames, UnsupportedModelError
 
 
 class RoutedStates(NamedTuple):
-    """The output of a block. hidden: [b, s, hidden]. probabilities: p of all layers up to this block, [E], at least fp32.
-    counts: c of each of these layers that has experts, int64 [layers x E].
+    """The output of a block in a model with experts. hidden: [b, s, hidden]. probabilities: the sum of p over the layers up to
+    this block, [E], at least fp32. counts: c of each of these layers that has experts, int64 [layers x E].
     """
 
     hidden: Tensor
@@ -39,9 +39,9 @@ class RoutedStates(NamedTuple):
 
 @dataclass(frozen=True)
 class Routers:
-    """The routers of a model, and its load-balancing loss. top_k: the number of experts of a token. coefficient: the factor of
-    the loss. recorder: transformers' description of the routers: their class, and the index of the logits [tokens, E] in their
-    output.
+    """Finds the routers of a model, and computes its load-balancing loss. top_k: the number of experts that a token uses.
+    coefficient: the factor of the loss in training. recorder: transformers' description of the routers: their class, and the
+    index of the logits [tokens, E] in their output.
     """
 
     num_experts: int
@@ -57,7 +57,9 @@ class Routers:
                 yield module
 
     def add_terms(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> RoutedStates:
-        """Returns the output of a block. before: the output of the previous layer. logits: [tokens, E] of each router."""
+        """Returns the output of a block: `hidden`, and the p and c in the previous layer's output `before`, with those of the
+        block added. logits: the logits [tokens, E] of each router in the block.
+        """
         probabilities, counts = [], []
         if isinstance(before, RoutedStates):
             probabilities, counts = [before.probabilities], [before.counts]
@@ -79,7 +81,7 @@ class Routers:
 
 
 def find_routers(causal: Any, structure: ModuleNames, coefficient: float | None) -> Routers:
-    """Returns the routers of a transformers model. coefficient: the factor of the loss, or None for that of the model's config.
+    """Returns the routers of a transformers model. coefficient: the factor of the loss; None takes it from the model's config.
     Raises UnsupportedModelError if no layer has experts, or if transformers computes no load-balancing loss or a different one.
     """
     family = causal.config.model_type
@@ -92,7 +94,7 @@ def find_routers(causal: Any, structure: ModuleNames, coefficient: float | None)
         raise UnsupportedModelError(f"transformers computes no load-balancing loss for `{family}`")
     routers = Routers(causal.num_experts, causal.num_experts_per_tok, float(coefficient), recorder)
     if not _has_equal_loss(routers, function):
-        raise UnsupportedModelError(f"the load-balancing loss of `{family}` is not that of Mixtral")
+        raise UnsupportedModelError(f"the load-balancing loss of `{family}` differs from the loss of Mixtral")
     if not any(True for block in structure.list_blocks(causal) for _ in routers.find_modules(block)):
         raise UnsupportedModelError(f"no layer of this `{family}` has experts, so there is no load-balancing loss")
     return routers
@@ -111,7 +113,7 @@ def _has_equal_loss(routers: Routers, function: Any) -> bool:
 
 
 class LoadBalancingLoss:
-    """Computes the load-balancing loss and its metrics. sp: the ranks with slices of a sequence, or None before `attach`."""
+    """Computes the load-balancing loss and its metrics. sp: the ranks that hold slices of sequences; None before `attach`."""
 
     def __init__(self, routers: Routers) -> None:
         self.routers = routers
@@ -120,7 +122,7 @@ class LoadBalancingLoss:
         self._num_microbatches = 0
 
     def attach(self, parts: Parts) -> None:
-        """Adds three metrics to each row, which are means over the step's microbatches. `experts/loss`: the load-balancing loss
+        """Adds three metrics to each row, each a mean over the step's microbatches. `experts/loss`: the load-balancing loss
         without its coefficient. `experts/max_load`, `experts/min_load`: the number of tokens of the most used and of the least
         used expert in any layer, divided by the mean over the layer's experts.
         """
@@ -130,8 +132,8 @@ class LoadBalancingLoss:
             parts.numbers.add(f"experts/{name}", partial(self._mean_share, index, parts.topology.dp))
 
     def compute_loss(self, routed: RoutedStates, num_labels: Tensor) -> Tensor:
-        """Returns this rank's term of coefficient x loss x number of labels. The terms of the ranks of `sp` add up to it.
-        routed: the output of the last block. num_labels: the number of this rank's labels that are not ignored, a scalar.
+        """Returns this rank's term of coefficient x loss x number of labels; its sum over `sp` is this product. Collective over
+        `sp`. routed: the output of the last block. num_labels: the number of this rank's labels that are not ignored, [].
         """
         *_, probabilities, counts = routed
         totals = torch.cat([counts, num_labels.view(1)])
@@ -150,17 +152,18 @@ class LoadBalancingLoss:
         self._sums, self._num_microbatches = 0.0, 0
 
     def _mean_share(self, sum_index: int, num_replicas: int) -> Tensor | float:
-        """Returns this rank's term of the mean of a number over the microbatches of all replicas. The terms add up to it."""
+        """Returns this rank's term of a metric; the sum over ranks is the mean over the microbatches of all replicas."""
         if not isinstance(self._sums, Tensor):
             return 0.0
         return self._sums[sum_index] / (self._num_microbatches * num_replicas)
 
 
 class BalancedLogits(SplitLogits):
-    """Logits whose cross-entropy includes the load-balancing loss of the microbatch."""
+    """Logits whose cross-entropy includes the load-balancing loss of the microbatch. output: the logits [b, s, v]. routed: the
+    output of the last block. balance: computes the load-balancing loss.
+    """
 
     def __init__(self, output: Tensor | SplitLogits, routed: RoutedStates, balance: LoadBalancingLoss) -> None:
-        """output: the logits [b, s, v]. routed: the output of the last block. balance: computes the load-balancing loss."""
         self.output = output
         self.routed = routed
         self.balance = balance
@@ -174,7 +177,7 @@ class BalancedLogits(SplitLogits):
         return self.output.dtype
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the summed cross-entropy over `labels` [b, s], except `ignore_index`, plus the load-balancing loss."""
+        """Returns the sum of the cross-entropy over `labels` [b, s] other than `ignore_index`, plus the load-balancing loss."""
         if isinstance(self.output, Tensor):
             total = cross_entropy_of_logits(self.output, labels, ignore_index, smoothing)
         else:

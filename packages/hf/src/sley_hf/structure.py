@@ -10,9 +10,9 @@ A decoder of transformers has this structure, with names that differ by family:
         others                 rotary_emb
       head                     lm_head                     lm_head
 
-The forward of the base model computes everything that a decoder layer needs except the hidden states: rotary tables, masks and
-positions. `LayerArguments` runs that forward without parameters, and with recorders in place of the decoder layers. No family
-therefore needs code of its own.
+The forward of the base model computes all arguments of a decoder layer except the hidden states: rotary tables, masks and
+positions. `LayerArguments` runs that forward without parameters, and with recorders in place of the decoder layers. Therefore,
+no family needs its own code.
 """
 
 import copy
@@ -46,6 +46,7 @@ class ModuleNames:
         return base.get_submodule(self.stack)
 
     def list_blocks(self, causal: Any) -> list[nn.Module]:
+        """Returns the decoder layers of the causal model `causal`."""
         return list(self.find_stack(getattr(causal, self.base)).get_submodule(self.blocks).children())
 
     def full_name(self, attribute: str) -> str:
@@ -54,13 +55,13 @@ class ModuleNames:
 
 
 def find_structure(causal: Any) -> ModuleNames:
-    """Returns the names of the parts of a transformers model. Raises UnsupportedModelError if it is not a plain decoder."""
+    """Returns the names of the parts of the transformers model `causal`. Raises UnsupportedModelError for other structures."""
     config = causal.config
     family = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"`{family}` is an encoder-decoder; only decoders can be cut into layers")
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
-        raise UnsupportedModelError(f"`{family}` with attention in both directions is not a causal decoder")
+        raise UnsupportedModelError(f"`{family}` attends in both directions, so it is not a causal decoder")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         listed = ", ".join(sorted(kinds))
@@ -90,7 +91,7 @@ def find_structure(causal: Any) -> ModuleNames:
 
 
 def to_layer_name(name: str, structure: ModuleNames) -> str:
-    """Returns Sley's name of the parameter that transformers calls `name`."""
+    """Returns the name in Sley's model of the parameter that transformers calls `name`."""
     blocks, norm = structure.full_name(structure.blocks), structure.full_name(structure.norm)
     if name.startswith(f"{blocks}."):
         index, _, path = name.removeprefix(f"{blocks}.").partition(".")
@@ -103,16 +104,15 @@ def to_layer_name(name: str, structure: ModuleNames) -> str:
 
 
 class _LastLayerReached(Exception):  # noqa: N818  # not an error
-    """Ends a forward of the base model at its last recorder."""
+    """Raised by the last recorder, to end the forward of the base model."""
 
 
 class _Recorder(nn.Module):
-    """Replaces a decoder layer, and records the arguments with which the base model calls it."""
+    """Replaces the decoder layer `layer`, and records the arguments of its calls. The recorder copies the layer's plain
+    attributes, since the base model may read them. is_last: whether a call ends the forward of the base model.
+    """
 
     def __init__(self, layer: nn.Module, *, is_last: bool) -> None:
-        """layer: the replaced layer. The recorder copies its plain attributes, such as the type of its attention, since the
-        base model may read them. is_last: whether the call of this recorder ends the forward.
-        """
         super().__init__()
         self.__dict__ |= {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "forward"}
         self.is_last = is_last
@@ -130,8 +130,8 @@ class _Recorder(nn.Module):
 def record_calls(
     base: nn.Module, recorders: list[_Recorder], **inputs: Any
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Runs the base model up to its last recorder. Returns the hidden states, the other positional arguments, and the keyword
-    arguments of the call of each recorder. Raises PlanError "hf-structure" if the forward does not run with recorders.
+    """Runs the base model on `inputs` up to its last recorder. Returns the hidden states, the other positional arguments and
+    the keyword arguments of each recorder's call. Raises PlanError "hf-structure" if the forward does not run with recorders.
     """
     for recorder in recorders:
         recorder.calls.clear()  # an earlier forward that failed may have left calls
@@ -146,7 +146,7 @@ def record_calls(
 
 
 class _ZeroEmbedding(nn.Module):
-    """Replaces an embedding table: returns zeros [..., hidden] that share the memory of one element."""
+    """Replaces an embedding table in `LayerArguments`: returns zeros [..., hidden] that share the memory of one element."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _ZeroEmbedding(nn.Module):
 
 
 class _FirstArgument(nn.Module):
-    """Replaces any other module with parameters: returns its first argument."""
+    """Replaces any other module with parameters in `LayerArguments`: returns its first argument."""
 
     def forward(self, x: Any, *_: Any, **__: Any) -> Any:
         return x
@@ -166,8 +166,8 @@ class _FirstArgument(nn.Module):
 def copy_with_recorders(
     causal: Any, structure: ModuleNames, num_recorders: int | None = None
 ) -> tuple[nn.Module, list[_Recorder]]:
-    """Returns a copy of the base model, and the recorders that replace its decoder layers. The copy has no last norm.
-    num_recorders: the number of decoder layers that the copy has, or None for all.
+    """Returns a copy of the base model without its last norm, and the recorders that replace the copy's decoder layers.
+    num_recorders: the number of decoder layers in the copy; None for all.
     """
     original = getattr(causal, structure.base)
     blocks = structure.find_stack(original).get_submodule(structure.blocks)
@@ -181,8 +181,7 @@ def copy_with_recorders(
 
 class LayerArguments:
     """Computes the arguments of all decoder layers, except the hidden states, once per microbatch. All blocks of a model share
-    one object. It is not an `nn.Module`, so its small buffers, such as rotary frequencies, keep their dtypes and belong to no
-    layer.
+    one object. It is not an `nn.Module`, so that its buffers, such as rotary frequencies, keep their dtypes outside of layers.
     """
 
     def __init__(self, causal: Any, structure: ModuleNames) -> None:
@@ -233,6 +232,7 @@ class LayerArguments:
         return arguments
 
     def _compute(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> Any:
+        """Returns the positional and keyword arguments of each decoder layer, from a forward of the base model on zeros."""
         if hidden.device != self._device:
             self._move_buffers(hidden.device)
         zeros = hidden.new_zeros(()).expand(*hidden.shape)

@@ -1,8 +1,8 @@
 """Reads the initial values of `hf.decoder` from safetensors files, and provides the tensors of exported files.
 
-The names and layouts of stored tensors may differ from those of the model. For example, an older version of transformers used
-other names, or each expert is a separate tensor. For each family, transformers has a table of renamings and conversions, which
-this module applies.
+Stored tensors may have other names and layouts than the model. For example, an older version of transformers used other names,
+or each expert is a separate tensor. For each family, transformers has a table of renamings and conversions, which this module
+applies.
 """
 
 from collections import defaultdict
@@ -28,13 +28,13 @@ from sley_core.errors import PlanError, RunError
 from sley_hf.structure import ModuleNames, to_layer_name
 
 WEIGHTS_KEY_PATH = ("model", "weights")
-"""The plan key that errors about the files refer to."""
+"""The plan key to which errors about the files refer."""
 
 
 class FileInitializer:
-    """Sets the parameters of modules to the values in the files of `folder`, in the layouts and dtypes of the parameters. A
-    run's files have Sley's names, and others transformers' names. causal: the transformers model, possibly on meta. Raises
-    PlanError "model-weights" if the files cannot be read or belong to another model.
+    """Sets the parameters of modules to the values in the safetensors files of `folder`. Files of a run have Sley's names;
+    other files have the names of transformers. causal: the transformers model, possibly on meta. Raises PlanError
+    "model-weights" if the files cannot be read or belong to another model.
     """
 
     def __init__(self, folder: Path, causal: Any, structure: ModuleNames) -> None:
@@ -59,13 +59,13 @@ class FileInitializer:
             stored, pattern = self._sources[self._targets[name]][0]
             # The shape of a converted tensor is known only after the conversion.
             if pattern is None and (shape := self._weights.kind(stored).shape) != tuple(parameter.shape):
-                problems.append(f"{name!r} is {list(shape)} and not {list(parameter.shape)}")
+                problems.append(f"{name!r} has the shape {list(shape)} and not {list(parameter.shape)}")
         if problems:
             message = f"the files in `{folder}` are not the weights of this model: {shorten_names(problems)}"
             raise PlanError("model-weights", message, path=WEIGHTS_KEY_PATH, hint="use a folder that `save_pretrained` wrote")
 
     def _find_sources(self, names_in_runs: Mapping[str, str]) -> None:
-        """Finds the stored tensors of each tensor of the transformers model. names_in_runs: transformers' names by Sley's."""
+        """Finds the stored tensors of each tensor of the model. names_in_runs: transformers' names, keyed by Sley's names."""
         transforms = get_model_conversion_mapping(self._causal)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -82,12 +82,12 @@ class FileInitializer:
                 self._targets |= {target.replace(first, name): target for name in other_patterns}
 
     def __call__(self, module: nn.Module, name: str) -> None:
-        """Reads the parameters of `module`, without submodules. Raises RunError "weight-files" for a bad file or shape."""
+        """Sets the parameters that `module` itself owns. Raises RunError "weight-files" for a bad file or a wrong shape."""
         for attribute, parameter in module.named_parameters(recurse=False):
             if (hf_name := self._names.get(f"{name}.{attribute}")) is not None:
                 value = self._read(hf_name)
                 if value.shape != parameter.shape:
-                    message = f"{hf_name!r} in `{self._folder}` is {list(value.shape)}, not {list(parameter.shape)}"
+                    message = f"{hf_name!r} in `{self._folder}` has the shape {list(value.shape)}, not {list(parameter.shape)}"
                     raise RunError("weight-files", message)
                 parameter.copy_(value)
 
@@ -106,9 +106,9 @@ class FileInitializer:
 
 
 class ExportedWeights:
-    """The weights in `source`, with the names and layouts of the files that transformers' `save_pretrained` writes. causal: the
-    transformers model, whose parameters may be on meta. names: transformers' name of each weight, keyed by its name in the run.
-    Only one layer is in memory at a time.
+    """Reads the weights in `source` with the names and layouts of the files that transformers' `save_pretrained` writes. Only
+    one layer is in memory at a time. causal: the transformers model, whose parameters may be on meta. names: transformers' name
+    of each weight, keyed by its name in the run.
     """
 
     def __init__(self, source: TensorReader, causal: Any, names: Mapping[str, str]) -> None:
@@ -123,6 +123,7 @@ class ExportedWeights:
         self._layer: tuple[str, dict[str, Tensor]] = ("", {})
 
     def _convert(self, layer: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors of one layer as files store them. read: returns the tensor of the run with a given name."""
         state = {hf_name: read(name) for hf_name, name in self._weights[layer].items()}
         tensors: dict[str, Tensor] = revert_weight_conversion(self._causal, state)
         return tensors

@@ -63,7 +63,7 @@ class RunMemory:
 
     @property
     def where(self) -> dict[Part, Where]:
-        """The location of each part: on the device, offloaded, or between. A part without a manager is always on the device."""
+        """The location of each part: `Where.HERE` is the device. A part without a manager is always on the device."""
         return dict.fromkeys(PARTS, Where.HERE) | {part: manager.where(part) for part, manager in self._managers.items()}
 
     @on_stream

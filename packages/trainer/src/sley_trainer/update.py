@@ -79,8 +79,8 @@ class Update:
         return float(self._default_group.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Clips the gradients, runs the optimizer, and returns the totals of the step. If the loss or the norm is not finite, no
-        rank changes anything. All ranks must call it. The learning rate counts only steps that change weights.
+        """Clips the gradients, runs the optimizer, and returns the step's totals. If the loss or norm is not finite, no weight
+        changes on any rank. All ranks must call it. The learning rate counts only steps that change weights.
 
         loss: this rank's sum of losses, float64 on the device: a scalar, or one per microbatch if the order of sums is fixed; 0
         on ranks without the loss. weight: this rank's share of the batch's loss weight.
