@@ -19,9 +19,7 @@ FAILURE_CODE = "checkpoint-failed"
 
 
 class AnyLayoutCheckpointer(Checkpointer):
-    """Saves and loads a run's checkpoints on one rank. table: the plan's `[checkpoint]`; None if the plan has no
-    such table.
-    """
+    """Saves and loads a run's checkpoints on one rank. table: the plan's `[checkpoint]`, or None if it has none."""
 
     def __init__(self, table: AnyLayoutConfig | None, state: TrainingState) -> None:
         self.table = table
@@ -84,9 +82,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         return self._is_save_requested or (self.table.every_steps is not None and step % self.table.every_steps == 0)
 
     def wants_save(self) -> bool:
-        """Returns whether the plan's `every_minutes` have passed since the last save. Always returns False on ranks other than
-        0.
-        """
+        """Returns whether the plan's `every_minutes` have passed since the last save; False on ranks other than 0."""
         minutes = self.table.every_minutes if self.table and self.state.parts.world.rank == 0 else None
         return minutes is not None and time.monotonic() - self._save_time > 60 * minutes
 

@@ -88,15 +88,11 @@ class LocalFolder:
         return LocalFolder(self.path.parent / f"{STAGING_PREFIX}{self.path.name}-{token}")
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
-        """Returns whether the subfolder `name` is an unfinished checkpoint. In an object store, such a folder lacks
-        `last_file`.
-        """
+        """Returns whether the subfolder `name` is an unfinished checkpoint, which in an object store lacks `last_file`."""
         return name.startswith(STAGING_PREFIX)
 
     def publish(self, target: "Folder") -> None:
-        """Renames this folder, the `staging_folder` of `target`, to the name of `target`, and syncs the rename to
-        the disk.
-        """
+        """Renames this folder, the `staging_folder` of `target`, to `target`, and syncs the rename to the disk."""
         assert isinstance(target, LocalFolder), target
         sync_names(self.path)
         self.path.rename(target.path)

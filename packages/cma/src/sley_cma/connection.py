@@ -168,9 +168,7 @@ class Inbox:
         return self.offer_index(peer, ring, slot) + _OFFER_WORDS - 1
 
     def confirmation_index(self, peer: int, ring: int, slot: int) -> int:
-        """Returns the index of the word to which `peer` writes the number of this rank's offer when it has read
-        the offer.
-        """
+        """Returns the index of the word to which `peer` writes the number of this rank's offer after reading it."""
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + SLOTS * _OFFER_WORDS + slot
 
 
@@ -301,9 +299,7 @@ class Connection:
         return True
 
     def _has_ended(self, peer: int) -> bool:
-        """Returns whether the peer's process has ended. If it has, another process may have its pid. The check
-        takes 1 us.
-        """
+        """Returns whether the peer's process has ended, so that another process may have its pid. Takes 1 us."""
         return bool(self._process_polls[peer].poll(0))
 
     def _can_reach(self, peer: int) -> bool:

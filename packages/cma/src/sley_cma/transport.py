@@ -218,9 +218,7 @@ class _Exchange(Work):
         self._offers.wait_read(self._number, self._label)
 
     def _complete(self) -> None:
-        """Completes the exchange, waits for the peers' reads, and keeps the result. `Offers.offer` calls it if the ring is
-        full.
-        """
+        """Completes the exchange, waits for the peers' reads, and keeps the result. Called when the ring is full."""
         self.wait()
         self._offers.wait_read(self._number, self._label)
 
@@ -272,9 +270,7 @@ class ReduceScatter(_Exchange):
 
 
 class AllToAll(_Exchange):
-    """An all-to-all: copies row `coord` of the i-th rank's `input` to row i of `output`. `coord` is this rank's
-    coordinate.
-    """
+    """An all-to-all: copies the row for this rank of the i-th rank's `input` to row i of `output`."""
 
     def __init__(self, offers: Offers, output: Tensor, input: Tensor, mark: Mark) -> None:
         super().__init__(offers, [input], mark)
@@ -380,9 +376,7 @@ def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], la
 
 
 def allocate_scratch(total: Tensor) -> Tensor:
-    """Allocates memory for one block of a peer's tensor, of at most 256 KiB and the dtype of `total`. Estimates
-    also call it.
-    """
+    """Allocates memory for one block of a peer's tensor: at most 256 KiB, in the dtype of `total`. Estimates call it."""
     return torch.empty(min(BLOCK_BYTES // total.element_size(), total.numel()), dtype=total.dtype)
 
 

@@ -134,9 +134,7 @@ def read_attempt_number() -> int:
 
 
 def write_report(run_folder: Path, report: FaultReport) -> None:
-    """Writes a rank's report atomically, unless this attempt already has a report of the rank. Raises OSError if
-    that fails.
-    """
+    """Writes a rank's report atomically, unless this attempt has one of this rank. Raises OSError if that fails."""
     path = run_folder / FAULTS / str(read_attempt_number()) / f"rank-{report.rank}.json"
     if not path.exists():
         _write_json(path, asdict(report))

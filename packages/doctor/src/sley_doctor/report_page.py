@@ -56,9 +56,7 @@ class RecordedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Returns the runs in `folders`. Raises UsageError "no-run" if a folder is not a run's folder, or a file is
-    unreadable.
-    """
+    """Returns the runs in `folders`. Raises UsageError "no-run" if a folder has no run, or its files cannot be read."""
     runs = []
     for folder in folders:
         try:
@@ -155,9 +153,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
 
 
 def _list_summary_values(run: RecordedRun) -> dict[str, Any]:
-    """Returns the numbers and texts in the run's summary by name. Without a summary, returns the outcome and the number of
-    steps.
-    """
+    """Returns the numbers and texts of the run's summary by name; without a summary, its outcome and number of steps."""
     if run.summary is None:
         return {"outcome": "failed" if run.faults else "not ended", "steps": len(run.rows)}
     values = {name: value for name, value in run.summary.items() if isinstance(value, int | float | str)}
@@ -192,9 +188,7 @@ def _draw_chart(runs: Sequence[RecordedRun], name: str) -> tuple[str, str, str]:
 
 
 def _build_table_rows(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
-    """Returns a row for each key in any of `columns`, in order of first appearance. columns: the values of each
-    run, by key.
-    """
+    """Returns a row for each key in any of `columns`, in order of first appearance. columns: each run's values by key."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, [column.get(key, "") for column in columns]) for key in keys]
     return [TableRow(key, values, any(value != values[0] for value in values)) for key, values in rows]

@@ -100,9 +100,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The result of `judge`. causes: the worst cause first. blocks: the examined blocks. no_cause_reason: why no rank can be
-    judged, or "".
-    """
+    """The result of `judge`. causes: in descending order of seconds. no_cause_reason: why no rank can be judged, or ""."""
 
     causes: tuple[Cause, ...]
     blocks: tuple[Block, ...]
@@ -217,9 +215,7 @@ def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess
 
 
 def _build_rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) -> Cause:
-    """Returns the cause for `rank` at the location with its largest total excess. slow_blocks: the blocks and
-    their excesses.
-    """
+    """Returns the cause for `rank` at the location of its largest excess. slow_blocks: the blocks and their excesses."""
     steps = sum(block.num_steps for block, _ in slow_blocks)
     locations, usual = defaultdict[str, float](float), defaultdict[str, float](float)
     for block, excesses in slow_blocks:

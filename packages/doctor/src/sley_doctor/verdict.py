@@ -162,9 +162,7 @@ class _LateExchange(NamedTuple):
 
 
 def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns a divergence if a rank waits in an exchange that other ranks, which wait elsewhere, have not
-    started; else None.
-    """
+    """Returns a divergence if a rank waits in an exchange that ranks which wait elsewhere have not started, or None."""
     late_exchanges = sorted(_find_late_exchanges(by_rank), key=lambda late_exchange: late_exchange[:2])
     if not late_exchanges:
         return None
@@ -352,9 +350,7 @@ def find_verdict(reports: AttemptReports) -> Verdict:
 
 
 def _find_error_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict on the first rank that raised an error that no other rank caused; None if there is no
-    such rank.
-    """
+    """Returns the verdict on the first rank that raised an error that no other rank caused; None if no rank did."""
     errors = [report for report in by_rank.values() if report.kind != _STUCK and report.code not in _SHARED_CODES]
     if not errors:
         return None
@@ -415,9 +411,7 @@ def _find_divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | No
 
 
 def _find_missing_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict on a rank that left no report while other ranks waited for it, or None if there is no
-    such rank.
-    """
+    """Returns the verdict on a rank that left no report while other ranks waited for it; None if no rank did."""
     for rank in (rank for report in by_rank.values() for rank in find_late_ranks(report, by_rank)):
         if rank not in by_rank:
             cause = f"rank {rank} left no report: it was killed or stopped, or its machine is down"

@@ -268,9 +268,7 @@ class WorkRecorder:
         self._wait_s += seconds
 
     def _end_step(self, time_s: float, *, was_taken: bool) -> None:
-        """Adds a sample of the previous step if the step was completed (`was_taken`), and begins to measure the
-        next step.
-        """
+        """Adds a sample of the previous step, if the step was completed (`was_taken`), and starts the next sample."""
         if was_taken and self._step:
             data_s = min(self._feed.wait_s if self._feed else 0.0, self._work_s[Location.BETWEEN])
             self._work_s[Location.BETWEEN] -= data_s

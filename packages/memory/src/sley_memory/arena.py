@@ -18,9 +18,7 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 
 @dataclass(eq=False)
 class _Block:
-    """A block of host memory, divided into slots. counters: count its bytes, if not None. num_free: the number of
-    unused slots.
-    """
+    """A block of host memory, divided into slots. counters: include its bytes. num_free: the number of unused slots."""
 
     memory: HostMemory
     counters: Moved | None

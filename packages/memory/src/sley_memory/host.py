@@ -134,9 +134,7 @@ class OffloadedStorage:
         return [handle for reference in self._handles if (handle := reference()) is not None]
 
     def fetch(self) -> bool:
-        """Starts to copy the storage back if its device memory is released and no copy back has started. Returns whether it
-        did.
-        """
+        """Starts to copy the storage back to the device if it is away. Returns whether it was away."""
         if self._source is not None or self._fetched is not None:
             return False
         with torch.inference_mode(False), torch.no_grad():
@@ -148,9 +146,7 @@ class OffloadedStorage:
         return True
 
     def storage(self) -> torch.UntypedStorage:
-        """Returns the storage on the device, and makes later device work wait for its contents. Call `fetch` first if it is
-        away.
-        """
+        """Returns the storage on the device, and makes later device work wait for its contents. It must not be away."""
         if self._source is not None:
             return self._source
         assert self._fetched is not None, "used before it was fetched"
@@ -208,9 +204,7 @@ class SavedTensorHandle:
             return empty.set_(storage, self.offset, self.shape, self.stride)
 
     def _check(self, tensor: Tensor) -> None:
-        """Records a fault if `tensor`, which has the saved memory, was written. Waits for the device if
-        `sum_bits` was called.
-        """
+        """Records a fault if the saved `tensor` was written. Waits for the device if `sum_bits` was called."""
         if self._saved is not None and version_of(tensor) != self._saved[1]:
             self._fault = "since its forward saved it"
         elif self._bits is not None:
@@ -246,9 +240,7 @@ def build_written_error(layer: str, fault: str = "since its forward saved it") -
 
 
 class AddressRanges:
-    """The address ranges of the storages of `tensors`. The test `address in ranges` returns whether a range contains an
-    address.
-    """
+    """The address ranges of the storages of `tensors`. `address in ranges` tests whether one contains the address."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
@@ -329,9 +321,7 @@ class HostActivations(ActivationPolicy):
         return iter(()) if self._parts is None else self.arena.named_tensors()
 
     def counts(self) -> Mapping[str, float]:
-        """Returns numbers of moved, fetched and over-budget bytes, and of bytes of host memory, by name. Returns {} before
-        `attach`.
-        """
+        """Returns counts of moved, fetched and over-budget bytes and of host memory, by name; {} before `attach`."""
         if self._parts is None:
             return {}
         return {
@@ -455,9 +445,7 @@ class HostActivations(ActivationPolicy):
             self._release_leaving_storages()
 
     def _release_leaving_storages(self) -> None:
-        """Releases all storages whose copies have started. Makes later device work, which may reuse their memory, wait for the
-        copies.
-        """
+        """Releases all storages whose copies have started. Later device work, which may reuse them, waits for the copies."""
         while self._leaving_storages:
             event, storages = self._leaving_storages.popleft()
             event.hold_device()

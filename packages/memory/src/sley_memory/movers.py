@@ -94,9 +94,7 @@ def _merge_storages(storages: Sequence[StorageEntry]) -> StorageEntry:
 
 
 def is_resizable(entry: StorageEntry) -> bool:
-    """Returns whether torch can free and grow the memory of `entry`. It cannot if the memory is shared between processes or
-    owned by another library.
-    """
+    """Returns whether torch can free and grow the memory of `entry`: it owns the memory and shares it with no process."""
     storage = entry.memory.untyped_storage()
     # A host tensor shared between processes claims to be resizable, but growing it crashes the process.
     return storage.resizable() and not (entry.memory.device.type == "cpu" and storage.is_shared())
@@ -116,9 +114,7 @@ class Streams:
 
 
 class TimedCopies(NamedTuple):
-    """Copies in flight in one direction. end: the event after them. start_s: their start by `time.perf_counter`. num_bytes:
-    their total size.
-    """
+    """Copies in flight in one direction. end: the event after them. start_s: when they began, by `time.perf_counter`."""
 
     end: CopyEvent
     start_s: float
@@ -165,9 +161,7 @@ class Mover:
         """Blocks the host until copies in flight are done."""
 
     def host(self) -> Mapping[int, Tensor]:
-        """Returns the host copies, uint8 [bytes], of the storages that are not on the device, by `storage_id`. Waits for the
-        copies.
-        """
+        """Returns host copies, uint8 [bytes], of storages not on the device, by `storage_id`. Waits for the copies."""
         return {}
 
     def close(self) -> None:
@@ -196,9 +190,7 @@ class GradientMover(Mover):
 
 
 class PoolMover(Mover):
-    """Frees unused memory of pools by a call of `trim`, which returns the number of freed bytes. The pools allocate it again
-    when they need it.
-    """
+    """Frees unused memory of pools by `trim`, which returns its size in bytes. Pools allocate new memory when needed."""
 
     def __init__(self, trim: Callable[[], int], counters: Moved) -> None:
         super().__init__(counters)
@@ -320,9 +312,7 @@ class HostCopyMover(Mover):
         return {storage_id(storage.memory): host for storage, host in self._offloaded}
 
     def _start_move(self, target: Where, start_s: float, num_bytes: int) -> None:
-        """Sets the location to `target` while copies of `num_bytes` bytes are in flight. Ends the move if they are already
-        done.
-        """
+        """Sets the location to `target`, with copies of `num_bytes` bytes in flight. Ends the move if they are done."""
         stream = self._streams.to_host if target is Where.LEAVING else self._streams.to_device
         self._where, self._copies = target, TimedCopies(stream.record(), start_s, num_bytes)
         self.where  # noqa: B018  # ends a synchronous copy now, so that its time is right

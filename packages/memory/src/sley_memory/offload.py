@@ -219,9 +219,7 @@ class HostOptimizer(movers.Mover):
         return movers.TimedCopies(self._streams.to_host.record(), start_s, num_bytes)
 
     def _send(self, index: int) -> None:
-        """Casts the host's weights of bucket `index` to the dtype of the device's weights, and starts to copy them to the
-        device.
-        """
+        """Casts the weights of bucket `index` to the dtype of the device's weights, and starts to copy them there."""
         bucket, _, weights = self._buckets[index]
         masters = [param.parameter.detach() for param in bucket]
         if index % NUM_HOST_BUCKETS in self._weight_copies:

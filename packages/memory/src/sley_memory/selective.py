@@ -40,9 +40,7 @@ from sley_memory.plugin import SelectiveConfig, match_layers
 
 
 class AttentionResults:
-    """The attention results of one call of a layer, in order, for all its backwards. A result is None if it must
-    be recomputed.
-    """
+    """The attention results of one call of a layer, in order, for all its backwards. None is a result to recompute."""
 
     def __init__(self, stats: "AttentionStats") -> None:
         self.stats = stats
@@ -69,9 +67,7 @@ class AttentionResults:
         self._results.append([(_detach(v), version_of(v)) if isinstance(v, Tensor) else (v, 0) for v in result])
 
     def mark_needed(self) -> None:
-        """Marks all results so far as needed. It is called whenever the checkpoint saves a tensor, since a recomputation runs
-        up to it.
-        """
+        """Marks all results so far as needed. Called for each saved tensor, up to which a recomputation will run."""
         self._num_needed = len(self._results)
 
     def rewind(self) -> None:
@@ -245,16 +241,12 @@ class SelectiveRecompute(Recompute):
         return layer(*args, **fields) if name in self._compiled_names else super().call(name, layer, args, fields, micro)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns a context for a layer's first forward, which keeps attention results, and one for its recomputation, which
-        uses them.
-        """
+        """Returns a context for a layer's first forward, which keeps attention results, and one for its recomputation."""
         results = AttentionResults(self.stats)
         return _AttentionMode(results, is_first_forward=True), _AttentionMode(results, is_first_forward=False)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns the numbers of kept and recomputed attentions, and the kept bytes, by name. Compiled layers are
-        not counted.
-        """
+        """Returns the numbers of kept and recomputed attentions and the kept bytes. Omits compiled layers."""
         return {
             "kept_bytes": self.stats.total_bytes,
             "max_kept_bytes": self.stats.max_bytes,

@@ -225,9 +225,7 @@ class GradientHandlerContract:
         assert_same_runs(self._observe(ranks, 3), failed)
 
     def test_canonical_sums_match_one_process(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects weights and states that are bit-identical to those of one process, and that a failed step does not change a
-        run.
-        """
+        """Expects weights and states with the same bits as in one process, and that a failed step changes nothing."""
         record, config = self._handler_record()
         if not record.fixed_order or record.role != "reducer" or record.tolerance_for(config):
             pytest.skip("the record declares no fixed order")
@@ -253,9 +251,7 @@ class GradientHandlerContract:
         return [self.handler, EACH] if "reducer" in record.before else [EACH, self.handler]
 
     def _has_unreduced_layer(self) -> bool:
-        """Returns whether tests may reduce the first layer over one rank: not if the handler leaves shards, whose layout is
-        fixed.
-        """
+        """Returns whether tests may change the reduce group of the first layer, which the layout of shards would fix."""
         return self._handler_record()[0].result == "full"
 
     def _handler_record(self) -> tuple[GradientHandlerRecord, Table]:

@@ -97,9 +97,7 @@ class ScheduleContract:
                 _assert_once_in_order(actions, chunks, num_microbatches, f"stage {stage} of {num_stages}")
 
     def test_peak_equals_max_micro_batches(self) -> None:
-        """Expects that no stage holds more than `max_micro_batches` microbatches, and that a stage at some size holds exactly
-        that many.
-        """
+        """Expects each stage to hold at most `max_micro_batches` microbatches, and one stage to hold that number."""
         is_reached = False
         for num_stages, num_microbatches, _ in self._sizes():
             placement, lists = self._placement_and_lists(num_stages, num_microbatches)

@@ -120,9 +120,7 @@ def _all_comparisons(ranks: Sequence[RankFindings]) -> Iterator[Comparison]:
 
 
 def find_differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[RankFindings, Comparison]]:
-    """Returns the comparisons whose error exceeds the limit, with their ranks, sorted by step, quantity, model position and
-    rank.
-    """
+    """Returns each comparison with too large an error, and its rank, sorted by step, quantity, model position and rank."""
     keyed = [
         ((comparison.step, QUANTITIES.index(comparison.quantity), rank.stage, position, rank.rank), rank, comparison)
         for rank in ranks
@@ -388,9 +386,7 @@ def _common_factor(expected: Tensor, actual: Tensor, error: float) -> float | No
 
 
 def full_weights(run: Run) -> dict[str, Tensor]:
-    """Returns the full parameters of this rank's layers on the host, in registry order, without buffers. All ranks must call
-    it.
-    """
+    """Returns the full parameters of this rank's layers on the host, in registry order. All ranks must call it."""
     all_weights = weights(run)
     return {name: all_weights[name].detach().contiguous() for name in run.registry.names}
 

@@ -184,9 +184,7 @@ class WeightCommunicatorContract:
 
 
 def _assert_parity(baseline: RunRecord, recorded: Sequence[RunRecord]) -> None:
-    """Asserts that all ranks match `baseline` in fp64, that replicas are bit-identical, and that all steps have close
-    gradients.
-    """
+    """Asserts fp64 parity of all ranks with `baseline`, bit-identical replicas, and close gradients in every step."""
     assert_parity(baseline, recorded, "fp64")
     assert_equal_replicas(recorded)
     for rank in recorded:
@@ -273,9 +271,7 @@ HEADS, KV_HEADS, HEAD_WIDTH = 4, 2, 3  # query heads, key heads, and elements pe
 
 
 class Data(Samples):
-    """Provides LENGTH random tokens in two documents, and targets `y` [LENGTH, VOCABULARY]. The index sets the documents'
-    boundary.
-    """
+    """Provides tokens of two documents, whose boundary depends on the index, and targets `y` [LENGTH, VOCABULARY]."""
 
     info = DataInfo(
         {

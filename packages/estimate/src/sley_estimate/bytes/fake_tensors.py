@@ -158,9 +158,7 @@ class Ledger:
                 allocation.allocated_at, allocation.position = event, position
 
     def peak(self) -> tuple[int, StepPosition, list[Allocation]]:
-        """Returns the peak bytes, the last position with this peak, and the allocations live then; 0, `START` and
-        [] if empty.
-        """
+        """Returns the peak bytes, the last position with this peak, and the allocations that were live then."""
         num_bytes, event = max(((total, time) for time, total, _ in self._totals()), default=(0, 0))
         position = next((allocation.position for allocation in self.allocations if allocation.allocated_at == event), START)
         alive = [
@@ -447,9 +445,7 @@ def _fake_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTenso
 
 
 def _make_recipe(result: Any, inputs: Sequence[FakeTensor]) -> Any:
-    """Returns how to make `result` again: a tuple that starts with "same", "view" (of an argument) or "new"; None
-    for None.
-    """
+    """Returns a recipe to make `result` again, which starts with "same", "view" (of an argument) or "new"; None for None."""
     if result is None:
         return None
     if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:

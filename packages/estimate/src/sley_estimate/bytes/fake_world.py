@@ -253,9 +253,7 @@ class StepSimulation(Simulation):
     def simulate_exchange(
         self, members: Members, kind: ExchangeKind, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None] | None:
-        """Records a collective and returns a function to call at the wait. Returns None for a message, which is
-        not recorded.
-        """
+        """Records a collective and returns a function to call at the wait. Returns None for a message."""
         if kind not in _COLLECTIVES:
             return None
         return self.recording.on_exchange(_COLLECTIVES[kind], members.axis, channel, result.nbytes)

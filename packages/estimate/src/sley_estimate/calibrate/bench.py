@@ -124,9 +124,7 @@ class LayerBench:
         return times, trace.describe_next_input(outputs[-1], layer)
 
     def _median_parts(self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None, outputs: list[Any]) -> Parts:
-        """Returns the median seconds of the parts of a call. queue: None for a whole backward. outputs: gets the
-        last output.
-        """
+        """Returns the median seconds of each part. queue: None for a whole backward. outputs: gets the last output."""
 
         def median_host_s() -> list[float]:
             calls = [self._time_call(layer, value, queue, outputs, NO_LEAD) for _ in range(NUM_HOST_CALLS)]

@@ -351,9 +351,7 @@ def _extrapolate(single: int, double: int, samples: float) -> int:
 
 @dataclass(frozen=True)
 class PricedLayer:
-    """The seconds of a layer, without exchanges of slices, and their source. seconds: None if a recorded step
-    determines them.
-    """
+    """The seconds of a layer, without exchanges of slices, and their source. seconds: None if the source is "counted"."""
 
     name: str
     seconds: LayerSeconds | None

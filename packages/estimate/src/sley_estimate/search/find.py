@@ -164,9 +164,7 @@ class Roofline:
 
     @memoize
     def _layer_costs(self, activations: Choice, micro_size: int, sp: int, attention: Choice | None) -> LayerCosts:
-        """Returns the costs of all layers, without exchanges of sharded weights. sp: the number of slices of each
-        sequence.
-        """
+        """Returns the costs of all layers, without exchanges of sharded weights. sp: the slices of each sequence."""
         if attention is not None:
             self._check_slices(attention, sp)
         variant, machine = Variant(activations, micro_size, sp), self.machine
@@ -204,9 +202,7 @@ class Roofline:
 
     @memoize
     def _shard_exchanges(self, wp: int, weights: Choice | None) -> tuple[Floats, Floats]:
-        """Returns the seconds of each layer's gather and reduction, both [2, layers]: the overlapping parts, then
-        the rest.
-        """
+        """Returns the seconds of each layer's gather and reduction, both [2, layers]: overlapping parts, then the rest."""
         if weights is None:
             none = np.zeros((2, len(self._num_trained)))
             return none, none
@@ -330,9 +326,7 @@ SIMILARITY = 0.01  # layouts count as nearly equal if their seconds and bytes di
 
 
 class VerifiedLayout(NamedTuple):
-    """A layout, the seconds and the peak bytes of its fullest stage from its own steps, and the sources of
-    layers' seconds.
-    """
+    """A layout, the seconds of a step, the peak bytes of its fullest stage, and the sources of the layers' seconds."""
 
     layout: Layout
     seconds: float

@@ -26,8 +26,8 @@ from sley_core.errors import PlanError
 
 
 class Compute(NamedTuple):
-    """An instruction to compute for `seconds`. action: None outside the action list. host_s: the host's seconds
-    to launch it.
+    """An instruction to compute for `seconds`. action: None outside the action list. host_s: the host's time to
+    launch it.
     """
 
     seconds: float
