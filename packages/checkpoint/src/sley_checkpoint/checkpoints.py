@@ -274,9 +274,9 @@ def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start
 
 
 def _list_resumable(state: TrainingState, folder: Folder, *, allow_fresh_start: bool) -> tuple[list[str], list[str]]:
-    """Returns paths of checkpoints, and notes for the user. The paths are those of the checkpoints that this run's own steps
-    reached, from new to old, and then of the checkpoint from which its attempt started. Raises UsageError `never-anew` if there
-    is none although the run has done steps, or if all checkpoints are of attempts that the run's folder does not know.
+    """Returns the paths of the checkpoints that this run's own steps reached, from new to old, then the path of the checkpoint
+    from which its attempt started, and notes for the user. Raises UsageError `never-anew` if there is no such checkpoint
+    although the run has done steps, or if all checkpoints are of attempts that the run's folder does not know.
     """
     names = list_checkpoints(folder)
     if state.attempt.folder is None:  # without a run folder, there is no list of attempts and no rows

@@ -282,7 +282,7 @@ _REMEDIES: dict[str, str] = {  # remedies by location; that of "F" is for all ot
 
 
 def describe_cause(cause: Cause) -> str:
-    """Returns a sentence that describes the cause and what it costs."""
+    """Returns a sentence that describes the cause and its cost."""
     step = f"in a step of {_format_seconds(cause.step_s)}"
     if cause.kind == "data":
         return f"every rank waits for its data, {_format_seconds(cause.seconds)} {step}"

@@ -1,6 +1,6 @@
 """Decides why a run failed, from the reports of its ranks and of its launcher: cause, rank, layer, action and remedy.
 
-The verdicts are tried in this order, since each of these events may cause those below it:
+The verdicts are tried in this order, since each event in the list may cause the events below it:
 
     a rank raised an error that no other rank caused
     a rank was killed, or exited without a report
@@ -44,7 +44,7 @@ the queue of the exchange itself.
 
 @dataclass(frozen=True)
 class Divergence:
-    """How ranks diverged. ranks: the ranks that differ from the majority; empty if there is no majority. exchanges: the
+    """A divergence of ranks. ranks: the ranks that differ from the majority; empty if there is no majority. exchanges: the
     exchanges that differ, first the one that is most likely the cause. description: a sentence for users.
     """
 
@@ -237,7 +237,7 @@ class RunState:
 
 
 def find_run_state(run: Path, records: Sequence[WorkRecord], now: float) -> RunState:
-    """Returns the progress of the run in folder `run`. now: in seconds since the epoch. Raises OSError for unreadable files."""
+    """Returns the progress of the run in folder `run`. now: seconds since the epoch. Raises OSError for unreadable files."""
     steps = [int(row["step"]) for row in read_rows(run)]
     step = max(steps, default=0)
     time = (run / METRICS_FILE).stat().st_mtime if step else None
@@ -321,9 +321,9 @@ _UNKNOWN_REMEDY = "check the machine of that rank; the report of every rank is i
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why an attempt failed. kind: a keyword for the cause. cause: a sentence. ranks: the ranks at fault; empty if unknown, for
-    example if two ranks differ and either may be wrong. exchanges: the exchanges that failed, first the one that is most likely
-    the cause. step: the optimizer step, from 1; 0 if unknown. action, layer: where the rank was in the step; "" if unknown.
+    """The verdict on a failed attempt. kind: a keyword for the cause. cause: a sentence. ranks: the ranks at fault; empty if
+    unknown, for example if two ranks differ and either may be wrong. exchanges: the exchanges that failed, first the most
+    likely cause. step: the optimizer step, from 1; 0 if unknown. action, layer: where the rank was in the step; "" if unknown.
     """
 
     kind: str

@@ -53,7 +53,7 @@ WAITS = {
     "to_host": "copies to the host",
     "to_device": "copies from the host",
 }
-"""Descriptions of what a stage waits for, by the first word of the channel of the exchange."""
+"""Descriptions of the exchanges for which a stage waits, by the first word of the exchange's channel."""
 
 
 def estimate(

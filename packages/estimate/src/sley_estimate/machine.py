@@ -86,7 +86,7 @@ class ExchangeTable(Table):
     """Seconds of one message, one all-to-all or one round of a ring, independent of its bytes."""
 
     bandwidth: Bandwidth
-    """Bytes per second that a rank sends while it receives equally many. If the link is `shared`, this is the total of all
+    """Bytes per second that a rank sends while it receives at the same rate. If the link is `shared`, this is the total of all
     ranks of a host.
     """
 

@@ -46,8 +46,8 @@ def small_machine(**changes: Any) -> Tables:
 def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: float = 1e-6) -> list[Tables]:
     """Returns `[[layers]]` tables for the layers of `plan`, as if they had been measured on the small machine.
 
-    times: the ratio of these seconds to those counted from the operators. host: the ratio of the host's seconds to the
-    device's. launch_s: the seconds to launch an operator, used in counting.
+    times: the ratio of the measured seconds to the seconds counted from the operators. host: the ratio of the host's seconds to
+    the device's seconds. launch_s: the seconds to launch an operator, used in counting.
     """
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model, machine = build_meta_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))

@@ -156,7 +156,7 @@ class HostOptimizer(movers.Mover):
 
         gradients to the host   0 | 1 | 2 | ...
         optimizer on the host       0 | 1 | 2 | ...
-        weights to the device           0 | 1 | 2 | ...        the next forward waits for the last one
+        weights to the device           0 | 1 | 2 | ...        the next forward waits for the last copy
 
     This is ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840) without its one-step delay. The norm, the clipping and the
     decision to take the step come first, so the results equal those of a step on the device with the same kernels.

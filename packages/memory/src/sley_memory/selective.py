@@ -91,7 +91,7 @@ class AttentionResults:
         return [_detach(value) if isinstance(value, Tensor) else value for value, _ in result]
 
     def check_all_reused(self) -> None:
-        """Raises RunError `attention-differs` if the recomputation had fewer attentions and may have used wrong ones."""
+        """Raises RunError `attention-differs` if the recomputation had fewer attentions, and may have used wrong results."""
         if self._index < self._num_needed:
             raise self._build_count_error("less often") from None
 

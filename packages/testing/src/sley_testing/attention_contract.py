@@ -184,6 +184,6 @@ def _relative_errors(attention: nn.Module, group: Group, case: Case, seed: int) 
 
 
 def sequence_plan(sequence: Tables | None, dropout: float = 0.0, **changes: Any) -> Tables:
-    """Returns the contract's plan. sequence: the table `[sequence]` of a plan for two ranks; None for one process."""
+    """Returns the contract's plan. sequence: the table `[sequence]` for two ranks; None if one process runs the plan."""
     plan = model_plan(dropout, batch={"global_size": 4, "micro_size": 2}, optimizer={"use": "core.sgd", "lr": 0.01})
     return plan | ({"parallel": {"sp": 2, "dp": 1}, "sequence": sequence} if sequence else {}) | changes

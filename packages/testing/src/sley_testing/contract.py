@@ -6,7 +6,7 @@
 Two ranks train a small model. Gradients of the first layer are reduced over a group of one rank, and all other gradients over
 both ranks. If the reducer leaves shards, all gradients are reduced over both ranks, and gathered for comparisons.
 
-The gradients of a reducer are compared with those of `core.each`. If its record declares no tolerance, every step must match.
+The gradients of a reducer are compared with gradients of `core.each`. If its record has no tolerance, every step must match.
 Otherwise, the first step and the sum over all steps must match within the tolerance. The learning rate is tiny, so that weights
 stay almost equal. A handler of another role runs after `core.each`, or before it if its record declares `before=("reducer",)`.
 """
@@ -175,7 +175,7 @@ class GradientHandlerContract:
 
     @pytest.mark.parametrize("num_microbatches", [1, 3])
     def test_reduction_matches_record(self, ranks: Callable[..., Ranks], num_microbatches: int) -> None:
-        """Compares gradients with those of `core.each` within the record's tolerance. A transform must only keep shapes."""
+        """Compares gradients with gradients of `core.each`, as the record promises. A transform must only keep shapes."""
         baseline = self._observe(ranks, num_microbatches, [EACH])
         results = self._observe(ranks, num_microbatches)
         record, config = self._handler_record()

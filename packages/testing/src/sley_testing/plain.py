@@ -131,7 +131,7 @@ class PlainLoop:
         return args[0]
 
     def _accumulate(self, loss: Tensor) -> None:
-        """Runs the backward of one microbatch, and adds gradients of narrow parameters to those of their fp32 copies."""
+        """Runs the backward of a microbatch, and adds gradients of narrow parameters to gradients of their fp32 copies."""
         loss.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self.parameters.items():
             master = self.optimizer_params[name]

@@ -273,7 +273,7 @@ def run_module(
 
 
 def _reset_process(initial_modules: Set[str]) -> None:
-    """Undoes what the forking program may have changed in the process, except the state of installed modules."""
+    """Undoes changes of the forking program to the process, except changes to the state of installed modules."""
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]  # private
     faulthandler.disable()
     gc.enable()

@@ -132,7 +132,7 @@ class WeightCommunicatorContract:
     def test_layouts_match_unsharded_weights(
         self, ranks: Callable[..., Ranks], world_size: int, wp: int, num_microbatches: int
     ) -> None:
-        """Compares losses, norms, gradients and weights with those of one process. Replicas must be bit-identical."""
+        """Compares losses, norms, gradients and weights with a run of one process. Replicas must be bit-identical."""
         self._skip_rounded_weights()
         size = num_microbatches * MICRO_SIZE * world_size
         _assert_parity(record_reference(weight_plan(None, 1, size), NUM_STEPS), self._record(ranks, world_size, wp, size))

@@ -22,7 +22,7 @@ SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 23  # bytes of the full tensors: small 
 REPETITIONS = 12  # the timed calls of each exchange, of which the median counts
 
 PRODUCT_EDGE, NUM_PRODUCTS = 256, 32
-"""The size of the square matrix products that are computed before or during an exchange, and how many are timed beforehand."""
+"""The edge of the square matrices whose products run before or during an exchange, and the number of products to time one."""
 
 WORK_S = 2e-3  # seconds of work before an exchange, as in about half of a layer
 BeginExchange = Callable[[], list[Work]]  # a function that starts an exchange and returns its handles
@@ -112,7 +112,7 @@ def prepare_exchanges(
 
 
 def end_exchange(works: Sequence[Work]) -> None:
-    """Waits until this rank has the results, and until its peers have what it sends."""
+    """Waits until this rank has its results, and until its peers have received its data."""
     for work in works:
         work.wait_sent()
 

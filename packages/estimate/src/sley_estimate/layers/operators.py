@@ -97,7 +97,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(self._operators.get(phase, ()))
 
     def record_saved_tensor(self, tensor: Tensor) -> Tensor:
-        """Counts the storage of a saved tensor once, unless it is that of a parameter or shared. Returns the tensor."""
+        """Counts the storage of a saved tensor once, unless it belongs to a parameter or is shared. Returns the tensor."""
         storage = tensor.untyped_storage()
         is_weight = isinstance(tensor, nn.Parameter) or (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
         if not is_weight and storage._cdata not in self.shared_storages:

@@ -1,8 +1,8 @@
 """Computes the seconds of layers on a machine: measured, in proportion to a measured variant, or counted from their operators.
 
 An operator takes as long as its matrix product or its memory traffic, whichever is longer. On a CPU its launch time is added.
-On a GPU the host launches kernels ahead of the device. For a measured layer the times of device and host are known, and a step
-takes the longer of both. A counted layer takes the longer of both in each phase.
+On a GPU the host launches kernels ahead of the device. For measured layers the times of device and host are known, and a step
+takes as long as the slower of the two. In a counted layer, each phase takes as long as the slower of the two.
 
 A variant of a layer (another policy or number of samples) that was not measured takes its counted time, multiplied by the ratio
 of measured to counted time of the measured variant. Without this, measured and counted variants could not be compared.

@@ -52,8 +52,8 @@ def trace_layers(
     """Returns the work of each layer under the plan's activation policy, in order. Traces layers with equal keys and inputs
     once.
 
-    fields: a microbatch on meta. keys: the layers' keys. traced: earlier results, to which this adds new ones. Raises PlanError
-    "estimate-layer" for a layer that cannot run on meta.
+    fields: a microbatch on meta. keys: the layers' keys. traced: earlier results, which are reused; new results are added to
+    it. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
     """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
     weight_dtype, gradient_dtype = weight_dtypes(plan)[0], DTYPES[plan.precision.gradients]
@@ -81,9 +81,9 @@ def trace_layer(
 ) -> tuple[LayerWork, Value]:
     """Returns the work of a layer on one microbatch, without results that layers share (`once_per_field`), and its output.
 
-    value: the output of the previous layer; None for the first. fields: the microbatch on meta. loss: the loss, for the last
-    layer; None for others. gradient_dtype: of accumulated gradients. Raises PlanError "estimate-layer" for a layer that cannot
-    run on meta.
+    value: the output of the previous layer; None for the first. fields: the microbatch on meta. loss: the loss if this is the
+    last layer, else None. gradient_dtype: the dtype in which gradients are accumulated. Raises PlanError "estimate-layer" for a
+    layer that cannot run on meta.
     """
     originals = replace_tensors(layer.module.modules(), weight_dtype, torch.device("meta"))
     try:
@@ -206,8 +206,9 @@ def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.d
 def replace_tensors(
     modules: Iterable[nn.Module], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Replaces the parameters of `modules` by new ones of `dtype` on `device`, and their buffers by buffers of the dtypes of a
-    run. Shared tensors stay shared. Returns the dict in which each was replaced, its name there, and the original tensor.
+    """Replaces the parameters of `modules` by new parameters of `dtype` on `device`, and their buffers by buffers with the
+    dtypes of a run. Shared tensors stay shared. Returns for each tensor its module's dict, its name there, and the original
+    tensor.
     """
     originals: list[tuple[dict[str, Any], str, Tensor]] = []
     replacements: dict[int, Tensor] = {}

@@ -79,7 +79,7 @@ class LayerCosts(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """How a schedule divides the model into stages.
+    """The division of the model into stages by a schedule.
 
     starts: the index of the first layer at each position. positions: the position of each chunk of each stage, [chunks,
     stages]. route: the stage of each position. bubble: the idle time of a stage, in units of its time for one microbatch.
@@ -372,8 +372,8 @@ def search_layouts(
     """Searches for the `top` fastest layouts of `space` that need at most `max_bytes` bytes on every rank.
 
     max_bytes: None means no limit. cores: the number of parallel processes. report_progress: a function called with the number
-    of layouts whose steps have run, and the number of all layouts whose steps are to run. Sets the device type of `space.plan`
-    to that of `machine`. Raises PlanError for a model or dataset that cannot be built.
+    of layouts whose steps have run, and the number of all layouts whose steps are to run. Changes the device type of
+    `space.plan` to the device type of `machine`. Raises PlanError for a model or dataset that cannot be built.
     """
     space.plan = plan_for_machine(space.plan, machine)
     ((_, (result, best, smallest)),) = run_calls([partial(rank_layouts, space, machine, max_bytes)], cores)
