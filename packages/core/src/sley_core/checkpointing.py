@@ -67,7 +67,7 @@ class Rectangle(NamedTuple):
         return prod(self.sizes)
 
     def intersection(self, other: "Rectangle") -> "Rectangle | None":
-        """Returns the elements that are in this rectangle and in `other`, or None if there are none."""
+        """Returns the rectangle of the elements that this rectangle and `other` share, or None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self.ends, other.ends)
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -118,7 +118,7 @@ def split_into_rectangles(shape: Sequence[int], first: int, last: int) -> Iterat
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The part `rectangle` of a tensor, to save. shape: the shape of the whole tensor. tensor: often a view of live memory."""
+    """The part `rectangle` of the tensor `name`, to save. shape: of the whole tensor. tensor: often a view of live memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -131,7 +131,7 @@ class TensorPiece:
 
     @property
     def is_updated_by_optimizer(self) -> bool:
-        """Whether only updates change the tensor, as is true of weights, their averages and optimizer states."""
+        """Whether only updates change the tensor: true for weights, their averages and optimizer states."""
         return self.name.startswith((WEIGHTS, AVERAGES, OPTIMIZER))
 
 
@@ -464,7 +464,7 @@ class BaseWeights:
 
 
 def base_error(place: str, name: str) -> RunError:
-    """Returns RunError "adapters-base" for the parameter `name`, which has another value than in the run of `place`."""
+    """Returns RunError "adapters-base" for the parameter `name`, which had a different value in the run of `place`."""
     hint = "restore the files and the seed of the base model; a checkpoint of adapters does not contain its weights"
     message = f"{place} was trained on a different base model: {name!r} has other values"
     return RunError("adapters-base", message, hint=hint)

@@ -16,10 +16,10 @@ KeyPath = tuple[str | int, ...]
 """The path to a value in a plan: `("gradient_handlers", 0, "bucket_mb")`."""
 
 EXIT_OK = 0  # the exit codes of `train-cli`
-EXIT_RUN_FAILED = 1
-EXIT_USAGE = 2
-EXIT_PLAN_INVALID = 3
-EXIT_PLUGIN = 4
+EXIT_RUN_FAILED = 1  # for a RunError
+EXIT_USAGE = 2  # for a UsageError
+EXIT_PLAN_INVALID = 3  # for a PlanError
+EXIT_PLUGIN = 4  # for a PluginError
 EXIT_HUNG_UP = 129  # 128 + SIGHUP, as shells report it
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_TERMINATED = 143  # 128 + SIGTERM
@@ -45,7 +45,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """A problem to report. message: without a final period. path: a key of a plan, or (). source_line: that of `place`."""
+    """A problem to report. message: has no final period. path: of a key in a plan, or (). source_line: the line at `place`."""
 
     code: str
     message: str
@@ -98,7 +98,7 @@ class StateError(RunError):
 
     @staticmethod
     def offloaded_error(part: str, caller: str) -> "StateError":
-        """Returns StateError "memory-away". part: the offloaded part, such as "weights". caller: for example "a step"."""
+        """Returns StateError "memory-away". part: such as "weights". caller: the operation that needs it, such as "a step"."""
         message = f"{caller} needs the run's {part.replace('_', ' ')}, but they are offloaded"
         hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
         return StateError("memory-away", message, hint=hint)
@@ -110,7 +110,7 @@ def run_closed_error(name: str) -> RunError:
 
 
 class UsageError(SleyError):
-    """The command line is invalid."""
+    """The command line, or a call in a program, is wrong."""
 
     exit_code = EXIT_USAGE
 

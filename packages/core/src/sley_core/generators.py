@@ -170,7 +170,7 @@ def iterate_leaves(value: Any, visited: set[int], depth: int = 6) -> Iterator[An
 
 
 def _referenced_objects(value: Any) -> Iterator[Any]:
-    """Yields the objects to which `value` refers. Of a function's globals, yields only those that may refer to generators."""
+    """Yields the objects to which `value` refers, but only globals of a function that may refer to generators."""
     if isinstance(value, Mapping):
         yield from list(value.values())
     elif isinstance(value, list | tuple | set | frozenset):

@@ -61,7 +61,7 @@ class Moved:
     """The cost of all transfers of a part since the start of the run.
 
     copied_out, copied_in: the bytes copied off and onto the device. given_back: the bytes of device memory that the last
-    offload freed. seconds_out, seconds_in: the total duration of those copies that the host knows to be complete. timed_out,
+    offload freed. seconds_out, seconds_in: the total duration of all copies that the host knows to be complete. timed_out,
     timed_in: the bytes of these copies. host_bytes: the bytes of host memory that the part uses.
     """
 
@@ -109,7 +109,7 @@ class OffloadManager(Protocol):
     def moved(self, part: Part) -> Moved: ...
 
     def host(self, part: Part) -> Mapping[int, Tensor]:
-        """Returns the host copies, uint8 [bytes], of those storages of `part` that are not on the device, by `storage_id`. The
+        """Returns the host copies, uint8 [bytes], of the storages of `part` that are not on the device, by `storage_id`. The
         copies are complete, and valid until the next offload.
         """
         return {}
@@ -177,8 +177,8 @@ class MemoryInventory:
         return group_by_storage((name, state) for name, state in states if self._is_state(state))
 
     def storage_ids_without(self, params: Sequence[OptimizerParam]) -> set[int]:
-        """Returns the `storage_id`s of the parts before the optimizer states, and of all states except those of `params`. None
-        of them may be offloaded with the states of `params`.
+        """Returns the `storage_id`s of the parts before the optimizer states, and of the states of all other parameters. None
+        of these storages may be offloaded with the states of `params`.
         """
         ids = {id(state) for param in params for _, state in self._states_of(param)}
         other_states = (state for _, state in self._sources["optimizer_states"]() if id(state) not in ids)
@@ -239,7 +239,7 @@ def block_bytes(num_bytes: int) -> int:
 class _Block:
     """Holds `memory`, uint8 [num_bytes], whose address is a multiple of ALIGNMENT_BYTES.
 
-    key: the device and the block size. num_allocated: the allocated bytes, including those skipped for the alignment.
+    key: the device and the block size. num_allocated: the allocated bytes, including bytes skipped for the alignment.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -253,7 +253,7 @@ class _Block:
         self._view = self.memory
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor over the first bytes: the same object if shape and dtype are those of the last call."""
+        """Returns a tensor over the first bytes: the same object as in the last call if shape and dtype are equal."""
         if (self._view.shape, self._view.dtype) != (shape, dtype):
             with torch.inference_mode(False):
                 self._view = self.memory[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -264,7 +264,7 @@ class DevicePool:
     """Lends tensors of any shape and dtype, aligned to 256 bytes, in blocks whose sizes are rounded up.
 
     All blocks use at most twice the largest number of bytes lent at the same time. At this limit, the pool lends a larger free
-    block or, if there is none, releases the blocks that have been unused the longest. A lost block leaves the pool.
+    block, or else releases the blocks that have been unused the longest. A block whose lease is abandoned leaves the pool.
     """
 
     def __init__(self) -> None:

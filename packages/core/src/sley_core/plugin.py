@@ -1,5 +1,5 @@
-"""The plugin `core`: core's own records, the tables of these records (except those of optimizers and learning rates), and the
-checks of these tables. Imports no torch.
+"""The plugin `core`: core's own records, their tables (except for optimizers and learning rates), and the checks of these
+tables. Imports no torch.
 """
 
 from collections.abc import Iterable

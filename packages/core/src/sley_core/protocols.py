@@ -146,7 +146,7 @@ class SequenceCommunicator(Protocol):
         self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall
     ) -> Any:
         """Calls a layer on slices, in training, and returns its output `call(args, fields)`. To find layers that mix positions
-        outside attention, a communicator may compare the output with that of `rerun`, which calls the layer without the
+        outside attention, a communicator may compare the output with the output of `rerun`, which calls the layer without the
         activation policy.
         """
         return call(args, fields)
@@ -186,7 +186,7 @@ class GradientHandler(Protocol):
 
     def chunk_done(self, chunk: int, step: StepState) -> None:
         """Called after the last gradient action of `chunk`. By then `gradient_ready` has been called for the chunk's
-        parameters, except those whose turn in the common order comes after an incomplete parameter of another chunk.
+        parameters, except parameters whose turn in the common order comes after an incomplete parameter of another chunk.
         """
 
     def finish_step(self, step: StepState) -> None:
@@ -270,7 +270,7 @@ class SplitLogits(Protocol):
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
         """Returns the sum of the cross-entropy over this rank's `labels` int64 [...], computed in fp32 or wider. The options
-        are those of `core.cross_entropy`. The incoming gradient is the inverse of the weight of the global batch.
+        have the meaning of `core.cross_entropy`. The incoming gradient is the inverse of the weight of the global batch.
         """
         ...
 
@@ -317,7 +317,7 @@ class ActivationPolicy(Protocol):
 class Counts(Protocol):
     """Reports statistics. A gradient handler, weight communicator, stage link, scheduler hook, policy or pool may implement it.
 
-    `Run.counts` collects the numbers after the last step. `summary.json` contains those of rank 0, and `train-cli run -v`
+    `Run.counts` collects the numbers after the last step. `summary.json` contains the numbers of rank 0, and `train-cli run -v`
     prints them. Objects that communicate report `sent_bytes_per_step`, which `api.comm.SentBytes` counts.
     """
 

@@ -140,7 +140,7 @@ class ParameterRole(NamedTuple):
 class OptimizerRecord(Record):
     """Describes an optimizer for `[optimizer]`. `build(config, groups, device)` returns a `torch.optim.Optimizer`.
 
-    scope: the gradients on which the update of one element depends: only its own ("elementwise"), those of its parameter
+    scope: the gradients on which the update of one element depends: only its own ("elementwise"), all of its parameter
         ("per_matrix") or all ("global"). With "per_matrix", one rank gets each matrix whole, in every layout. The plan check
         rejects a layout that the scope does not allow.
     roles: `"module:attribute"` of `roles(config, params: Sequence[api.parts.Param]) -> Mapping[str, ParameterRole]`, which
@@ -322,7 +322,7 @@ class ProcessGroupRecord:
     is this rank's group.
 
     ranks: the global ranks of each group, ascending.
-    channels: the names of each group's communicators. Exchanges on one channel do not wait for those on another.
+    channels: the names of each group's communicators. Exchanges on one channel do not wait for exchanges on another.
     cross_memory: whether ranks on one host may read each other's memory (see `[parallel] cross_memory_attach`).
     """
 

@@ -207,7 +207,7 @@ def torchrun_id() -> str:
 
 
 def read_attempt(folder: Path) -> Attempt | None:
-    """Returns the attempt in the run folder, or None without a file. Raises RunError "attempt" for a damaged file."""
+    """Returns the attempt in the run folder, or None if there is no file. Raises RunError "attempt" if it cannot be read."""
     path = folder / ATTEMPT_FILE
     try:
         fields: dict[str, Any] = json.loads(path.read_text("utf-8"))

@@ -132,7 +132,7 @@ FactoryPath = Annotated[
 
 class PartTable(Table):
     """A table of an array such as `[[data.sources]]`. It names a record by `use`, or code by `factory`, and has the keys of
-    this model and those of the record or factory.
+    this model and of the record or factory.
 
     record_type: the class of the records. shared: keys of the enclosing table, which each record gets if its config has them.
     """

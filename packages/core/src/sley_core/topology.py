@@ -95,7 +95,7 @@ class Topology:
 
     @classmethod
     def from_sizes(cls, world_size: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> "Topology":
-        """Returns the topology of `world_size` ranks. Raises ValueError if the sizes do not divide it."""
+        """Returns the topology of `world_size` ranks. Raises ValueError if the sizes do not fit. dp: only checked, if set."""
         if dp is not None and world_size != pp * dp * sp:
             raise ValueError(f"the world size must be pp x dp x sp = {pp} x {dp} x {sp}, but is {world_size}")
         for axis, size in (("sp", sp), ("wp", wp)):
@@ -142,7 +142,7 @@ class Topology:
                     yield GroupEntry(axis, channel, ranks, backend)
 
     def partition(self, axis: str, stage: int | None = None) -> list[tuple[int, ...]]:
-        """Returns the ranks of each group of `axis`, in the order of first ranks. stage: selects groups by stage."""
+        """Returns the ranks of each group of `axis`, ordered by first rank. stage: only groups with ranks of this stage."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for coordinates in map(self.coordinates, range(self.world_size)):
             shared = tuple(getattr(coordinates, name) for name in SHARED_COORDINATES[axis])

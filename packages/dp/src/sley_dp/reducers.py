@@ -31,7 +31,7 @@ from sley_dp.sums import AllReduceSums, Bf16Sums, ShardSums
 class BucketedReducer(GradientHandler):
     """Sums each gradient over its reduce group once per optimizer step, overlapped with the last backward.
 
-    The sums equal those of `core.each`. With `reduction = "bf16"`, their relative error is at most 2^-7, unless terms cancel.
+    The sums equal sums by `core.each`. With `reduction = "bf16"`, their relative error is at most 2^-7, unless terms cancel.
     """
 
     def __init__(self, config: BucketedConfig) -> None:

@@ -4,7 +4,7 @@
     Bf16Sums        all-to-all of bf16 slices ──added in fp32──> bf16 ──> all-gather of the sums
     ShardSums       reduce-scatter over the ranks that share a copy ──> all-reduce over the ranks that hold the same shard
 
-A copy is one copy of the optimizer states, of which each rank holds a shard.
+A copy is one copy of the optimizer states; each of the ranks that share it holds a shard.
 
 An all-reduce of bf16 tensors in gloo or NCCL adds in bf16, so every addition rounds, and a sum of equal terms stops growing
 after 256 terms. `Bf16Sums` sends as many bytes, but rounds each term once and the sum once, for any number of ranks. All ranks

@@ -187,7 +187,7 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def wrap_action(self, action: Action) -> Iterator[None]:
-        """Prepares for `action`. After the last action that makes gradients of a chunk, waits for all reductions."""
+        """Runs `action` in the block, then starts reductions and reshards groups. Waits for all reductions at a chunk's end."""
         self._action_index += 1
         is_pass = action.kind is not Kind.WEIGHT_GRADIENT
         if is_pass:

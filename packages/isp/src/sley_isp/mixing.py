@@ -46,8 +46,8 @@ def check_module_types(layer: Layer, attention_modules: Collection[nn.Module]) -
 
 
 class PositionProbe:
-    """Probes each layer once, in its first call in training, except layers that match `unchecked_layers`. The two positions
-    with other inputs are not mirror images of each other, so the probe also detects a reversal of positions.
+    """Checks in each layer's first call in training, unless `unchecked_layers` matches, whether it mixes positions. The two
+    positions with other inputs are not mirror images of each other, so the probe also detects a reversal of positions.
 
     length: the number of positions of a slice. dim: the dim of positions in the layer's inputs and output.
     """

@@ -7,7 +7,7 @@ With `gather_precision = "fp8"`, ranks send shards as e4m3 numbers, in blocks of
 
     shard  ──>  row of bytes  | codes, one byte per element | fp32 scales, one per block |
 
-A scale is a power of two, so the only error is that of rounding to e4m3, which has 3 bits of mantissa: at most 2^-4 of an
+A scale is a power of two, so the only error comes from rounding to e4m3, which has 3 bits of mantissa: at most 2^-4 of an
 element. Elements below about 2^-14 times the largest element of their block become subnormal, with an error of at most about
 2^-18 times the largest element. The smallest scale is 2^-126; with it, the error of a subnormal is at most 2^-136.
 """
@@ -75,7 +75,7 @@ class ParamGroup:
 
     layer: the layer's name. options: the plan's options. pool: the pool for full parameters and gradients. can_prefetch:
     whether any use may start prefetches, and not only a module that `launch` names. has_linear: whether a backward needs the
-    weights, unlike that of an embedding.
+    weights; the backward of an embedding does not.
     """
 
     name: str
@@ -203,5 +203,5 @@ class PublishedShards:
         self.discard()
 
     def discard(self) -> None:
-        """Drops the published shards. Otherwise, those of a failed step would keep a communicator's threads alive."""
+        """Drops the published shards. After a failed step, they would otherwise keep a communicator's threads alive."""
         self._published, self._shards = None, {}

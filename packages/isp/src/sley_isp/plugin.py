@@ -22,7 +22,7 @@ FP8_TOLERANCE = 2**-4
 
 
 class WeightGroupConfig(Table):
-    """Options that replace those of `[weights]` for weights that match a pattern. The first matching group applies."""
+    """Options that replace the options of `[weights]` for weights that match a pattern. The first matching group applies."""
 
     match: Annotated[str, Field(min_length=1)]
     """A pattern of parameter names, in which `*` matches any text, including dots: `"*.experts.*"`."""

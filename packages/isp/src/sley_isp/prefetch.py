@@ -68,7 +68,7 @@ class PrefetchPolicy:
         self._units[group], self._aheads[group] = unit, ahead
 
     def begin(self, passes: Sequence[Key]) -> None:
-        """Begins a list of `passes`. Regards all groups as sharded, so the caller must reshard those that are not."""
+        """Begins a list of `passes`. Regards all groups as sharded, so the caller must reshard all unsharded groups."""
         self.unsharded = []
         self._pass, self._later_passes = None, deque(passes)
         self._reset_pass()
@@ -102,7 +102,7 @@ class PrefetchPolicy:
             del self._holds[group]
 
     def end_pass(self) -> Decision:
-        """Ends the pass, learns its order, and returns the groups to reshard: those that the next passes do not use soon."""
+        """Ends the pass, learns its order, and returns the groups to reshard, which the next passes do not use soon."""
         self._orders[self._pass] = tuple(self._uses)
         self._pass = None
         self._reset_pass()

@@ -223,7 +223,7 @@ class GradientReducer:
         self.enqueue(reduction)
 
     def enqueue(self, reduction: Reduction) -> None:
-        """Adds `reduction`, which has started, to those in flight, and finishes the oldest ones beyond the limit."""
+        """Adds `reduction`, which has started, to the reductions in flight, and finishes the oldest ones beyond the limit."""
         self._reductions.append(reduction)
         self.finish(self.max_in_flight)
 

@@ -121,7 +121,7 @@ class ShardedModule:
 
     @property
     def has_replaced_weights(self) -> bool:
-        """Whether other tensors currently replace the module's weights, such as those of `torch.func.functional_call`."""
+        """Whether other tensors currently replace the module's weights, for example in `torch.func.functional_call`."""
         parameters = self.module._parameters
         return any(type(value) is not StandIn for value in parameters.values() if value is not None)
 
@@ -303,7 +303,7 @@ class ShardedLayer:
     @contextmanager
     def _save_positions(self, unsharded_groups: Sequence[UnshardedGroup]) -> Iterator[None]:
         """Makes autograd save positions in place of tensors that lie in the buffers of groups. The backward gathers the weights
-        again, maybe into another buffer. Other tensors go to the surrounding hooks, such as those of an activation policy.
+        again, maybe into another buffer. Other tensors go to the surrounding hooks, such as hooks of an activation policy.
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         outer_pack, outer_unpack = outer or (lambda tensor: tensor, lambda value: value)

@@ -29,7 +29,7 @@ def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
     """Returns the model with the layers `embed`, `blocks.0` ... and `head`. Each rank builds only its own layers, and with
     `weights` reads only the values of these layers. The first layer reads the field `tokens` [b, s]. Blocks read `positions`
     [b, s] and `cu_seqlens` [b, n + 1] if the data has them. Raises PlanError "model-vocabulary" if the vocabulary size is
-    unknown or smaller than that of the data, and "model-weights" if the files cannot be read or belong to another model.
+    unknown or smaller than the data's, and "model-weights" if the files cannot be read or belong to another model.
     """
     vocab_size = _resolve_vocab_size(config, data)
     builders: Any = [
@@ -52,7 +52,7 @@ def build_on_meta(layer_class: Callable[..., nn.Module], *args: Any) -> nn.Modul
 
 
 def _resolve_vocab_size(config: LlamaConfig, data: DataInfo) -> int:
-    """Returns the vocabulary size of the plan, or else that of the data. Raises PlanError "model-vocabulary" if neither is
+    """Returns the vocabulary size of the plan, or else of the data. Raises PlanError "model-vocabulary" if neither is
     known, or if the plan's is smaller than the data's.
     """
     path = ("model", "vocab_size")

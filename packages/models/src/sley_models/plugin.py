@@ -10,13 +10,13 @@ from sley_core.hookspecs import hookimpl
 from sley_core.records import ModelRecord
 
 FFN_MULTIPLE = 64
-"""The default width of the feed-forward layers is a multiple of this number."""
+"""The default width of the feed-forward layers is a multiple of this number, for fast matrix products."""
 
 
 def compute_default_ffn_hidden(hidden: int) -> int:
     """Returns 8/3 of `hidden`, rounded up to a multiple of 64.
 
-    With this width, the three matrices of SwiGLU have as many elements as two matrices of hidden x 4 hidden (Shazeer 2020).
+    With this width, SwiGLU's three matrices have about as many elements as two matrices of hidden x 4 hidden (Shazeer 2020).
     """
     return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 

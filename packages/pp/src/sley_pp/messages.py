@@ -187,7 +187,7 @@ class WalkCheck:
             pending.wait()
 
     def discard(self) -> None:
-        """Drops all digests, without waiting for those in flight."""
+        """Drops all digests, without waiting for digests in flight."""
         self._sends.clear()
         self._receives.clear()
         self._confirmed_peers.clear()

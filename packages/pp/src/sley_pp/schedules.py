@@ -7,8 +7,8 @@ has 5 6 7 8.
 A schedule returns one list of compute actions per stage: `(num_stages, num_chunks, num_microbatches) -> lists`. In the drawings
 the number of stages P and the number of microbatches M are 4. F is a forward, B a backward. A split backward consists of I,
 which computes input gradients, and W, which computes weight gradients. The digit is the microbatch. Capital letters are chunk
-0, small letters chunk 1. Three characters are one unit of time. The time of an F is filled with `-`, that of a B or I with `=`,
-and that of a W with `~`; `.` is idle time.
+0, small letters chunk 1. Three characters are one unit of time. The time of an F is filled with `-`, the time of a B or
+I with `=`, and the time of a W with `~`; `.` is idle time.
 """
 
 import re
@@ -165,7 +165,7 @@ def one_f_one_b(num_stages: int, num_chunks: int, num_microbatches: int) -> list
         stage 2  ......F0-F1-......B0====F2-B1====F3-B2====...B3====............
         stage 3  .........F0-B0====F1-B1====F2-B2====F3-B3====..................
 
-    The step is as long as that of GPipe, but stage s holds at most min(P - s, M) microbatches.
+    The step is as long as with GPipe, but stage s holds at most min(P - s, M) microbatches.
     """
     lists = []
     for stage in range(num_stages):
@@ -200,7 +200,7 @@ def interleaved(num_stages: int, num_chunks: int, num_microbatches: int) -> list
     own output. If M is not a multiple of P, some rounds are larger, which costs memory but no time. If M < P, stages idle.
 
     With rounds of P microbatches and C chunks per stage, stage s holds at most P x C + P - 1 - 2s chunk inputs, and the bubble
-    is that of 1F1B divided by C.
+    is a C-th of 1F1B's bubble.
     """
     rounds = round_sizes(num_stages, num_microbatches)
     descending = range(num_chunks - 1, -1, -1)

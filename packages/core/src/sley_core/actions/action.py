@@ -247,7 +247,7 @@ def loop(stages: int, chunks: int = 1) -> Placement:
 
 
 def v_placement(stages: int, chunks: int = 2) -> Placement:
-    """Returns the placement "v" in the diagram above. Raises PlanError "placement-wrong" unless `chunks` is 2."""
+    """Returns the route through all stages upwards, then downwards. Raises PlanError "placement-wrong" unless `chunks` is 2."""
     if chunks != 2:
         raise placement_error(f"is a V, which needs two chunks per stage, not {chunks}")
     return Placement((*range(stages), *reversed(range(stages))))

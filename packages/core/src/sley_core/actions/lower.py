@@ -49,7 +49,7 @@ NEEDED_KIND = {
     Kind.INPUT_GRADIENT: Kind.FORWARD,
     Kind.WEIGHT_GRADIENT: Kind.INPUT_GRADIENT,
 }
-"""The type of the action that must precede each type on the same chunk and microbatch; None if none must."""
+"""The type of action that must precede each type on the same chunk and microbatch; None if there is no such type."""
 
 EXCLUDED_KIND = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWARD}
 """The type that each type excludes on the same chunk and microbatch, because a backward is either whole or split."""
@@ -209,6 +209,7 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
 
 
 def _lower_stage(actions: Sequence[Action], stage: int, placement: Placement, order: Mapping[Delivery, int]) -> LoweredList:
+    """Returns the lowered list of `stage`, whose compute actions are `actions`. order: the result of `order_transfers`."""
     positions = placement.positions(stage)
     outputs = [placement.output_of(action, positions[action.chunk]) for action in actions]
     posts = schedule_posts(actions, outputs, stage, placement, order)

@@ -90,7 +90,7 @@ class ScheduleSimulator:
         return True
 
     def _record_transfer(self, stage: int, step: Transfer) -> None:
-        """Records a send or post at the present time of `stage`, and the arrival of a value that has both."""
+        """Records a send or post at the present time of `stage`, and the arrival of the value once both are recorded."""
         if step.op == "post":
             delivery = Delivery(step.flow, self._positions[stage][step.chunk], step.micro)
             channel = step.peer, stage
@@ -249,7 +249,7 @@ class Costs:
         weight_gradient: float = 1.0,
         link: float = 0.0,
     ) -> "Costs":
-        """Returns equal times, in seconds, for all of `positions` positions, and 0 bytes. A full backward costs both halves."""
+        """Returns equal times, in seconds, for each of `positions` positions, and 0 bytes. A full backward is both halves."""
         seconds = {
             Kind.FORWARD: forward,
             Kind.BACKWARD: input_gradient + weight_gradient,

@@ -332,7 +332,7 @@ def add_positions(info: DataInfo, num_slices: int) -> DataInfo:
 class SequenceSlicer:
     """Narrows batches to slice `index` of `num_slices`.
 
-    fields: the fields of a full batch. loss: the loss on ranks that compute it, else None. The first call checks that the loss
+    fields: the fields of a full batch. loss: the loss; None on ranks without one. The first call checks that the loss
     weights of the slices add up to the weight of the batch.
     """
 
@@ -345,7 +345,7 @@ class SequenceSlicer:
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns this rank's slice of `batch`: views, except for `positions` if the slicer adds them. Raises the errors of
-        `narrow_batch`, and in the first call those of `check_additive`.
+        `narrow_batch`, and in the first call the errors of `check_additive`.
         """
         if self.num_slices == 1:
             return batch

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 Split = Literal["train", "held_out"]
-Sample: TypeAlias = "dict[str, Tensor]"
-Batch: TypeAlias = "dict[str, Tensor]"
+Sample: TypeAlias = "dict[str, Tensor]"  # one row of a batch, without the batch dim, by field
+Batch: TypeAlias = "dict[str, Tensor]"  # stacked samples, by field
 Collate: TypeAlias = Callable[[Sequence[Sample]], Batch]
 """A function that makes a batch of samples."""
 
@@ -225,7 +225,7 @@ class FactoryDataConfig(DataConfig):
     """Your own dataset, which `factory` builds. The keys replace the values of the dataset's `info`."""
 
     fields: dict[str, FieldConfig] | None = None
-    """The fields of a batch; by default those of the dataset's `info`, or else those of its first sample."""
+    """The fields of a batch; by default the fields of the dataset's `info`, or else of its first sample."""
 
     vocab_size: PositiveInt | None = None
     """The number of token ids."""

@@ -83,7 +83,7 @@ class PrefetchThread:
 
 
 CLOSE_TIMEOUT_S = 30.0
-"""The time limit of `Feed.close` in seconds, which is shorter than that of `next` because the run is ending."""
+"""The time limit of `Feed.close` in seconds, which is shorter than the limit of `next` because the run is ending."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,7 @@ class Feed:
             yield item
 
     def _dataset_batches(self, dataset: Dataset, done: int) -> Iterator[_PrefetchedBatch]:
+        """Yields the batches of a dataset, after the first `done` samples. A rank reads only its rows."""
         collate = collate_function(dataset)
         num_samples = len(dataset)
         if not num_samples:

@@ -43,7 +43,7 @@ ELEMENTWISE_METHODS = frozenset(
     {"tanh", "float", "double", "to", "contiguous", "mul", "div", "add", "sub", "neg"}
     | {f"__{name}__" for name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg")}
 )
-"""The tensor methods that `LazyLogits` applies to each chunk: those of soft caps, scales and casts, and OPT's `contiguous`."""
+"""The tensor methods that `LazyLogits` applies to each chunk: soft caps, scales, casts and OPT's `contiguous`."""
 
 
 @dataclass
@@ -141,7 +141,7 @@ class LogitsHead:
         return total
 
     def sum_losses(self, loss: HeadLoss, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sum of the losses of `hidden` [n, h] and `labels` int64 [n], and the gradients for `loss`."""
+        """Returns the sum of the losses of `hidden` [n, h] and `labels` int64 [n]. Computes gradients if `loss` has a scale."""
         total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
         with self.weights() as (weight, bias):
             for tokens in self.chunks.slices(len(hidden), weight.shape[0], hidden.element_size()):
@@ -304,7 +304,7 @@ class HeadLoss:
         return output.detach().clone(), lambda gradient: logits.copy_(torch.autograd.grad(output, leaf, gradient)[0])
 
     def replace_by_gradient(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sum of the losses of `logits` [n, v]. With a `scale`, replaces them by `scale` times their gradient."""
+        """Returns the sum of the losses of `logits` [n, v]. With a `scale`, overwrites them with `scale` x gradient."""
         output, run_backward = self.apply(logits)
         if self.scale is None:
             return sum_cross_entropy(output, labels, self.ignore_index, self.smoothing)

@@ -63,8 +63,8 @@ class CrossEntropy(Loss):
         """Returns the sum of the cross-entropies, in nats, as an fp32 scalar (fp64 for fp64 logits).
 
         If all labels are ignored, the sum and its gradients are 0. Raises RunError "loss-output" if the output is not logits of
-        a fitting shape, and "label-out-of-range" if a label is not a class. This checks the highest label that `weight` has
-        seen, since reading labels from the device would synchronise it.
+        a fitting shape, and "label-out-of-range" if a label is not a class. The second check uses the highest label that
+        `weight` has seen, since reading labels from the device would synchronise it.
         """
         labels = self._labels(batch)
         if not isinstance(output, Tensor | SplitLogits):

@@ -129,8 +129,8 @@ def parameter_groups(
     parameter is a matrix outside norms, to which the optimizer's weight decay applies. extra_options: options for every group.
     roles: the role of each parameter by name, if the optimizer has roles.
 
-    A weight decay that a group of the plan sets applies to all of its parameters. `initial_lr` is the full rate, of which
-    each step uses a fraction. Without parameters, returns one empty group, which torch.optim accepts.
+    A weight decay that a group of the plan sets applies to all of its parameters. `initial_lr` is the full rate; each step
+    uses a fraction of it. Without parameters, returns one empty group, which torch.optim accepts.
     """
     groups: dict[tuple[float, float, str | None], list[torch.Tensor]] = {}
     for param in params:
@@ -159,6 +159,7 @@ def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
 def _unmatched_diagnostic(
     index: int, names: Sequence[str], groups: Sequence[GroupConfig], aliases: Mapping[str, str]
 ) -> Diagnostic:
+    """Returns a diagnostic that says why no parameter belongs to the group `index`."""
     pattern = groups[index].match
     path = ("optimizer", "groups", index, "match")
     matches = [name for name in names if fnmatchcase(name, pattern)]
@@ -206,7 +207,7 @@ def avoid_compiler_import() -> None:
 
     torch wraps functions that its compiler must not trace, such as `add_param_group`, in a function that imports the compiler
     at its first call: 850 modules, and a second of processor time on every rank. The wrapper caches the function to call in an
-    attribute. If the attribute is set beforehand, the wrapper imports nothing. The difference matters only to compiled code.
+    attribute. If the attribute is set beforehand, the wrapper imports nothing. Only compiled code needs the import.
     """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         wrapped = getattr(getattr(Optimizer, name), "__wrapped__", None)
@@ -255,7 +256,7 @@ def shared_values(optimizer: Optimizer) -> SharedValues:
 
 
 def set_shared_values(optimizer: Optimizer, values: SharedValues) -> None:
-    """Sets the results of `shared_values` to `values`, and removes all others. Updates a dict in place if it becomes a dict."""
+    """Replaces all results of `shared_values` by `values`. Updates a dict in place if its new value is also a dict."""
     owners = dict(_wrapped_optimizers(optimizer))
     for location in shared_values(optimizer).keys() - values.keys():
         _find_containing_dict(optimizer, owners, location).pop(location[2])
@@ -332,7 +333,7 @@ def options_to_save(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str,
 
 def shared_values_to_save(optimizer: Optimizer, initial: SharedValues) -> SharedValues:
     """Returns the values to save in addition to options and the states of parameters: states under other keys, and attributes
-    that differ from those in `initial`. Raises RunError "optimizer-state" for a state that is not plain data.
+    that differ from `initial`. Raises RunError "optimizer-state" for a state that is not plain data.
     """
     current = {location: value for location, value in shared_values(optimizer).items() if location[0] != "option"}
     for key in extra_states(optimizer):

@@ -80,6 +80,7 @@ def _check_parts(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
+    """Returns the problems of the pipeline schedule; none if the batch does not divide, which `_check_batch` reports."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
     # Imported only if there is a schedule, so that other plans are checked faster.
@@ -111,6 +112,7 @@ SCOPE_HINT = ', or set `scope = "elementwise"` or "matrix" if an update reads on
 
 
 def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
+    """Yields a problem if no rank has all gradients on which an update of the optimizer depends."""
     scope = scope_of(plan.optimizer.record, plan.optimizer.config)
     sharders = [handler.name for handler in plan.gradient_handlers if getattr(handler.record, "result", None) == "shard"]
     hosts = [manager.name for manager in plan.offload if records.steps_on_host(manager.record)]
@@ -182,7 +184,7 @@ SCOPE_RANKS = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
 
 
 def check_offload(plan: Plan) -> Iterator[records.Problem]:
-    """Yields the problems of `[[offload]]` with parts that two managers offload, the optimizer and `[averaging]`."""
+    """Yields a problem if two managers of `[[offload]]` share a part, or one does not fit the optimizer or `[averaging]`."""
     manager_by_part: dict[str, str] = {}
     for number, component in enumerate(plan.offload):
         record = component.record

@@ -144,7 +144,7 @@ def index_keys(text: str, file: str) -> dict[KeyPath, KeySpan]:
     return scanner.spans
 
 
-_BLANK = re.compile(r"[ \t]*")
+_BLANK = re.compile(r"[ \t]*")  # spaces and tabs
 _GAP = re.compile(r"(?:[\s,]|#[^\n]*)*")  # white space, commas and comments
 _BARE = re.compile(r"[^\s=.\[\]{}\"'#,]+")  # a key without quotes
 _SCALAR = re.compile(r"[^,\]}#\n]+")  # a number, boolean or date
@@ -238,7 +238,7 @@ class _Scanner:
         return self.line_span(start, self.offset)
 
     def skip(self, pattern: re.Pattern[str]) -> bool:
-        """Moves `offset` behind a match of `pattern` at `offset`, if there is one. Returns whether any text remains."""
+        """Moves `offset` past a match of `pattern` at `offset`, if there is one. Returns whether any text remains."""
         match = pattern.match(self.text, self.offset)
         if match:
             self.offset = match.end()
@@ -308,7 +308,7 @@ def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
 
 
 _KEY = re.compile(r"[\w-]+")  # a part of the path in an override
-_BARE_WORD = re.compile(r"[^\s\"'\[\]{}=,#](?:[^\"'\[\]{}=,#\n]*[^\s\"'\[\]{}=,#])?")
+_BARE_WORD = re.compile(r"[^\s\"'\[\]{}=,#](?:[^\"'\[\]{}=,#\n]*[^\s\"'\[\]{}=,#])?")  # a string without quotes
 _QUOTE_HINT = "write VALUE as TOML and protect the quotes of a string from the shell: --set 'run.name=\"first try\"'"
 
 

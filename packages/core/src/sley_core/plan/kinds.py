@@ -87,7 +87,7 @@ class ComponentTable:
         return f"[[{self.key}]]" if self.is_list else f"[{self.key}]"
 
 
-COMPONENTS = (
+COMPONENTS = (  # in the order of a resolved plan
     ComponentTable("model", records.ModelRecord, "The layers to train.", factory=ModelFactory, factory_argument="data"),
     ComponentTable(
         "adapters",

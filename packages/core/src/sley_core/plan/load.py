@@ -40,7 +40,7 @@ def plan_from_text(
     *,
     loader: PluginLoader | None = None,
 ) -> Plan:
-    """Loads the plan in `text`, as `load_plan` does. file: its name in messages. folder: the start of relative paths."""
+    """Loads the plan in `text`, as `load_plan` does. file: its name in messages. folder: where relative paths start."""
     return resolve_plan(read_text(text, file, folder, overrides), loader or PluginLoader())
 
 
@@ -186,7 +186,7 @@ class _Resolver:
         return sets
 
     def check_top_level(self) -> None:
-        """Records problems of the plan's format and of unknown tables."""
+        """Records a problem for a wrong format number `plan`, and for each unknown key at the top level."""
         version = self.tables.get("plan", FORMAT)
         if version != FORMAT or isinstance(version, bool):
             message = f"the format `plan` must be {FORMAT}, not {describe_value(version)}"
@@ -280,7 +280,7 @@ class _Resolver:
         return model_tables, components
 
     def _suggest_record(self, spec: ComponentTable) -> str | None:
-        """Returns a hint that names core's records for a table, or else a record of another Sley package; None without any."""
+        """Returns a hint that names core's records for a table, or else a record of another Sley package; or None."""
         core = self.plugins.get(CORE)
         if core and (names := core.records_of(spec.record_type)):
             return "core has " + ", ".join(f'"{name}"' for name in names)
@@ -372,6 +372,7 @@ def unknown_key_diagnostic(
 def _diagnostic(
     errors: list[Any], key_path: KeyPath, model: type[Table], table: Any, table_path: KeyPath, document: Document, owner: str
 ) -> Diagnostic:
+    """Returns one diagnostic for `errors`, which pydantic reports for the key `key_path` of `table`."""
     types = {fault["type"] for fault in errors}
     path = (*table_path, *key_path)
     if "extra_forbidden" in types:

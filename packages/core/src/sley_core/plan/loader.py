@@ -124,8 +124,8 @@ class Plugin(PluginSource):
         return {f"{self.name}.{name}": record for name, record in records if isinstance(record, record_type)}
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
-        """Calls the plugin's `hook`. Returns [result], with a list for a generator, or [] if the result is None or there is no
-        implementation. Raises PluginError "plugin-failed" if the hook raises.
+        """Calls the plugin's `hook`. Returns a list with the result, or [] if the result is None or there is no implementation.
+        The result of a generator is a list. Raises PluginError "plugin-failed" if the hook raises.
         """
         try:
             results = getattr(self.hooks, hook)(**arguments)
@@ -194,7 +194,7 @@ class PluginLoader:
         return self._loaded[name]
 
     def record(self, record_type: type[AnyRecord], name: str) -> AnyRecord:
-        """Returns the `record_type` with the full name `name`. Raises PlanError "unknown-record", or the errors of `load`."""
+        """Returns the record with the full name `name`. Raises PlanError "unknown-record" or the errors of `load`."""
         plugin = self.load(name.partition(".")[0])
         records = plugin.records_of(record_type)
         if name in records:

@@ -142,7 +142,7 @@ class Plan:
 
     @cached_property
     def tables(self) -> dict[str, Any]:
-        """The whole plan as TOML types, without keys whose value is None. Relative paths stay relative."""
+        """The whole plan as TOML types, without keys whose value is None. Paths in its folder are relative to it."""
         tables: dict[str, Any] = {"plan": FORMAT}
 
         def dump(table: Table) -> Any:
@@ -216,6 +216,7 @@ class Plan:
 
 
 def _suggest_size(sizes: ParallelTable, world_size: int, message: str) -> str:
+    """Returns a hint with sizes that fit. message: the error of `Topology.from_sizes` for the present sizes."""
     if sizes.dp != "auto" and "x wp" in message:
         unit = sizes.wp // gcd(sizes.wp, sizes.sp)
         return f"use `dp = {-(-sizes.dp // unit) * unit}`; `wp` shards weights over the dp x sp ranks of a stage"

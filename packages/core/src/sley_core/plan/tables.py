@@ -131,7 +131,7 @@ class PrecisionTable(Table):
 
 
 class ParallelTable(Table):
-    """The number of ranks per axis: `world = pp x dp x sp` and `wdp = dp x sp / wp`."""
+    """The number of ranks per axis: `world = pp x dp x sp`, and `wdp = dp x sp / wp` ranks hold the same shard of a weight."""
 
     dp: PositiveInt | Literal["auto"] = "auto"
     """The number of ranks that split the samples, which determines the world size; with `"auto"`, it follows from that size."""
@@ -218,7 +218,7 @@ class KeepBestTable(Table):
 
 
 class EvaluationSetTable(Table):
-    """The keys that `[evaluation.sets.NAME]` has in addition to those of its data."""
+    """The keys that `[evaluation.sets.NAME]` has in addition to the keys of its data."""
 
     split: Literal["all", "held_out"] = "all"
     """Which samples are evaluated: "all", or only the "held_out" ones that training on the same data would hold out."""
@@ -251,9 +251,9 @@ class EvaluationTable(Table):
     """Your own metric, for the held-out split and every set."""
 
     keep_best: str | KeepBestTable | None = None
-    """The key of a metric in the metrics rows, such as `"held_out_loss"`. The checkpoint with its best value is kept in
-    addition to those that `[checkpoint]` keeps. The best loss is the smallest, and the best accuracy is the largest. For other
-    metrics, use `{ metric = "...", mode = "max" }`.
+    """The key of a metric in the metrics rows, such as `"held_out_loss"`. The run keeps the checkpoint with its best
+    value in addition to the checkpoints of `[checkpoint]`. The best loss is the smallest, and the best accuracy is the
+    largest. For other metrics, use `{ metric = "...", mode = "max" }`.
     """
 
     patience: PositiveInt | None = None
@@ -332,14 +332,14 @@ class SequenceConfig(Table):
     """The base class of the config of every sequence-attention record."""
 
     positions: bool = True
-    """Whether the model uses positions. If true, the run requires that it reads the field `positions`."""
+    """Whether the model uses positions. If true, the run requires that the model reads the field `positions`."""
 
 
 class CheckpointConfig(Table):
     """The base class of every checkpointer record's config."""
 
     folder: PlanFolder | None = None
-    """The path or fsspec URL of the checkpoint folder, only for this run; by default `checkpoints` in the run's folder."""
+    """The path or fsspec URL of the run's own checkpoint folder; by default `checkpoints` in the run's folder."""
 
     on_interrupt: bool = True
     """Whether a run that is asked to stop saves a checkpoint first."""

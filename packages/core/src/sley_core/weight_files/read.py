@@ -103,6 +103,7 @@ def _read_header(file: Path) -> dict[str, TensorKind]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
+    """Returns the file name of each tensor, by name, from the index in `folder`. Raises RunError "weight-files"."""
     path = folder / INDEX_FILE
     if not path.is_file():
         pickle = next((file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(pattern))), None)
@@ -160,10 +161,10 @@ def deterministic_tokenizer_json(text: str) -> str:
     return json.dumps({**content, **settings, "model": model}, ensure_ascii=False, indent=2)
 
 
-CONFIG_FILE = "config.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
+CONFIG_FILE = "config.json"  # transformers' name of a model's config
+GENERATION_CONFIG_FILE = "generation_config.json"  # transformers' name of the options for sampling
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""The keys of `config.json` and `generation_config.json` that name special tokens."""
+"""The keys of `config.json` and `generation_config.json` with the ids of special tokens."""
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # from safetensors to torch
 
@@ -201,7 +202,7 @@ def start_folder(plan: Plan) -> Path | None:
 
 
 def run_of(path: Path) -> Path | None:
-    """Returns the run folder that `path` is, or that contains the checkpoint `path`; None if `path` is neither of the two."""
+    """Returns `path` if it is a run folder, the run folder of a checkpoint `path`, or None for any other path."""
     run = path.absolute().parent.parent if path.parent.name == CHECKPOINTS_FOLDER else path
     return run if (run / PLAN_FILE).is_file() else None
 
