@@ -266,9 +266,7 @@ class WeightCommunicatorRecord(RoundingRecord):
 
 
 class SequenceAttentionRecord(Record):
-    """Describes how attention works on slices of sequences. `build(config, group)` returns a `SequenceCommunicator`; `group`
-    contains the ranks that hold slices of the same samples.
-    """
+    """Describes attention on slices. `build(config, group)` returns a `SequenceCommunicator` for ranks that share samples."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,7 +205,7 @@ class Link:
         self._message_pool.release(message)
 
     def _unblock_queue(self, direction: str, expected: Transfer) -> None:
-        """Blocks until the first queued receive of `direction` can start, then starts all possible ones. expected: for errors."""
+        """Blocks until the first queued receive of `direction` can start, then starts all that can. expected: for errors."""
         assert self._queues[direction], f"{expected} was never posted"
         transfer, key = self._queues[direction][0]
         self._walk_check.confirm(transfer.peer, f"what {self._label(transfer)}")
