@@ -155,7 +155,7 @@ def format_file_name(rank: int, index: int) -> str:
     return f"rank-{rank:05}{f'-{index}' if index else ''}.safetensors"
 
 
-_STEP_PATTERN = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_STEP_PATTERN = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # matches checkpoint names; the groups are the step and the rewinds
 
 
 class Checkpoint(Mapping[str, Tensor]):

@@ -108,11 +108,10 @@ SLOTS = 1024
 
 
 class Offer(ctypes.Structure):
-    """An offer of tensors to a peer. All addresses are in the memory of the offering process.
-
-    table: the address of a table with the addresses of `num_tensors` tensors. mark: the number of the exchange's `Mark`.
-    num_bytes: the size of the exchange. text, text_bytes: the address and size of the mark's text. number: the number of the
-    offer in its ring, which is written last.
+    """An offer of tensors to a peer. All addresses are in the memory of the offering process. table: the address of a table
+    with the addresses of `num_tensors` tensors. mark: the number of the exchange's `Mark`. num_bytes: the size of the exchange.
+    text, text_bytes: the address and size of the mark's text. number: the number of the offer in its ring, which is written
+    last.
     """
 
     table: int

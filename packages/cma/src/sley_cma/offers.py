@@ -20,10 +20,8 @@ _Table = ctypes.Array[ctypes.c_int64]
 
 class Offers:
     """Makes this rank's offers to the members of `connection`, and reads the members' offers, in ring `ring` of the inboxes.
-    Offers are numbered from 1.
-
-    channel: the channel's name for errors. The tensors of an offer must be contiguous, and must not be written before
-    `wait_read` returns.
+    Offers are numbered from 1. channel: the channel's name for errors. The tensors of an offer must be contiguous, and must not
+    be written before `wait_read` returns.
     """
 
     def __init__(self, connection: Connection, channel: str, ring: int) -> None:
@@ -42,11 +40,10 @@ class Offers:
         self._marks: dict[int, Mark] = {}
 
     def offer(self, tensors: Sequence[Tensor], mark: Mark, complete: Callable[[], None] | None = None) -> int:
-        """Lets every peer read `tensors`, and returns the number of the offer.
-
-        complete: a function that reads the peers' offers with this number, and waits until the peers have read this offer. If
-        MAX_OPEN_OFFERS are open, the oldest is completed first, since otherwise ranks could wait for each other. All members
-        must make their offers in the same order, which `wait_addresses` checks by `mark`.
+        """Lets every peer read `tensors`, and returns the number of the offer. complete: a function that reads the peers'
+        offers with this number, and waits until the peers have read this offer. If MAX_OPEN_OFFERS are open, the oldest is
+        completed first, since otherwise ranks could wait for each other. All members must make their offers in the same order,
+        which `wait_addresses` checks by `mark`.
         """
         number = self._num_offers = self._num_offers + 1
         self._progress.add_turn(Turn("exchange", self.members, mark.label, self._queue, number, None, mark.num_bytes))

@@ -85,10 +85,9 @@ class AllReduceQueue:
 
 
 class AllReduce(Work):
-    """A sum of the contiguous host `tensor` over the group of `queue`, in place.
-
-    Each rank adds its slices in the order in which the all-reduces start, so that offers have the same numbers on all ranks.
-    If the marks of ranks differ, `wait` raises RunError `ranks-differ` on all ranks before any data are read.
+    """A sum of the contiguous host `tensor` over the group of `queue`, in place. Each rank adds its slices in the order in
+    which the all-reduces start, so that offers have the same numbers on all ranks. If the marks of ranks differ, `wait` raises
+    RunError `ranks-differ` on all ranks before any data are read.
     """
 
     def __init__(self, queue: AllReduceQueue, tensor: Tensor, mark: Mark) -> None:

@@ -76,12 +76,11 @@ class WaitRecord:
 
 @dataclass(frozen=True)
 class FaultReport:
-    """The report of rank `rank` of `world` ranks. kind: "error" if it failed, "stuck" if it could not end when asked to.
-
-    code, message, hint: the rank's error. time: seconds since the epoch. step: the optimizer step, from 1; 0 before the first
-    step. finished, pending: the last finished entry of its action list, and the current entry. layer: the layer called last.
-    wait: the wait that is in progress or has failed. exchanges: the latest exchanges of each queue, in order. stacks: the lines
-    of each stack by the name of its thread.
+    """The report of rank `rank` of `world` ranks. kind: "error" if it failed, "stuck" if it could not end when asked to. code,
+    message, hint: the rank's error. time: seconds since the epoch. step: the optimizer step, from 1; 0 before the first step.
+    finished, pending: the last finished entry of its action list, and the current entry. layer: the layer called last. wait:
+    the wait that is in progress or has failed. exchanges: the latest exchanges of each queue, in order. stacks: the lines of
+    each stack by the name of its thread.
     """
 
     rank: int
@@ -198,6 +197,7 @@ class DoctorRecorder(RunRecorder):
         _write_json(path, asdict(LaunchReport(world_size, exit_codes, killed_states, first_failed)))
 
     def delete_reports(self, folder: Path) -> None:
+        """Deletes the reports of earlier attempts. Removes a link instead of following it."""
         root = folder / FAULTS
         if root.is_symlink():  # a link must not redirect the writes of ranks
             root.unlink()

@@ -38,11 +38,10 @@ Row = Mapping[str, float | int | None]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The records of one run. label: the run's name, or its folder if another run in the report has the same name.
-
-    rows: one row of metrics per optimizer step; a value that was not finite is None. values: the values of the resolved plan,
-    as TOML, by key. start: the start record; None if there is none. summary: the summary; None if the run has not written one.
-    faults: the reports of each failed attempt. work: the work records of the last start, in order of rank.
+    """The records of one run. label: the run's name, or its folder if another run in the report has the same name. rows: one
+    row of metrics per optimizer step; a value that was not finite is None. values: the values of the resolved plan, as TOML, by
+    key. start: the start record; None if there is none. summary: the summary; None if the run has not written one. faults: the
+    reports of each failed attempt. work: the work records of the last start, in order of rank.
     """
 
     label: str

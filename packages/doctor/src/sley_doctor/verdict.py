@@ -30,7 +30,7 @@ from train_cli.stopping import WARNING_SIGNALS
 
 DivergenceType = Literal["size", "left out", "too many", "other", "not started"]
 
-_MESSAGE_OPERATIONS = frozenset({"send", "receive"})
+_MESSAGE_OPERATIONS = frozenset({"send", "receive"})  # the operations of exchanges with only two ends
 _MESSAGE_PATTERN = re.compile(r"(announcement of )?what stage .* for microbatch (\d+) \((forward|backward)")
 """Matches the description of a pipeline message. The groups are "announcement of " if it is one, its microbatch, and its
 flow.
@@ -305,6 +305,7 @@ _EXPECTED_EXIT_CODES = frozenset(  # the exit codes of ranks that the launcher o
 _ABORT_CODE = -signal.SIGABRT  # the exit code of a process that native code aborted
 _STUCK = "stuck"  # the kind of a report of a rank that could not end when asked to
 
+# The remedies of verdicts.
 _SLOW_REMEDY = "check that code; if it is only slow, set a longer `[limits] collective_timeout_s`"
 _STOPPED_REMEDY = "the cause is outside of the run: a user, a debugger, a batch system that suspends jobs; start the run again"
 _ORDER_REMEDY = (

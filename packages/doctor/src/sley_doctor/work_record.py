@@ -42,12 +42,10 @@ FORMAT = 2  # the version of the files of records; starts of other versions are 
 
 
 class Location(StrEnum):
-    """Names the kinds of work that are not part of an action.
-
-    DATA: the wait for the feed. BEGINNING: the beginning of the step, before its first action. MESSAGES: starting sends and
-    receives. REDUCTION: the end of the reduction of gradients. UPDATE: norm, clipping and optimizer. DEVICE: the wait until the
-    device has finished a step, which on CUDA includes its waits for other ranks. BETWEEN: the time between two steps, for
-    metrics, checkpoints and listeners.
+    """Names the kinds of work that are not part of an action. DATA: the wait for the feed. BEGINNING: the beginning of the
+    step, before its first action. MESSAGES: starting sends and receives. REDUCTION: the end of the reduction of gradients.
+    UPDATE: norm, clipping and optimizer. DEVICE: the wait until the device has finished a step, which on CUDA includes its
+    waits for other ranks. BETWEEN: the time between two steps, for metrics, checkpoints and listeners.
     """
 
     DATA = "data"
@@ -74,10 +72,9 @@ ZERO_SPREAD = Spread(0.0, 0.0, 0.0)  # for work that a rank does not do
 @dataclass(frozen=True)
 class Window:
     """The measurements of steps `first` to `last`; the first step of a run is 1. time: when the window was written, in seconds
-    since the epoch. seconds: the duration of a step.
-
-    work: seconds of work per step by location, without waits for other ranks. The location of an action is its kind and chunk:
-    `F0` is the forward of chunk 0, over all microbatches. waits: seconds per step in which the host waits for other ranks.
+    since the epoch. seconds: the duration of a step. work: seconds of work per step by location, without waits for other ranks.
+    The location of an action is its kind and chunk: `F0` is the forward of chunk 0, over all microbatches. waits: seconds per
+    step in which the host waits for other ranks.
     """
 
     first: int
@@ -164,7 +161,7 @@ def read_record(path: Path) -> WorkRecord | None:
     return None if start is None else WorkRecord(start, windows)
 
 
-_STARTS, _WINDOWS = TypeAdapter(Start), TypeAdapter(Window)
+_STARTS, _WINDOWS = TypeAdapter(Start), TypeAdapter(Window)  # validate the lines of a file
 
 
 def _parse_lines(lines: Iterable[bytes]) -> Iterator[Start | Window]:
@@ -310,9 +307,8 @@ def compute_quartiles(values: Iterable[float]) -> Spread:
 
 
 class WorkFile:
-    """Appends lines to a file. If a write fails, adds the reason to `notes`, and writes no more.
-
-    The file is created with its first line, so a run that fails earlier leaves a folder that the next run may use.
+    """Appends lines to a file. If a write fails, adds the reason to `notes`, and writes no more. The file is created with its
+    first line, so a run that fails earlier leaves a folder that the next run may use.
     """
 
     def __init__(self, path: Path, start: Start, notes: list[str]) -> None:

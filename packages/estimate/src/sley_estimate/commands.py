@@ -355,6 +355,7 @@ def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
 
 
 def _describe_contents(machine: MachineFile) -> str:
+    """Returns a text about the parts of the machine file that were measured."""
     text = "the device"
     if machine.links.same_host is not None:
         text += ", links between ranks of this host"

@@ -287,7 +287,7 @@ class Cost(NamedTuple):
         return Cost(self.latency_s * share, self.transfer_s * share, self.member_work_s + exposed_s)
 
 
-NO_COST = Cost(0.0, 0.0)
+NO_COST = Cost(0.0, 0.0)  # the cost of an exchange of a group of one rank
 
 
 @lru_cache(maxsize=64)  # groups may have thousands of ranks
@@ -350,10 +350,9 @@ def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -
 
 @lru_cache(maxsize=1024)
 def concurrent_groups(topology: Topology, axis: str, ranks_per_host: int, ranks: tuple[int, ...] | None = None) -> list[Ranks]:
-    """Returns groups of `axis` that exchange at the same time: one for each distribution of their ranks over hosts.
-
-    ranks: a group, which limits the result to groups of its stage; None means the groups of all stages. If `axis` belongs to a
-    plugin, its other groups are unknown, so the result is only `ranks`.
+    """Returns groups of `axis` that exchange at the same time: one for each distribution of their ranks over hosts. ranks: a
+    group, which limits the result to groups of its stage; None means the groups of all stages. If `axis` belongs to a plugin,
+    its other groups are unknown, so the result is only `ranks`.
     """
     groups: Iterable[Ranks] = [ranks] if ranks else topology.partition(axis)
     if ranks:

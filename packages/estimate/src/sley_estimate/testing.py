@@ -25,7 +25,7 @@ from sley_testing.plans import Tables, changed
 from sley_trainer.assemble import build_meta_model
 from train_cli.meta_model import meta_micro_batch
 
-_SMALL: Tables = {
+_SMALL: Tables = {  # the tables of `small_machine` without changes
     "format": 1,
     "device": {
         "name": "even",
@@ -44,10 +44,9 @@ def small_machine(**changes: Any) -> Tables:
 
 
 def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: float = 1e-6) -> list[Tables]:
-    """Returns `[[layers]]` tables for the layers of `plan`, as if they had been measured on the small machine.
-
-    times: the ratio of the measured seconds to the seconds counted from the operators. host: the ratio of the host's seconds to
-    the device's seconds. launch_s: the seconds to launch an operator, used in counting.
+    """Returns `[[layers]]` tables for the layers of `plan`, as if they had been measured on the small machine. times: the ratio
+    of the measured seconds to the seconds counted from the operators. host: the ratio of the host's seconds to the device's
+    seconds. launch_s: the seconds to launch an operator, used in counting.
     """
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model, machine = build_meta_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))
@@ -88,10 +87,9 @@ def simulate_without_plan(
     messages: Sequence[Cost],
     final_instructions: Mapping[int, Sequence[Instruction]] | None = None,
 ) -> StepTime:
-    """Returns a simulated step from the lowered action list of each stage, without a plan.
-
-    layers: the seconds of the layers at each position. messages: the cost of a message between positions i and i + 1.
-    final_instructions: instructions to append to a stage's program, by stage.
+    """Returns a simulated step from the lowered action list of each stage, without a plan. layers: the seconds of the layers at
+    each position. messages: the cost of a message between positions i and i + 1. final_instructions: instructions to append to
+    a stage's program, by stage.
     """
 
     def program(stage: int, entries: LoweredList) -> Iterator[Instruction]:

@@ -276,6 +276,7 @@ class HostCopyMover(Mover):
             self._start_onload()
 
     def _start_onload(self) -> None:
+        """Allocates all storages on the device, and starts to copy them back, bucket by bucket."""
         start_s = time.perf_counter()
         to_device = self._streams.to_device
         to_device.wait_for(self._streams.to_host.record())

@@ -118,11 +118,9 @@ class SelectiveConfig(Table):
 
 
 def match_layers(layers: int | Sequence[str] | None, layer_names: Sequence[str]) -> frozenset[str]:
-    """Returns the names in `layer_names` that `layers` matches.
-
-    layers: None for all blocks (all layers but the first and the last), the number of blocks, counted from the first, or names
-    and patterns. layer_names: the names of the whole model's layers, in order. Raises PlanError `unknown-layer` if a pattern
-    matches no layer.
+    """Returns the names in `layer_names` that `layers` matches. layers: None for all blocks (all layers but the first and the
+    last), the number of blocks, counted from the first, or names and patterns. layer_names: the names of the whole model's
+    layers, in order. Raises PlanError `unknown-layer` if a pattern matches no layer.
     """
     if layers is None or isinstance(layers, int):
         return frozenset(layer_names[1:-1][:layers])

@@ -127,7 +127,7 @@ def _detach(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-_OPERATOR_NAMES = (
+_OPERATOR_NAMES = (  # the operators of `ATTENTION_OPERATORS`; a version of torch may lack some of them
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",

@@ -72,6 +72,7 @@ def certify(distribution: str) -> Iterator[Verdict]:
 
 
 def _check_record(plugin: str, record: records.Record) -> Verdict:
+    """Returns the verdict on a record. Runs its contract with its default options, unless the record must be skipped."""
     if reason := _skip_reason(record):
         return Verdict(plugin, record.name, "skipped", reason)
     report = _run_contract(type(record), {"use": f"{plugin}.{record.name}"})

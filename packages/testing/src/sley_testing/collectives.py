@@ -36,7 +36,7 @@ from sley_testing.happens_before import iterate_tensors
 from sley_trainer import assemble
 from sley_trainer.assemble import build_meta_model
 
-_POINT_TO_POINT_OPS = ("send", "recv", "recv_any")
+_POINT_TO_POINT_OPS = ("send", "recv", "recv_any")  # operations of two ranks
 _UNEVEN_OPS = ("all_to_all", "all_to_all_single")  # the ranks may have inputs of different sizes
 _ROOT_PREPOSITIONS = {"send": "to", "recv": "from"}  # by operation, the text before the peer's rank in messages
 
@@ -336,12 +336,11 @@ def can_read_peers() -> bool:
 
 @contextmanager
 def late_exchanges() -> Iterator[None]:
-    """Delays each exchange in the block until the program waits for it, like a device whose communication stream is far
-    behind. All ranks must use it.
-
-    A result contains NaN until `wait`, so a program that reads it too early computes NaN. Inputs are sent at the time of
-    `wait`, so a program that writes to them, frees them or returns them to a pool too early sends wrong values. Exchanges then
-    happen in the order of their waits, which must be the same on all ranks. Sends and receives are not delayed.
+    """Delays each exchange in the block until the program waits for it, like a device whose communication stream is far behind.
+    All ranks must use it. A result contains NaN until `wait`, so a program that reads it too early computes NaN. Inputs are
+    sent at the time of `wait`, so a program that writes to them, frees them or returns them to a pool too early sends wrong
+    values. Exchanges then happen in the order of their waits, which must be the same on all ranks. Sends and receives are not
+    delayed.
     """
     choose = Group.transport
 

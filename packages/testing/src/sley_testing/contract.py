@@ -65,10 +65,9 @@ class Squares:
 
 
 class UnevenBlock(nn.Module):
-    """Uses the linear `often` twice and `never` not at all; `frozen` is not trained.
-
-    The store reports gradients as complete in reverse order of the parameters. Since `never` gets no gradient, the store
-    reports it and all earlier parameters after the backward, but `often` during the backward.
+    """Uses the linear `often` twice and `never` not at all; `frozen` is not trained. The store reports gradients as complete in
+    reverse order of the parameters. Since `never` gets no gradient, the store reports it and all earlier parameters after the
+    backward, but `often` during the backward.
     """
 
     def __init__(self, width: int) -> None:
@@ -135,11 +134,9 @@ def observe(
     handlers: list[Tables], num_microbatches: int, fails: bool, has_unreduced_layer: bool = True, reduction: str = "fast"
 ) -> RunRecord:
     """Runs the contract's plan on this rank and returns its record. Raises AssertionError if autograd hooks are left on
-    parameters.
-
-    fails: whether a failing step precedes the first and the last step. It raises in its last backward after handlers have
-    received the gradients of the second layer, so that reductions are in flight or pending. has_unreduced_layer: whether
-    gradients of UNREDUCED_LAYER are reduced over a group of one rank.
+    parameters. fails: whether a failing step precedes the first and the last step. It raises in its last backward after
+    handlers have received the gradients of the second layer, so that reductions are in flight or pending. has_unreduced_layer:
+    whether gradients of UNREDUCED_LAYER are reduced over a group of one rank.
     """
     runs: list[Run] = []
 

@@ -180,6 +180,7 @@ class _FedBatch(NamedTuple):
 
 
 def _check_field(name: str, value: Tensor, field: Field, num_samples: int, sequence: int | None) -> None:
+    """Asserts that a tensor of a batch has the dtype, the number of samples and the sequence length of its `field`."""
     dtype = str(value.dtype).removeprefix("torch.")
     assert dtype == field.dtype, f"the field `{name}` is {dtype}, but {field.dtype} is declared"
     for dim, declared, label in ((field.batch_dim, num_samples, "samples"), (field.sequence_dim, sequence, "positions")):
@@ -318,6 +319,7 @@ class LossContract:
         return 1, num_samples // 2
 
     def _loss_and_gradient(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, Tensor]:
+        """Returns the loss of an output, and the gradient of the output. Asserts that the loss is a scalar with a graph."""
         leaf = output.detach().clone().requires_grad_()
         loss = self._loss().loss(leaf, batch)
         assert loss.shape == (), f"the loss is {tuple(loss.shape)}, not a scalar"

@@ -32,7 +32,7 @@ from sley_core.comm.device import storage_id
 Clock = dict[int, int]
 """Maps a worker to the number of its operations before some point. The device is worker 0; streams are numbered from 1."""
 
-DEVICE = 0
+DEVICE = 0  # the number of the worker that stands for the device
 _SWEEP_EVERY = 4096  # after this number of device operations, the records of freed storages are removed
 _MAX = 1 << 62  # more than any number of bytes or operations
 
@@ -45,9 +45,8 @@ def merge_clocks(clock: Clock, event_clock: Clock) -> None:
 
 @dataclass(frozen=True)
 class CopyEnd:
-    """Describes the source or the target of copy `number` of `stream`: the bytes [start, end) of a storage.
-
-    writes: True for the target. description: describes this end in messages.
+    """Describes the source or the target of copy `number` of `stream`: the bytes [start, end) of a storage. writes: True for
+    the target. description: describes this end in messages.
     """
 
     stream: int
@@ -236,7 +235,6 @@ def describe_tensor(tensor: Tensor) -> str:
 
 class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches torch operations within `watching()`, and raises AssertionError before an operation that uses freed memory.
-
     Subclasses may override the methods `before_operation`, `after_allocation` and `before_resize`, whose errors propagate to
     the caller of the operation.
     """

@@ -40,7 +40,7 @@ from sley_trainer.run import Run
 NUM_STEPS = 3  # optimizer steps per run
 FAILING_STEP = 1  # an extra step fails before the step with this index
 
-PLAN = small_plan(
+PLAN = small_plan(  # the plan of the runs with and without the hook
     run__steps=NUM_STEPS,
     parallel={"dp": 2},
     evaluation={"every": 2, "steps": 1},
@@ -145,10 +145,9 @@ MAX_FILE_BYTES = 4096  # the maximum file size on the full disk, which is less t
 
 
 class MetricsWriterContract:
-    """Tests a metrics writer. Subclass it, set `writer` to a table of `[[metrics]]`, and implement `read`.
-
-    writes_at_once: whether a row is on disk when `write` returns, so that a killed run keeps it. can_resume: whether the writer
-    can drop the rows of steps after a checkpoint (`rewind`). writes_files: whether the writer writes into its folder.
+    """Tests a metrics writer. Subclass it, set `writer` to a table of `[[metrics]]`, and implement `read`. writes_at_once:
+    whether a row is on disk when `write` returns, so that a killed run keeps it. can_resume: whether the writer can drop the
+    rows of steps after a checkpoint (`rewind`). writes_files: whether the writer writes into its folder.
     """
 
     writer: ClassVar[Tables]
@@ -257,6 +256,7 @@ class MetricsWriterContract:
         return sorted((step, name, value) for step, name, value in self.read(folder) if name != "step")
 
     def _assert_rows(self, folder: Path, rows: Iterable[Mapping[str, float | int]]) -> None:
+        """Asserts that `folder` has every number of `rows` once, and no other numbers."""
         expected = {(int(row["step"]), name): value for row in rows for name, value in row.items() if name != "step"}
         values: dict[tuple[int, str], float | None] = {}
         for step, name, value in self._read_points(folder):

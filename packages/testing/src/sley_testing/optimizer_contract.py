@@ -242,6 +242,7 @@ class OptimizerContract:
         return try_optimizer(plan_from_dict(self._plan()), ndims, dtype, torch.device("cpu"))
 
     def _plan(self, **tables: Any) -> Tables:
+        """Returns the contract's plan with the tested optimizer, extended by `tables`."""
         return contract_plan(
             __name__,
             model={"factory": f"{__name__}:layers", "options": {"has_biases": not self.only_matrices}},

@@ -56,7 +56,6 @@ NUM_MICRO_BATCHES = 5  # microbatches per step of these runs
 
 class ScheduleContract:
     """Tests a pipeline schedule. Subclass it, set `pipeline` to the table `[pipeline]`, and implement `max_micro_batches`.
-
     tables: additional tables of the plan, such as `link` and `partition` if the schedule's record names none. stages, micros:
     the supported numbers of stages and microbatches. num_draws: how many pairs of these numbers to test.
     """
@@ -170,6 +169,7 @@ def _assert_parity(ranks: Callable[..., Ranks], folder: Path, plan: Tables, extr
 
 
 def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_microbatches: int, label: str) -> None:
+    """Asserts that each chunk of each microbatch has the actions F, B or F, I, W in this order, each once."""
     sequences: dict[tuple[int, int], str] = {}
     for action in actions:
         key = action.chunk, action.micro
@@ -323,6 +323,7 @@ class Walker:
             assert torch.equal(actual, expected), f"a received and kept tensor changed from {expected} to {actual}"
 
     def _forward(self, action: Action) -> None:
+        """Receives the input of the action's chunk and sends its output, except at the ends of the pipeline."""
         position, micro_batch = self.placement.position(self.stage, action.chunk), action.micro
         if position > 0:
             self._received[action.chunk, micro_batch] = self._receive("forward", action, position - 1)
@@ -330,6 +331,7 @@ class Walker:
             self._send("forward", action, *self._output(position, micro_batch))
 
     def _backward(self, action: Action) -> None:
+        """Receives the gradients of the chunk's output and sends the gradients of its input, if they exist."""
         position, micro_batch = self.placement.position(self.stage, action.chunk), action.micro
         if position + 1 < self.placement.num_positions:
             self._receive("backward", action, position + 1)

@@ -22,7 +22,7 @@ from sley_core.plan.loader import PluginLoader
 
 Tables = dict[str, Any]
 
-_SMALL_PLAN: Tables = {
+_SMALL_PLAN: Tables = {  # the tables of `small_plan` without changes
     "run": {"name": "small", "steps": 3, "device": "cpu", "seed": 7},
     "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24},
     "data": {"use": "data.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n", "held_out": 0.1},

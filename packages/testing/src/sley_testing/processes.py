@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from sley_core.errors import is_installed
 from sley_testing.ranks import preloaded_server
 
-_PROC = Path("/proc")
+_PROC = Path("/proc")  # the folder in which Linux describes each process
 _PYTHON_SERVERS = ("from multiprocessing.forkserver import", "from multiprocessing.resource_tracker import")
 """Parts of the command lines of Python's servers, which live as long as the interpreter that started them."""
 
@@ -97,6 +97,7 @@ def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_
 
 
 def _processes() -> Iterator[Process]:
+    """Yields all running processes of this machine, without zombies."""
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
             with suppress(OSError):
@@ -170,7 +171,7 @@ def _run_forked_program(
 
 _MAX_FILES = 65536  # a forked child closes all file descriptors from 3 to this number
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # private
-_EXECUTE_PARAMETERS = list(inspect.signature(_execute_child).parameters)
+_EXECUTE_PARAMETERS = list(inspect.signature(_execute_child).parameters)  # the names of its parameters, in order
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # the parameters of `Popen._close_pipe_fds`
 
 

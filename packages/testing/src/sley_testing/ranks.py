@@ -57,11 +57,10 @@ class RankTimeoutError(RankError):
 
 @dataclass(frozen=True)
 class Job:
-    """Holds the input of a rank, except the working folder and `sys.path`, which multiprocessing passes on.
-
-    call: the pickled (function, args, kwargs). folder: a private folder, into which each rank writes its output and stacks.
-    filters: the pickled `warnings.filters` of the parent, so that the same warnings are errors. init_timeout_s: the time limit
-    of the call if the rank must initialize the default group, else None.
+    """Holds the input of a rank, except the working folder and `sys.path`, which multiprocessing passes on. call: the pickled
+    (function, args, kwargs). folder: a private folder, into which each rank writes its output and stacks. filters: the pickled
+    `warnings.filters` of the parent, so that the same warnings are errors. init_timeout_s: the time limit of the call if the
+    rank must initialize the default group, else None.
     """
 
     rank: int
@@ -260,7 +259,7 @@ def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
 
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT = multiprocessing.get_context("forkserver")  # all ranks and forked programs share its server
 
 
 def preloaded_server() -> ForkServerContext:
@@ -381,7 +380,7 @@ def _pickle_error(error: BaseException) -> bytes:
         return b""
 
 
-_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR = reprlib.Repr()  # shortens the values of locals in tracebacks
 _SHORT_REPR.maxother = _SHORT_REPR.maxstring = 400
 
 

@@ -67,12 +67,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds the comparison of a number or tensor on one rank with one process.
-
-    step: counted from 1; 0 for values before the first step. name: the name of the parameter, or "" for a number. error:
-    ||actual - expected|| / ||expected||, without elements that are noise. expected, actual: the numbers, or the norms of the
-    tensors. factor: the ratio actual / expected if all elements share it, as with a wrong scale, else None. num_noise: the
-    number of elements that were not compared, since their gradient is only rounding noise.
+    """Holds the comparison of a number or tensor on one rank with one process. step: counted from 1; 0 for values before the
+    first step. name: the name of the parameter, or "" for a number. error: ||actual - expected|| / ||expected||, without
+    elements that are noise. expected, actual: the numbers, or the norms of the tensors. factor: the ratio actual / expected if
+    all elements share it, as with a wrong scale, else None. num_noise: the number of elements that were not compared, since
+    their gradient is only rounding noise.
     """
 
     quantity: Quantity
@@ -196,6 +195,7 @@ def _to_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _describe_first_difference(all_differences: Sequence[tuple[RankFindings, Comparison]]) -> Iterator[str]:
+    """Yields the lines about the first difference, other parameters that differ at the same time, and the likely cause."""
     rank, first = all_differences[0]
     time = "before the first step" if first.step == 0 else f"since step {first.step}"
     article = {"gradient": "the gradient of", "weight": "the weight", "first value": "the first value of"}

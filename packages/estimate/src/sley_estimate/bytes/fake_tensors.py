@@ -37,7 +37,7 @@ class StepPosition(NamedTuple):
     layer: str
 
 
-START = StepPosition(0, "the start of the run", "")
+START = StepPosition(0, "the start of the run", "")  # the position before the first step
 
 
 @dataclass(eq=False)
@@ -205,7 +205,7 @@ class Ledger:
 MAX_CONSTANT_NUMEL = 1 << 20  # elements of the largest tensor that keeps values computed only from the batch, such as positions
 
 _aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
+_DEVICE = torch.ops.prim.device.default  # the operator that returns a tensor's device
 _SET_STORAGE_OPS = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset}  # make a tensor share a storage
 # Arguments of these types are part of a call's key.
 _PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -213,11 +213,10 @@ _UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}  # re
 
 
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Makes new tensors fake within the mode. Counts their memory in `ledger`, also outside the mode.
-
-    listener: called after each operation with the key of the call or None, the operator, its arguments, its keyword arguments
-    and its result; None by default. has_scratch: whether to count the memory that CPU operators allocate internally. An
-    operation whose result depends on values raises torch's DataDependentOutputException or a similar exception.
+    """Makes new tensors fake within the mode. Counts their memory in `ledger`, also outside the mode. listener: called after
+    each operation with the key of the call or None, the operator, its arguments, its keyword arguments and its result; None by
+    default. has_scratch: whether to count the memory that CPU operators allocate internally. An operation whose result depends
+    on values raises torch's DataDependentOutputException or a similar exception.
     """
 
     _results: ClassVar[dict[Hashable, "_CachedResult"]] = {}
@@ -291,6 +290,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._depth -= 1
 
     def _store_result(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], result: Any, scratch: int) -> None:
+        """Caches the result of a call under `key`, unless it cannot be made again from the call's arguments."""
         inputs = _fake_tensors(args, kwargs)
         container = type(result) if isinstance(result, tuple | list) else None
         items = result if container else [result]
@@ -304,6 +304,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._results[key] = _CachedResult(container, recipes, scratch)
 
     def _replay_result(self, recipe: Any, inputs: Sequence[FakeTensor]) -> Any:
+        """Makes a result from its recipe (`_make_recipe`). inputs: the fake tensors among the arguments of the call."""
         if recipe is None:
             return None
         recipe_type, source, size, stride, dtype, device = recipe

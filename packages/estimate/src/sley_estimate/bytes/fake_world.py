@@ -154,7 +154,6 @@ class FakeDevice(Device):
 
 class FakeWork(Work):
     """An exchange that reports itself as pending until the rank waits for it, since a run ends complete exchanges early.
-
     on_wait: a function called at each wait. allocate_scratch: allocates the memory to sum the parts of the peers, once: at the
     first wait, or at the first query in a later entry of the action list, when the parts have usually arrived.
     """
@@ -186,11 +185,9 @@ class FakeWork(Work):
 
 @dataclass(eq=False)
 class FakeTransport(Transport):
-    """A transport without peers, for the group `members` and one channel.
-
-    on_start: called with the collective, axis, channel and bytes of an exchange; returns a function to call at the wait.
-    scratch_rows: returns the rows of scratch memory that the caller must provide for a shard of n rows. scratch: allocates the
-    memory needed to sum a tensor.
+    """A transport without peers, for the group `members` and one channel. on_start: called with the collective, axis, channel
+    and bytes of an exchange; returns a function to call at the wait. scratch_rows: returns the rows of scratch memory that the
+    caller must provide for a shard of n rows. scratch: allocates the memory needed to sum a tensor.
     """
 
     members: Members
@@ -284,10 +281,8 @@ class StepSimulation(Simulation):
 
 def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> list[Description]:
     """Returns the description of the output at each position except the last. Layers run on meta, and each distinct layer runs
-    once.
-
-    stage: any stage of the run, since each knows all layers of the model. dtype: the dtype of the parameters. Raises RunError
-    `estimate-layer` if a layer fails.
+    once. stage: any stage of the run, since each knows all layers of the model. dtype: the dtype of the parameters. Raises
+    RunError `estimate-layer` if a layer fails.
     """
     fields = meta_micro_batch(plan, dataset)
     output_by_signature: dict[str, Any] = {}

@@ -67,11 +67,10 @@ MIN_MICRO_BATCHES_BETWEEN_STAGES = 12
 
 @dataclass(frozen=True)
 class RankBytes:
-    """The memory of rank `rank`, in bytes of its device.
-
-    states: the bytes of each part of the run between two steps. batch: the bytes of the samples of two batches on a CPU, which
-    are not in fake tensors; 0 on CUDA. peak: the peak bytes, reached at `position`. alive: the bytes at the peak by owner, in
-    descending order. curve: (entry, peak bytes) for each entry of the step with the peak.
+    """The memory of rank `rank`, in bytes of its device. states: the bytes of each part of the run between two steps. batch:
+    the bytes of the samples of two batches on a CPU, which are not in fake tensors; 0 on CUDA. peak: the peak bytes, reached at
+    `position`. alive: the bytes at the peak by owner, in descending order. curve: (entry, peak bytes) for each entry of the
+    step with the peak.
     """
 
     rank: int
@@ -86,7 +85,6 @@ class RankBytes:
 
 def run_rank(plan: Plan, rank: int, world_size: int, draft: Draft | None = None) -> tuple[RankBytes, RankRecord]:
     """Runs steps of rank `rank` in a fake world, without devices or peers. Returns its bytes and the record of its last step.
-
     draft: the plan's model and stages, which the run consumes; if None, they are built. Raises PlanError for each failed check
     of the plan, and RunError `estimate-layer` for a layer that needs values.
     """
@@ -247,9 +245,8 @@ def stage_bytes(plan: Plan, world_size: int, cores: int = 1) -> list[RankBytes]:
 def run_stages(
     plan: Plan, world_size: int, stages: Sequence[int], draft: Draft, cores: int, *, max_bytes: int | None = None
 ) -> list[tuple[RankBytes, RankRecord]]:
-    """Runs the steps of the first rank of each of `stages`. Returns their bytes and their recorded steps, in order.
-
-    draft: is not consumed. cores: the number of parallel processes. Raises the errors of `run_rank` and `run_calls`, and
+    """Runs the steps of the first rank of each of `stages`. Returns their bytes and their recorded steps, in order. draft: is
+    not consumed. cores: the number of parallel processes. Raises the errors of `run_rank` and `run_calls`, and
     StageTooLargeError for a stage whose peak exceeds `max_bytes`.
     """
     ranks_per_stage = plan.topology(world_size).ranks_per_stage
@@ -349,6 +346,7 @@ def run_calls(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[
 
 
 def _run_forked(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
+    """Yields (index, result) of each call when it completes in one of `num_processes` forked processes; see `run_calls`."""
     with FakeTensors(Ledger()):
         torch.empty(2).add_(1)  # imports parts of torch once, instead of in every forked process
     pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"), _start_worker, (calls,))

@@ -93,10 +93,8 @@ class LayerBench:
 
     def time_layer(self, layer: Layer, value: trace.Value | None, *, split: bool = False) -> tuple[LayerSeconds, trace.Value]:
         """Returns the median seconds of `layer`, and its output. The host's seconds exclude the accumulation of gradients, and
-        are 0 for a device without a queue.
-
-        value: the output of the previous layer; None for the first. split: whether to also time the halves of a split backward,
-        whose seconds are 0 otherwise.
+        are 0 for a device without a queue. value: the output of the previous layer; None for the first. split: whether to also
+        time the halves of a split backward, whose seconds are 0 otherwise.
         """
         meta_module = layer.module
         host_tensors = [
@@ -255,9 +253,8 @@ def time_empty_backward(device: Device) -> float:
 
 
 def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns the seconds of forward plus backward of each layer, equal on all ranks: the `timer` of a partitioner's record.
-
-    A blocking collective of `world`. Only the first rank times the layers, on one microbatch of the plan's data. build_model:
+    """Returns the seconds of forward plus backward of each layer, equal on all ranks: the `timer` of a partitioner's record. A
+    blocking collective of `world`. Only the first rank times the layers, on one microbatch of the plan's data. build_model:
     returns the model on meta; only the first rank calls it. dtype: the dtype of the working weights. If the first rank fails,
     it raises its error, and other ranks raise RunError `start-failed`.
     """

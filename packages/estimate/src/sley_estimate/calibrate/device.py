@@ -30,6 +30,7 @@ from sley_estimate.machine import EngineTable
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
+# The dtypes of the matrix products to measure, by their names in a machine file.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}  # the edges of the square matrices
 
@@ -142,9 +143,8 @@ class Lead:
 
 def measure_host(device: Device) -> dict[str, float]:
     """Returns the table `[host]` of a machine file: the bandwidth and latency of offload copies, and with a CUDA device also
-    the bandwidth of the host's memory for an optimizer there.
-
-    As in an offload, the memory of the tensor is freed after the copy to the host, and allocated again for the copy back.
+    the bandwidth of the host's memory for an optimizer there. As in an offload, the memory of the tensor is freed after the
+    copy to the host, and allocated again for the copy back.
     """
     num_bytes = MOVED_BYTES["cuda" if device.is_async else "cpu"] // 4
     memory, stream = device.host_memory(num_bytes), device.copy_stream()
@@ -349,6 +349,7 @@ def _fit_line(values: Mapping[int, float]) -> tuple[float, float]:
 
 
 def _engine_plan(device: Device, precision: Mapping[str, str], num_weights: int, num_microbatches: int) -> Plan:
+    """Returns a plan whose model has `num_weights` one-element weights. Its steps have `num_microbatches` microbatches."""
     tables = {
         "run": {"name": "engine", "steps": 1 << 20, "device": device.type},
         "model": {"factory": f"{__name__}:build_weights", "options": {"num_weights": num_weights}},

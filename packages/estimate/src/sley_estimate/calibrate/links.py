@@ -30,11 +30,9 @@ BeginExchange = Callable[[], list[Work]]  # a function that starts an exchange a
 
 def measure_machine(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | None:
     """Returns the measured machine on rank 0 of `world`, and None on other ranks. A collective of all ranks. With several
-    ranks, it also measures their links.
-
-    Rank 0 measures the device and the layers of `plan`, if any. On CPUs, all ranks measure them at the same time, since they
-    share memory and caches, and the process keeps freed memory from then on unless the plan disables this. timeout_s: the limit
-    of every wait between ranks.
+    ranks, it also measures their links. Rank 0 measures the device and the layers of `plan`, if any. On CPUs, all ranks measure
+    them at the same time, since they share memory and caches, and the process keeps freed memory from then on unless the plan
+    disables this. timeout_s: the limit of every wait between ranks.
     """
     is_cpu = world.device.type == "cpu"
     if is_cpu and (plan is None or plan.run.keep_freed_memory):
@@ -151,9 +149,8 @@ class LinkTimer:
         return max(self.time_exchange(begin), self.time_work(work_and_exchange) - self.time_work(work))
 
     def measure_overlap(self, begin: BeginExchange) -> float:
-        """Returns the share of an exchange, from 0 to 1, that overlaps with work of the same length.
-
-        It is measured only on CPUs, where the threads of an exchange need cores that compute. On other devices it is 1.
+        """Returns the share of an exchange, from 0 to 1, that overlaps with work of the same length. It is measured only on
+        CPUs, where the threads of an exchange need cores that compute. On other devices it is 1.
         """
         if self.device.type != "cpu":
             return 1.0

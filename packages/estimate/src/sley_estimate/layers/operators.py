@@ -32,7 +32,7 @@ from sley_core.model.tensors import assume_device_type
 PhaseName = Literal["forward", "recompute", "backward"]
 """The phase of an operator. `recompute` is the recomputation within a backward; it counts as running before `backward`."""
 
-PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
+PHASES: tuple[PhaseName, ...] = get_args(PhaseName)  # in the order in which they run
 
 
 @dataclass(frozen=True)

@@ -74,11 +74,10 @@ class LayerSeconds:
         cls, work: LayerWork, baseline: LayerWork, measured: "LayerSeconds", device: DeviceTable
     ) -> "LayerSeconds":
         """Returns the counted seconds of `work`, multiplied by the ratio of measured to counted seconds of another variant of
-        the layer. baseline, measured: the work and the measured seconds of this other variant.
-
-        Forward and backward have ratios of their own. Recomputation in `work` has the ratio of the forward if `baseline` has
-        none. The second half of a split backward is proportional to the backward without recomputation, and the first half has
-        the rest. The host's seconds are proportional to the number of operators. Raises the errors of `operators_s`.
+        the layer. baseline, measured: the work and the measured seconds of this other variant. Forward and backward have ratios
+        of their own. Recomputation in `work` has the ratio of the forward if `baseline` has none. The second half of a split
+        backward is proportional to the backward without recomputation, and the first half has the rest. The host's seconds are
+        proportional to the number of operators. Raises the errors of `operators_s`.
         """
         price = partial(device_operators_s if measured.host_forward else operators_s, device=device)
         recompute_s, backward_s = price(work.recompute), price(work.backward)
@@ -197,7 +196,6 @@ class MeasuredVariant:
 @dataclass(eq=False)
 class LayerPrices:
     """Computes the seconds of the layers of `model`, which is on meta, in any variant. Each policy is traced when first used.
-
     policies: the policies under which the layers in `machine` may have been measured, always with whole sequences.
     """
 

@@ -50,10 +50,8 @@ def trace_layers(
     plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str], traced: TracedLayers | None = None
 ) -> list[LayerWork]:
     """Returns the work of each layer under the plan's activation policy, in order. Traces layers with equal keys and inputs
-    once.
-
-    fields: a microbatch on meta. keys: the layers' keys. traced: earlier results, which are reused; new results are added to
-    it. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
+    once. fields: a microbatch on meta. keys: the layers' keys. traced: earlier results, which are reused; new results are added
+    to it. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
     """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
     weight_dtype, gradient_dtype = weight_dtypes(plan)[0], DTYPES[plan.precision.gradients]
@@ -80,7 +78,6 @@ def trace_layer(
     gradient_dtype: torch.dtype,
 ) -> tuple[LayerWork, Value]:
     """Returns the work of a layer on one microbatch, without results that layers share (`once_per_field`), and its output.
-
     value: the output of the previous layer; None for the first. fields: the microbatch on meta. loss: the loss if this is the
     last layer, else None. gradient_dtype: the dtype in which gradients are accumulated. Raises PlanError "estimate-layer" for a
     layer that cannot run on meta.
@@ -273,10 +270,9 @@ def plain_value(value: Any, location: str) -> Any:
 
 
 def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mapping[str, Tensor]) -> list[str]:
-    """Returns a key of 16 hexadecimal digits for each layer of `model`, which is on meta.
-
-    A key depends on the shapes and dtypes of the microbatch `fields`, the policy, the precision and, for the last layer, the
-    loss. So keys that `train-cli calibrate` writes are valid for every layout with the same `micro_size` and whole sequences.
+    """Returns a key of 16 hexadecimal digits for each layer of `model`, which is on meta. A key depends on the shapes and
+    dtypes of the microbatch `fields`, the policy, the precision and, for the last layer, the loss. So keys that `train-cli
+    calibrate` writes are valid for every layout with the same `micro_size` and whole sequences.
     """
     shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
     precision = plan.precision.compute, plan.precision.gradients

@@ -79,11 +79,10 @@ class LayerCosts(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """The division of the model into stages by a schedule.
-
-    starts: the index of the first layer at each position. positions: the position of each chunk of each stage, [chunks,
-    stages]. route: the stage of each position. bubble: the idle time of a stage, in units of its time for one microbatch.
-    max_pending: the most pending forwards of each stage, [stages]; infinite if it grows with the number of microbatches.
+    """The division of the model into stages by a schedule. starts: the index of the first layer at each position. positions:
+    the position of each chunk of each stage, [chunks, stages]. route: the stage of each position. bubble: the idle time of a
+    stage, in units of its time for one microbatch. max_pending: the most pending forwards of each stage, [stages]; infinite if
+    it grows with the number of microbatches.
     """
 
     starts: NDArray[np.intp]
@@ -338,11 +337,9 @@ class VerifiedLayout(NamedTuple):
 class SearchResult:
     """The result of a search. num_layouts: the number of all layouts. num_too_large: the number of layouts that are too large
     by the formula. refusals: the number of invalid layouts by reason. fastest_layouts: the fastest layouts that fit, in this
-    order.
-
-    smallest_layout, min_bytes: the layout with the fewest bytes by the formula, and these bytes; None and infinity if no layout
-    is valid. num_verified: the number of layouts that ran their own steps. num_dropped: how many of these layouts were too
-    large.
+    order. smallest_layout, min_bytes: the layout with the fewest bytes by the formula, and these bytes; None and infinity if no
+    layout is valid. num_verified: the number of layouts that ran their own steps. num_dropped: how many of these layouts were
+    too large.
     """
 
     num_layouts: int = 0
@@ -369,11 +366,10 @@ def search_layouts(
     cores: int = 1,
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
-    """Searches for the `top` fastest layouts of `space` that need at most `max_bytes` bytes on every rank.
-
-    max_bytes: None means no limit. cores: the number of parallel processes. report_progress: a function called with the number
-    of layouts whose steps have run, and the number of all layouts whose steps are to run. Changes the device type of
-    `space.plan` to the device type of `machine`. Raises PlanError for a model or dataset that cannot be built.
+    """Searches for the `top` fastest layouts of `space` that need at most `max_bytes` bytes on every rank. max_bytes: None
+    means no limit. cores: the number of parallel processes. report_progress: a function called with the number of layouts whose
+    steps have run, and the number of all layouts whose steps are to run. Changes the device type of `space.plan` to the device
+    type of `machine`. Raises PlanError for a model or dataset that cannot be built.
     """
     space.plan = plan_for_machine(space.plan, machine)
     ((_, (result, best, smallest)),) = run_calls([partial(rank_layouts, space, machine, max_bytes)], cores)
@@ -437,10 +433,9 @@ def rank_layouts(
 
 
 def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Layouts) -> list[Layout]:
-    """Returns the layouts of `best` in a new order: the first of each group of nearly equal layouts, then all others.
-
-    Nearly equal layouts have about the same seconds and bytes, and differ only in `sp`, in `micro_size` or, with one
-    microbatch, in the options of the weight communicator.
+    """Returns the layouts of `best` in a new order: the first of each group of nearly equal layouts, then all others. Nearly
+    equal layouts have about the same seconds and bytes, and differ only in `sp`, in `micro_size` or, with one microbatch, in
+    the options of the weight communicator.
     """
     groups: dict[Hashable, list[Layout]] = defaultdict(list)
     for layout, estimate in best:

@@ -28,7 +28,7 @@ from sley_core.plan.plan import Component, Plan
 Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer"]
 """The properties in which layouts differ. They determine `dp`. All layouts have the plan's offload."""
 
-AXES: tuple[Axis, ...] = get_args(Axis)
+AXES: tuple[Axis, ...] = get_args(Axis)  # the values of `Axis`
 
 MAX_SLICES = 64  # the largest number of ranks per sequence, since attention seldom has more heads
 
@@ -57,6 +57,7 @@ class Hint:
 
 NO_HINT = Hint()  # for a record without a hint
 
+# The hints for the records of core. A search tries each of these three with its default options.
 CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep", "recompute")}
 
 
@@ -180,10 +181,9 @@ def _plan_choice(component: Component) -> Choice:
 
 
 class Layout(NamedTuple):
-    """One way to run a plan in a world.
-
-    pp, sp, wp: the number of ranks along each axis. micro_size: the samples in a microbatch. schedule: None for one stage.
-    reducer: None if no two ranks hold the same weight. weights: None if `wp` is 1. attention: None if `sp` is 1.
+    """One way to run a plan in a world. pp, sp, wp: the number of ranks along each axis. micro_size: the samples in a
+    microbatch. schedule: None for one stage. reducer: None if no two ranks hold the same weight. weights: None if `wp` is 1.
+    attention: None if `sp` is 1.
     """
 
     pp: int

@@ -37,11 +37,9 @@ MeasuredSeconds = Mapping[
 
 
 class ActionScale(NamedTuple):
-    """The rule for the seconds of an action's operators.
-
-    runs_ahead: whether the host launches operators ahead of the device, so that launches add nothing to the device's seconds.
-    factor: multiplies the operators' seconds. launch_s: the host's seconds to launch each operator. fixed_s: the seconds of a
-    measured action without operators, else 0.
+    """The rule for the seconds of an action's operators. runs_ahead: whether the host launches operators ahead of the device,
+    so that launches add nothing to the device's seconds. factor: multiplies the operators' seconds. launch_s: the host's
+    seconds to launch each operator. fixed_s: the seconds of a measured action without operators, else 0.
     """
 
     runs_ahead: bool = False
@@ -140,6 +138,7 @@ class _StepPricer:
         return ActionScale(runs_ahead, measured_s / counted_s, launch_s)
 
     def _price_operators(self, operators: tuple[Operator, ...]) -> _OperatorSeconds:
+        """Returns the seconds of `operators`, which it computes once for each tuple."""
         if id(operators) not in self._prices:
             device = self.machine.device
             on_host = [operator for operator in operators if operator.is_on_host]

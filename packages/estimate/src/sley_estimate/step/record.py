@@ -50,9 +50,8 @@ class ExchangeReference(NamedTuple):
 @dataclass(frozen=True)
 class BeginEvent:
     """An event of a recorded step: the rank began an exchange on `channel` of its group along `axis`. With the axis `HOST`, it
-    began a copy on the stream with the number `channel`.
-
-    num_bytes: the size of the full tensors. after: a copy that must end first, or None.
+    began a copy on the stream with the number `channel`. num_bytes: the size of the full tensors. after: a copy that must end
+    first, or None.
     """
 
     kind: Collective | CopyDirection
@@ -231,6 +230,7 @@ class Recording:
             self.record_kernel(replace(operator, is_on_host=True) if is_on_host else operator)
 
     def _record_exchange(self, event: BeginEvent) -> int:
+        """Numbers an exchange or a copy, and returns its number. Records its start if it is in the step."""
         number = len(self._exchanges)
         if self._is_recording:
             self._flush_operators()
@@ -246,11 +246,10 @@ class Recording:
 
 
 def expand_step(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
-    """Returns `step` with the compute actions `actions` instead of its own.
-
-    Each action gets the events of a recorded action of its kind and chunk, preferably with the same neighbours and also first
-    or last of its chunk. A wait still refers to an exchange by its distance from the end of the queue. Raises PlanError
-    "estimate-seconds" if no action of that kind and chunk was recorded.
+    """Returns `step` with the compute actions `actions` instead of its own. Each action gets the events of a recorded action of
+    its kind and chunk, preferably with the same neighbours and also first or last of its chunk. A wait still refers to an
+    exchange by its distance from the end of the queue. Raises PlanError "estimate-seconds" if no action of that kind and chunk
+    was recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step

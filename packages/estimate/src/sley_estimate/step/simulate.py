@@ -37,11 +37,9 @@ class Compute(NamedTuple):
 
 class Exchange(NamedTuple):
     """An exchange between the programs `members`. It starts when all members have begun it and the earlier exchanges on its
-    channel have ended.
-
-    latency_s: the latency, which other exchanges do not affect. transfer_s: the seconds to transfer its bytes over otherwise
-    idle links. member_work_s: the seconds that each waiting member works on it at the end. links: the links that it uses, and
-    may share. after: the key of an exchange that must end before this one starts, or None.
+    channel have ended. latency_s: the latency, which other exchanges do not affect. transfer_s: the seconds to transfer its
+    bytes over otherwise idle links. member_work_s: the seconds that each waiting member works on it at the end. links: the
+    links that it uses, and may share. after: the key of an exchange that must end before this one starts, or None.
     """
 
     key: Hashable
@@ -166,6 +164,7 @@ class ProgramSimulator:
             self._run_rank(rank, now_s)
 
     def _begin(self, exchange: Exchange, rank: int, now_s: float) -> None:
+        """Marks `rank` as ready for `exchange`, and starts the exchange if it can start."""
         assert rank in exchange.members, f"program {rank} begins {exchange}"
         running = self._running.setdefault(exchange.key, _RunningExchange(exchange))
         # A stage does not know which numbers other stages add to the totals of a step, so the sizes differ by a few bytes.
@@ -240,12 +239,10 @@ class ProgramSimulator:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A simulated step.
-
-    exposed_waits: the time spans in which stages wait for exchanges or work on them. computing_s: the seconds that each stage
-    computes. updating_s: the part of `computing_s` outside the action list, such as the norm and the update. devices_s: the
-    time at which all devices are done. host_s: the seconds that the host of each stage needs to launch the step, or 0 if hosts
-    do not run ahead.
+    """A simulated step. exposed_waits: the time spans in which stages wait for exchanges or work on them. computing_s: the
+    seconds that each stage computes. updating_s: the part of `computing_s` outside the action list, such as the norm and the
+    update. devices_s: the time at which all devices are done. host_s: the seconds that the host of each stage needs to launch
+    the step, or 0 if hosts do not run ahead.
     """
 
     timeline: Timeline
