@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_written_is_said(table: TextConfig, encoded: lis
     dataset = TokenDataset(table.model_copy(update={"cache": tmp_path / "file"}), DataContext())
     assert len(dataset) == len(samples(table.model_copy(update={"cache": "none"})))
     (note,) = dataset.data_notes
-    assert "are not kept in" in note
+    assert "cannot be cached in" in note
 
 
 def test_little_text_is_not_kept(table: TextConfig) -> None:

@@ -136,7 +136,7 @@ def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: A
 
 def test_a_conversation_without_an_answer_is_left_out_and_said(table: Any) -> None:
     rows = load(table([chat("a"), chat("a", "b")]))
-    assert rows.data_notes == [f"1 samples are dropped, `chats.jsonl#1` first: {NO_LABEL_REASON}"]
+    assert rows.data_notes == [f"1 samples are dropped, the first in `chats.jsonl#1`: {NO_LABEL_REASON}"]
 
 
 def test_held_out_conversations_are_not_trained_on(table: Any, tmp_path: Path) -> None:

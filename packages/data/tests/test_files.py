@@ -168,9 +168,9 @@ REFUSED = {
     "compressed by lz4": b"\x04\x22\x4d\x18" + bytes(40),
     "a Parquet table": b"PAR1\x15\x04" + bytes(40),
     "an Arrow table": b"ARROW1\0\0" + bytes(40),
-    "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-    "a file of macOS's": b"\0\5\x16\7\0\2\0\0Mac OS X",
-    "a file of numpy": b"\x93NUMPY\1\0" + bytes(120),
+    "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "a file with attributes for macOS": b"\0\5\x16\7\0\2\0\0Mac OS X",
+    "a numpy file": b"\x93NUMPY\1\0" + bytes(120),
 }
 
 

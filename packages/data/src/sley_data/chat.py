@@ -25,9 +25,9 @@ from sley_data.streams import TokenStream, find_cache_folder, load_tokens
 
 @dataclass
 class ChatStats:
-    """The numbers of a split: conversations (documents); samples, of which a conversation has several if the template changes
-    earlier turns; their tokens, and those that are labels (trained); the tokens of the longest sample, before it is dropped or
-    cut; dropped or cut samples by reason. first_dropped: the name of the first conversation with such a sample, by reason.
+    """The counts of conversations (documents), samples, tokens and labels (trained) in a split. A conversation has several
+    samples if the template changes earlier turns. longest: the tokens of the longest sample, before it is dropped or cut.
+    dropped: dropped or cut samples by reason. first_dropped: the first conversation with such a sample, by reason.
     """
 
     documents: int = 0
@@ -39,6 +39,7 @@ class ChatStats:
     first_dropped: dict[str, str] = field(default_factory=dict)
 
     def add(self, stats: "ChatStats") -> None:
+        """Adds the counts of later conversations."""
         for name in ("documents", "samples", "tokens", "trained"):
             setattr(self, name, getattr(self, name) + getattr(stats, name))
         self.longest = max(self.longest, stats.longest)
@@ -54,6 +55,7 @@ class ChatStats:
 _LABEL_BIT = 1 << 31
 """The bit that is set in a stored token if the token is a label."""
 
+# The reasons for dropped or cut samples in `ChatStats.dropped`.
 TOO_LONG_REASON = "longer than `sequence`"
 CUT_REASON = "longer than `sequence`, and cut there"
 NO_LABEL_REASON = "no token has a label"
@@ -62,8 +64,8 @@ NO_LABEL_REASON = "no token has a label"
 def encode_conversations(
     template: ChatTemplate, config: ChatConfig, conversations: Iterable[Conversation]
 ) -> "tuple[array[int], array[int], dict[str, Any]]":
-    """Returns the tokens of all samples, with `_LABEL_BIT` for labels, their lengths, and the fields of the `ChatStats`. Raises
-    PlanError "data-too-long" for a sample that needs more than `sequence` positions, if `too_long` is "refuse".
+    """Returns the concatenated tokens of all samples, with `_LABEL_BIT` set in labels, the length of each sample, and the
+    fields of the `ChatStats`. Raises PlanError "data-too-long" for a sample that is too long, if `too_long` is "refuse".
     """
     ids, lengths, stats, max_length = array("I"), array("q"), ChatStats(), config.sequence + 1
     for conversation, samples, reason in template.encode(conversations, config):
@@ -74,7 +76,7 @@ def encode_conversations(
             length = len(sample.ids)
             stats.longest = max(stats.longest, length)
             if length > max_length and config.too_long == "refuse":
-                message = f"`{conversation.name}` has {length} tokens, more than `sequence` has positions"
+                message = f"`{conversation.name}` has {length} tokens, more than fit in `sequence`"
                 hint = 'raise `sequence`, or set `too_long` to "drop" or "cut"'
                 raise PlanError("data-too-long", message, path=("data", "too_long"), hint=hint)
             if length > max_length:
@@ -98,8 +100,8 @@ def encode_conversations(
 
 
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Returns the sorted item numbers of bins of `capacity`, packed by best-fit decreasing, which needs at most 11/9 of the
-    optimal number of bins, plus a constant (Johnson et al., 1974). lengths: the length of each item, from 1 to `capacity`.
+    """Packs items of sizes `lengths`, from 1 to `capacity`, into bins; returns the sorted item numbers of each bin. Best-fit
+    decreasing needs at most 11/9 of the optimal number of bins, plus a constant (Johnson et al., 1974).
     """
     bins: list[list[int]] = []
     bins_by_space: dict[int, list[int]] = {}  # the bins with each free space
@@ -124,11 +126,11 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class ChatDataset(LazyDataset):
-    """Whole conversations, packed by best fit into rows of `sequence` positions, with their boundaries. A conversation of n
-    tokens has n - 1 positions, since its last token is only a label. stats: the `ChatStats`, once the data is loaded. Loading
-    renders and tokenizes all conversations, or maps the cached tokens. It raises PlanError "data-short" or "held-out" if the
-    split has no conversation, "data-too-long" for a conversation that `too_long` refuses, and "chat-mask" if no token has a
-    label, or every token although `train_on` is not "all".
+    """The dataset of conversations, packed whole by best fit into rows of `sequence` positions, with their boundaries. A
+    conversation of n tokens needs n - 1 positions, since its last token is only a label. stats: the `ChatStats`, after loading.
+    Loading renders and tokenizes all conversations, or maps the cached tokens. Loading raises PlanError "data-short" or
+    "held-out" if the split has no conversation, "data-too-long" for a conversation that `too_long` refuses, and "chat-mask" if
+    no token has a label, or if every token has a label although `train_on` is not "all".
     """
 
     config: ChatConfig
@@ -139,7 +141,7 @@ class ChatDataset(LazyDataset):
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template of the table or of its tokenizer."""
+        """The chat template that the table sets, or else the template of its tokenizer."""
         return ChatTemplate(self.config.tokenizer, self.config.template)
 
     @cached_property
@@ -149,12 +151,12 @@ class ChatDataset(LazyDataset):
 
     @cached_property
     def max_documents(self) -> int:
-        """The largest number of documents in a row, where the padding counts as a document."""
+        """The largest number of documents in a row, including one document for the padding."""
         return max(map(len, self.rows)) + 1
 
     @cached_property
     def stream(self) -> TokenStream:
-        """The tokens of all samples, with `_LABEL_BIT` for labels. The first access may raise the errors of the class."""
+        """The tokens of all samples, with `_LABEL_BIT` set in labels. The first access may raise the errors of the class."""
         config, split, digest = self.config, self.context.split, self.template.digest
         files, held_out = find_split_files(config, split)
         options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, config.max_held_out)
@@ -171,7 +173,7 @@ class ChatDataset(LazyDataset):
         return stream
 
     def _read(self, files: Sequence[DataFile]) -> Iterator[Conversation]:
-        """Yields the conversations of the split, and counts those that are excluded because they are also held out."""
+        """Yields the conversations of the split; counts conversations that are excluded because they are in held-out files."""
         self._first_conversation: Conversation | None = None
         self._num_excluded = 0
         for conversation, is_selected in read_split(self.config, self.context.split, files):
@@ -183,7 +185,7 @@ class ChatDataset(LazyDataset):
                 self._num_excluded += 1
 
     def _summarize(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the sum of the statistics, and the notes. Raises the PlanErrors "data-short", "held-out" and "chat-mask"."""
+        """Returns the sum of `stats`, and notes for the user. Raises PlanError "data-short", "held-out" or "chat-mask"."""
         total = ChatStats()
         for values in stats:
             total.add(ChatStats(**values))
@@ -197,10 +199,11 @@ class ChatDataset(LazyDataset):
             notes.append(f"{self._num_excluded} conversations in `files` are also in `held_out_files`: training excludes them")
         for reason, count in total.dropped.items():
             action = "cut" if reason == CUT_REASON else "dropped"
-            notes.append(f"{count} samples are {action}, `{total.first_dropped[reason]}` first: {reason}")
+            notes.append(f"{count} samples are {action}, the first in `{total.first_dropped[reason]}`: {reason}")
         return {"stats": vars(total), "notes": notes}
 
     def _build_mask_error(self, conversation: Conversation, stats: ChatStats) -> PlanError:
+        """Returns PlanError "chat-mask", whose message shows `conversation`, the first of the split."""
         problem = "every token has a label" if stats.samples else "no token of a conversation has a label"
         reasons = "; ".join(f"{count}: {reason}" for reason, count in stats.dropped.items())
         try:
@@ -239,6 +242,7 @@ class ChatDataset(LazyDataset):
 
     @property
     def counts(self) -> dict[str, Any]:
+        """The counts of conversations, tokens and positions, as `Dataset.counts` describes. Loads the data."""
         num_positions, stats = len(self) * self.config.sequence, self.stats
         return {
             "documents": stats.documents,
@@ -252,13 +256,13 @@ class ChatDataset(LazyDataset):
 
 
 _MAX_CHECKED_CONVERSATIONS = 64
-"""The maximum number of conversations that a check of large files renders."""
+"""The maximum number of conversations that a check of more than `MAX_CHECK_BYTES` renders."""
 
 
 @report_errors
 def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a `data.chat` table. Implements `DatasetRecord.check`. Renders all conversations, or only the
-    first `_MAX_CHECKED_CONVERSATIONS` of the first file if the files have more than `MAX_CHECK_BYTES` in total.
+    """Yields the problems of a `data.chat` table; implements `DatasetRecord.check`. Renders all conversations, or only
+    `_MAX_CHECKED_CONVERSATIONS` from the first file if the files have more than `MAX_CHECK_BYTES` in total.
     """
     files, problems = find_document_files(config, "train")
     if config.held_out_files:

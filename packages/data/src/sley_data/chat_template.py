@@ -1,4 +1,4 @@
-"""Renders conversations with a chat template, and finds the tokens of the assistant; torch-free.
+"""Renders conversations with a chat template, and finds the tokens of the assistant. Does not import torch.
 
 Templates with `{% generation %}` blocks mark these tokens. For other templates, two rendered prefixes of the conversation
 delimit the tokens of a turn:
@@ -34,33 +34,33 @@ from sley_data.tokenizer import Tokenizer, TokenizerIds
 _BATCH_SIZE = 64
 """The number of conversations whose texts are tokenized in one call."""
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_CURRENT_DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the start of a block around an assistant's turn
+_CURRENT_DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")  # group 2 is the format
 _FIXED_DATE = date(2024, 7, 26)
 """The date that replaces the current date in templates: the default date of Llama 3.1's template."""
 
 _PROMPT_DIFFERS_REASON = "the template does not begin the turn with its generation prompt"
 _NO_PROMPT_REASON = "the conversation begins with the assistant, and has no prompt for its first turn"
 _PROBE_MESSAGES = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-"""The conversation that is rendered to find the features of a template."""
+"""The conversation that is rendered to find out which features a template has."""
 
 
 @dataclass
 class EncodedSample:
-    """A sample: its token ids, and the ranges [start, stop) of the tokens that are labels, ascending and disjoint."""
+    """A tokenized sample. label_ranges: the ranges [start, stop) of the tokens that are labels, ascending and disjoint."""
 
     ids: list[int]
     label_ranges: list[tuple[int, int]]
 
 
 EncodingResult: TypeAlias = tuple[Conversation, list[EncodedSample], str]
-"""A conversation, its samples, and the reason why turns are dropped, or "" if none are."""
+"""A conversation, its samples, and the reason why turns are dropped, or "" if all turns are kept."""
 
 
 class ChatTemplate:
     """Renders conversations with the chat template of a tokenizer, and finds the tokens of the assistant. path: the tokenizer's
     folder. template: a template file that replaces the tokenizer's template, or None. Raises PluginError if `transformers` or
-    `jinja2` is not installed, and PlanError if there is no tokenizer or no template, or the template file cannot be read.
+    `jinja2` is not installed, and PlanError if `path` has no tokenizer or no template, or if `template` cannot be read.
     """
 
     def __init__(self, path: Path, template: Path | None = None) -> None:
@@ -87,7 +87,7 @@ class ChatTemplate:
 
     @cached_property
     def digest(self) -> str | None:
-        """A digest of everything that determines a conversation's tokens, or None if the tokenizer cannot be serialised."""
+        """A digest of the tokenizer, template and versions, which determine all tokens; None if it cannot be computed."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -97,7 +97,7 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn_id(self) -> int | None:
-        """The id of the special token with which the template ends an assistant turn, or None."""
+        """The id of the special token with which the template ends an assistant turn; None if the template writes none."""
         end: int | None = None
         for token in self._probe_ids[1]:
             if token in self._special_ids:
@@ -108,8 +108,8 @@ class ChatTemplate:
 
     @cached_property
     def _probe_ids(self) -> tuple[list[int], list[int], bool]:
-        """The ids of a question and the generation prompt, the ids of the answer, and whether the template has a generation
-        prompt. Both lists of ids are empty if the template refuses this conversation.
+        """The ids of the question in `_PROBE_MESSAGES` with the generation prompt, the ids of the answer, and whether the
+        template has a generation prompt. Both lists of ids are empty if the template refuses this conversation.
         """
         try:
             question, prompt, full = self._tokenize(
@@ -124,14 +124,14 @@ class ChatTemplate:
         return prompt, full[len(prompt) :], prompt != question
 
     def list_notes(self) -> list[str]:
-        """Returns sentences for the user about features that the template lacks."""
+        """Returns a sentence for the user about each useful feature that the template lacks."""
         _, answer, has_prompt = self._probe_ids
         remarks = []
         if answer and self.end_of_turn_id is None:
-            remarks.append("the chat template writes no special token at the end of a turn: a model will not learn to stop")
+            remarks.append("the chat template writes no special token after a turn, so the model will not learn to stop")
         if answer and not has_prompt and not self.tokenizer.decode(answer).strip().startswith(_PROBE_MESSAGES[1]["content"]):
             remarks.append(
-                "the chat template has no generation prompt: the text that it writes before an answer has labels too"
+                "the chat template has no generation prompt, so the text that it writes before an answer has labels too"
             )
         return remarks
 
@@ -141,7 +141,7 @@ class ChatTemplate:
         return frozenset(self.tokenizer.all_special_ids) | {token for token, content in added.items() if content.special}
 
     def encode(self, conversations: Iterable[Conversation], config: ChatConfig) -> Iterator[EncodingResult]:
-        """Yields the outcome of each conversation, in order. config: selects the turns that have labels."""
+        """Yields the samples of each conversation, in order. config: the table that selects the turns with labels."""
         pending = iter(conversations)
         while batch := list(islice(pending, _BATCH_SIZE)):
             for has_blocks, group in groupby(batch, lambda conversation: self._has_generation_blocks(conversation, config)):
@@ -149,11 +149,12 @@ class ChatTemplate:
                 yield from encode(list(group), config)
 
     def _has_generation_blocks(self, conversation: Conversation, config: ChatConfig) -> bool:
+        """Returns whether labels come from `{% generation %}` blocks of the template of this conversation."""
         template: str = self.tokenizer.get_chat_template(tools=conversation.tools)
         return config.train_on != "all" and _GENERATION.search(template) is not None
 
     def _encode_by_blocks(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[EncodingResult]:
-        """Encodes conversations by `{% generation %}` blocks, or by prefixes if turns and blocks differ in number."""
+        """Yields the samples of conversations. `{% generation %}` blocks are labels, if their number is the number of turns."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         for conversation in batch:
@@ -184,7 +185,7 @@ class ChatTemplate:
     def _find_token_range(
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """Returns the token range of the text range `block`, or None if a token begins before `block` and ends in it."""
+        """Returns the range of the tokens in the text range `block`; None if a token begins before the range and ends in it."""
         start = bisect_right(offsets, block[0], key=lambda offset: offset[1])
         stop = bisect_left(offsets, block[1], lo=start, key=lambda offset: offset[0])
         if start < len(ids) and offsets[start][0] < block[0] < block[1]:
@@ -192,7 +193,7 @@ class ChatTemplate:
         return self._trim_turn(ids, (start, stop))
 
     def _encode_by_prefixes(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[EncodingResult]:
-        """Encodes conversations from the rendered prefixes of their turns, which are tokenized together."""
+        """Yields the samples of conversations, with labels found from the prefixes of turns. Tokenizes all texts together."""
         texts: list[str] = []
         rendered: list[tuple[Conversation, int, str]] = []  # with the number of texts, and the reason for dropped turns
         for conversation in batch:
@@ -214,8 +215,8 @@ class ChatTemplate:
                 yield conversation, samples, _PROMPT_DIFFERS_REASON if num_dropped else reason
 
     def _render_prefixes(self, conversation: Conversation, config: ChatConfig) -> tuple[list[str], str]:
-        """Returns the text of a conversation, and for each trained turn the texts up to its generation prompt and to its end.
-        The second value is the reason why a turn has no such texts, or "". Raises ValueError if the template refuses messages.
+        """Returns the text of a conversation, followed by two texts for each trained turn: up to its generation prompt, and up
+        to its end. Also returns why a turn has no such texts, or "". Raises ValueError if the template refuses messages.
         """
         messages, tools, reason = conversation.messages, conversation.tools, ""
         texts = [self.render(messages, tools)]
@@ -229,8 +230,8 @@ class ChatTemplate:
         return texts, reason
 
     def _make_samples(self, full: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> tuple[list[EncodedSample], int]:
-        """Returns the samples of a conversation with the tokens `full`, and the number of dropped turns. turns: for each turn,
-        the tokens up to its generation prompt, and the tokens up to its end.
+        """Returns the samples of a conversation, and the number of dropped turns. full: the tokens of the whole conversation.
+        turns: for each trained turn, the tokens up to its generation prompt, and the tokens up to its end.
         """
         ranges, separate_samples, num_dropped = [], [], 0
         for prompt, prefix in turns:
@@ -244,7 +245,7 @@ class ChatTemplate:
         return [*separate_samples, *([EncodedSample(full, ranges)] if ranges or not turns else [])], num_dropped
 
     def _trim_turn(self, ids: Sequence[int], turn: tuple[int, int]) -> tuple[int, int]:
-        """Returns the token range of a turn up to its end-of-turn token, without the text after it, such as a line break."""
+        """Returns the range of a turn's tokens, up to its end-of-turn token. Leaves out later text, such as a line break."""
         start, stop = turn
         if self.end_of_turn_id is None:
             return turn
@@ -258,7 +259,7 @@ class ChatTemplate:
         return turn
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, add_generation_prompt: bool = False) -> str:
-        """Returns the text of messages. Raises ValueError if the template refuses them."""
+        """Returns the text of `messages`. Raises ValueError if the template refuses the messages."""
         options = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), **options))
@@ -271,6 +272,7 @@ class ChatTemplate:
 
 
 def _select_trained_turns(conversation: Conversation, config: ChatConfig) -> list[int]:
+    """Returns the indices of the messages that have labels with the plan's `train_on`."""
     return conversation.trained_turns[-1:] if config.train_on == "last" else conversation.trained_turns
 
 
@@ -284,6 +286,7 @@ def _fix_date(template: str) -> str:
 
 
 def _load_tokenizer(path: Path) -> Any:
+    """Returns the tokenizer in the folder `path`, without random segmentation. Raises the errors of `ChatTemplate`."""
     try:
         import jinja2  # noqa: F401
         from transformers import AutoTokenizer
@@ -308,8 +311,8 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def load_text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` of `tokenizer`, or of the table's tokenizer if it is None. The end-of-turn token ends a text.
-    Implements `DatasetRecord.text_ids`.
+    """Returns the `TextIds` of the path `tokenizer`, or of the table's tokenizer if it is None. The template's end-of-turn
+    token ends a text. Implements `DatasetRecord.text_ids`.
     """
     path = config.tokenizer if tokenizer is None else tokenizer
     return TokenizerIds(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn_id)

@@ -1,7 +1,7 @@
 """The datasets `data.text` and `data.tokens`: samples of equal length from a stream of documents, and checks before a run.
 
 Labels are already shifted: the label at a position is the next token. Document d of a stream has the tokens
-[offsets[d], offsets[d + 1]). Imports torch only to read a sample.
+[offsets[d], offsets[d + 1]). Only reading a sample imports torch.
 """
 
 from abc import ABC, abstractmethod
@@ -22,16 +22,16 @@ from sley_data.streams import MAX_BYTES_IN_MEMORY, TokenStream, load_text_stream
 from sley_data.tokenizer import Tokenizer
 
 _WINDOWS_PER_BLOCK = 1 << 20
-"""The number of windows whose documents are counted at a time."""
+"""The number of windows whose documents are counted at a time, to limit the memory."""
 
 
 def count_windows(num_tokens: int, sequence_length: int) -> int:
-    """Returns ceil((num_tokens - 1) / sequence_length), the number of windows, or 0 if the tokens do not fill one window."""
+    """Returns the number of windows in a stream: ceil((num_tokens - 1) / sequence_length), or 0 if no window is full."""
     return -(-(num_tokens - 1) // sequence_length) if num_tokens > sequence_length else 0
 
 
 def locate_window(index: int, num_tokens: int, sequence_length: int) -> tuple[int, int]:
-    """Returns the start of window `index` in the stream, and the number of its labels that earlier windows already contain.
+    """Returns the position in the stream at which window `index` starts, and how many of its labels are in earlier windows.
 
     The last window starts early enough to be full. No token is dropped or added, and each label counts once.
 
@@ -46,7 +46,7 @@ def locate_window(index: int, num_tokens: int, sequence_length: int) -> tuple[in
 
 
 class StreamSamples:
-    """Splits a stream into samples of `sequence_length` tokens. Each label of the stream occurs once per epoch."""
+    """Splits a stream into samples of `sequence_length` tokens. Each label of the stream counts in exactly one sample."""
 
     def __init__(self, stream: TokenStream, documents: DocumentMode, sequence_length: int) -> None:
         self.stream, self.documents, self.sequence_length = stream, documents, sequence_length
@@ -59,8 +59,8 @@ class StreamSamples:
 
     def read_sample(self, index: int) -> dict[str, IntegerArray]:
         """Returns sample `index`: tokens and labels, int64 [sequence_length], and for "pack" also positions and `cu_seqlens`.
-        Labels that earlier windows already contain are ignored. With "pack" and "pad", labels that cross a document boundary
-        are ignored too. `positions`, int64 [sequence_length], restarts at 0 at the start of each document and of the window.
+        Labels that are also in an earlier sample are ignored. With "pack" and "pad", labels that cross a document boundary are
+        ignored too. `positions`, int64 [sequence_length], restarts at 0 at the start of each document and of the window.
         `cu_seqlens`, int32 [max_documents_per_window + 1], contains the starts of the documents in the window, padded with
         `sequence_length`.
         """
@@ -74,7 +74,7 @@ class StreamSamples:
         return sample | self._mark_boundaries(start, labels) if self.documents == "pack" else sample
 
     def _mark_boundaries(self, start: int, labels: IntegerArray) -> dict[str, IntegerArray]:
-        """Sets the labels that cross a document boundary to IGNORE_INDEX, and returns the positions and `cu_seqlens`."""
+        """Sets the `labels` that cross a document boundary to IGNORE_INDEX in place; returns positions and `cu_seqlens`."""
         offsets = self.stream.offsets
         first, last = np.searchsorted(offsets, [start, start + self.sequence_length], side="right")
         boundaries = offsets[first:last] - start
@@ -86,7 +86,7 @@ class StreamSamples:
         return {"positions": positions, "cu_seqlens": cu_seqlens}
 
     def _padded_sample(self, index: int) -> dict[str, IntegerArray]:
-        """Returns a piece of one document, padded with token 0, which is in every vocabulary, and with ignored labels."""
+        """Returns sample `index` for "pad": a piece of one document, padded with tokens 0 and ignored labels."""
         document = int(np.searchsorted(self._chunk_ends, index, side="right"))
         first_sample = int(self._chunk_ends[document - 1]) if document else 0
         start = int(self.stream.offsets[document]) + (index - first_sample) * self.sequence_length
@@ -97,7 +97,7 @@ class StreamSamples:
 
     @cached_property
     def _chunk_ends(self) -> IntegerArray:
-        """For `documents = "pad"`, the total number of samples up to the end of each document, int64 [num_documents]."""
+        """The number of samples up to the end of each document, for `documents = "pad"`, int64 [num_documents]."""
         return np.cumsum(-(-(self._lengths - 1) // self.sequence_length))
 
     @cached_property
@@ -114,8 +114,8 @@ class StreamSamples:
 
 
 class LazyDataset(ABC):
-    """The samples of a split as tensors. The first access to the length, a sample, the counts or the digest loads the data.
-    data_notes: sentences for the user, complete once the data is loaded. A subclass also defines `counts` and `data_digest`.
+    """The base class of token datasets, which loads the data on the first access to the length, a sample, the counts or the
+    digest. A subclass also defines `counts` and `data_digest`. data_notes: sentences for the user, complete after loading.
     """
 
     def __init__(self, config: Any, context: DataContext) -> None:
@@ -126,12 +126,12 @@ class LazyDataset(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """The vocabulary size."""
+        """The number of token ids of the data. May load the tokenizer, but not the data."""
 
     @property
     @abstractmethod
     def rows(self) -> Sized:
-        """The samples. The first access loads them, adds to `data_notes`, and may raise PlanError, such as "data-short"."""
+        """The samples. The first access loads the data, adds to `data_notes`, and may raise PlanError, such as "data-short"."""
 
     @abstractmethod
     def read_sample(self, index: int) -> dict[str, IntegerArray]:
@@ -148,7 +148,7 @@ class LazyDataset(ABC):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns sample `index`, with the fields of `info`. Raises IndexError outside [0, len)."""
+        """Returns sample `index` as tensors, with the fields of `info`. Raises IndexError if `index` is not in [0, len)."""
         import torch  # not needed for the counts
 
         if not 0 <= index < len(self.rows):
@@ -157,8 +157,8 @@ class LazyDataset(ABC):
 
 
 class TokenDataset(LazyDataset):
-    """The samples of a text corpus or of token files. Loading raises a PlanError that lists all missing and empty files, or
-    PlanError "data-short" (training) or "held-out" for a split with too few tokens for a sample.
+    """The dataset of a text corpus or of token files. Loading raises PlanError with all missing and empty files, or PlanError
+    "data-short" (training) or "held-out" for a split with too few tokens for a sample.
     """
 
     config: TextConfig | TokensConfig
@@ -192,6 +192,7 @@ class TokenDataset(LazyDataset):
         return self.rows.read_sample(index)
 
     def _short_error(self, num_tokens: int) -> PlanError:
+        """Returns the error for a split with too few tokens for a sample. num_tokens: the number of tokens in the split."""
         config, needed = self.config, self.config.sequence + 1  # the last token is only a label
         is_text, holds_out = isinstance(config, TextConfig), bool(config.held_out_files or getattr(config, "held_out", 0))
         if self.context.split == "held_out":
@@ -211,17 +212,19 @@ class TokenDataset(LazyDataset):
 
     @property
     def token_parts(self) -> Sequence[IntegerArray]:
-        """The tokens of all documents in order, in one or more arrays [n] of uint8, uint16 or uint32. Loads the data."""
+        """The tokens of all documents in order, in arrays of uint8, uint16 or uint32, of shape [tokens]. Loads the data."""
         return self.rows.stream.parts
 
     @property
     def data_digest(self) -> str:
-        """A digest of all tokens and document lengths; for token files, of only some blocks of each file."""
+        """A digest of all tokens and document lengths; for token files, only of some blocks of each file. Loads the data."""
         return self.rows.stream.digest
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Implements `Dataset.counts`. For token files with `documents = "cut"`, "documents" and "longest" are None."""
+        """The counts of documents, tokens and positions in the split, as `Dataset.counts` describes. "documents" and "longest"
+        are None for token files with `documents = "cut"`.
+        """
         lengths, documents = np.diff(self.rows.stream.offsets), self.config.documents
         num_tokens, positions = len(self.rows.stream), len(self.rows) * self.config.sequence
         trained = num_tokens - (1 if documents == "cut" else len(lengths))
@@ -240,11 +243,11 @@ class TokenDataset(LazyDataset):
 MAX_CHECK_BYTES = 1 << 20
 """The maximum size in bytes of text that a check reads and tokenizes only to count samples."""
 
-P = ParamSpec("P")
+P = ParamSpec("P")  # the parameters of a check
 
 
 def report_errors(check: Callable[P, Iterator[Problem]]) -> Callable[P, Iterator[Problem]]:
-    """Wraps a function that yields problems. If it raises SleyError or OSError, the wrapper yields the error as a problem."""
+    """Returns a function that yields the problems of `check`, and a problem for each SleyError or OSError that it raises."""
 
     @wraps(check)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Iterator[Problem]:
@@ -291,8 +294,8 @@ def check_token_dataset(
 def check_vocabulary(vocab_size: int | None, count: int) -> Iterator[Problem]:
     """Yields a problem if the model's `vocab_size` is known and less than `count`, the vocabulary size of the data."""
     if vocab_size is not None and vocab_size < count:
-        message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"
-        yield Problem(("model", "vocab_size"), message, "increase or remove it", "model-vocabulary")
+        message = f"`vocab_size` is {vocab_size}, but the data has {count} token ids"
+        yield Problem(("model", "vocab_size"), message, "increase or remove `vocab_size`", "model-vocabulary")
 
 
 def _can_count_samples(config: TextConfig | TokensConfig, split: Split, files: Sequence[DataFile]) -> bool:

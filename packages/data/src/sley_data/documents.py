@@ -1,7 +1,7 @@
-"""Reads the documents of a split, which are texts or conversations; torch-free.
+"""Reads the documents of a split, which are texts or conversations. Does not import torch.
 
-Only the content of a document decides whether it is held out. All copies of a document are therefore in the same split, which
-depends neither on the ranks, nor on the order of the files, the seed, or the path of the corpus.
+Only the content of a document decides whether it is held out, so all copies of a document are in the same split. The split does
+not depend on the ranks, the order of the files, the seed, or the path of the corpus.
 
 The row of a conversation has one of these keys or pairs of keys. The chat template also receives the other keys of a message,
 such as `tool_calls` and `name`, and the `tools` of the row.
@@ -32,7 +32,7 @@ Message = dict[str, Any]
 """A message: a dict with the keys `role` and `content`, and further keys for the template."""
 
 _CONVERSATION_COLUMNS = ("messages", "conversations", "prompt", "completion", "system", "tools")
-"""The columns of a table that may contain a conversation."""
+"""The columns of a table that contain a conversation. Other columns are not read."""
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -40,13 +40,13 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt"), "assistant"),
     **dict.fromkeys(("tool", "observation"), "tool"),
 }
-"""The role of each speaker in ShareGPT's `from`."""
+"""The role of a message, keyed by the value of `from` in ShareGPT's format."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a conversation. name: the file name and the row number. tools: the tools that the assistant may call, or
-    None. first_trained_index: the index of the first message that may have labels.
+    """A conversation as a document. name: the file name and the row number. messages: the messages in order. tools: the tools
+    that the assistant may call, or None. first_trained_index: the index of the first message that may have labels.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Conversation:
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @cached_property
-    def _content(self) -> bytes:
+    def _content(self) -> bytes:  # identifies the conversation
         return json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode()
 
     @property
@@ -99,22 +99,22 @@ Document: TypeAlias = TextDocument | Conversation
 """A document of `data.text` or `data.chat`."""
 
 _PIECE_BYTES = 1 << 10
-"""The size of each piece of a held-out token file for which the training files are searched."""
+"""The size in bytes of each piece of a held-out token file that is searched for in the training files."""
 
 _MAX_SEARCH_BYTES = 1 << 30
 """The maximum number of bytes that are searched for copies of held-out tokens, which takes about a second."""
 
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 20  # the number of bytes of a file that are read and split at a time
 
 
 def is_held_out(digest: bytes, share: float) -> bool:
-    """Returns whether the digest of a document, as a number in [0, 1), is below the held-out `share`."""
+    """Returns whether a document is held out: whether its digest, read as a number in [0, 1), is less than `share`."""
     return share > 0 and int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def find_copied_tokens(training_files: Sequence[DataFile], held_out_files: Sequence[DataFile]) -> list[Problem]:
-    """Returns a problem for each held-out token file whose tokens are also in a training file. Searches for three pieces of
-    each held-out file, and only at the start and end of large training files.
+    """Returns a problem for each held-out token file whose tokens are also in a training file. Searches the training files for
+    three pieces of each held-out file; of large training files, only the start and the end.
     """
     max_bytes = _MAX_SEARCH_BYTES // max(1, len(training_files) * len(held_out_files))
     problems = []
@@ -125,14 +125,14 @@ def find_copied_tokens(training_files: Sequence[DataFile], held_out_files: Seque
         except OSError:
             continue  # the code that opens the file later reports the error
         if copy is not None:
-            message = f"the tokens of `{held_out.path}` are also in `{copy.path}`, and would be trained on"
+            message = f"the tokens of `{held_out.path}` are also in `{copy.path}`, so the run would train on them"
             hint = "remove the held-out tokens from `files`"
             problems.append(Problem(("data", "held_out_files"), message, hint, "held-out-trained"))
     return problems
 
 
 def _contains_all(file: DataFile, pieces: Sequence[bytes], max_bytes: int) -> bool:
-    """Returns whether a file contains all `pieces`. Searches at most `max_bytes`, at the start and end of the file."""
+    """Returns whether a file contains all `pieces`. Searches at most `max_bytes` of it: the start and the end of the file."""
     with file.path.open("rb") as raw_file, mmap(raw_file.fileno(), 0, access=ACCESS_READ) as content:
         size = len(content)
         ranges = [(0, size)] if size <= max_bytes else [(0, max_bytes // 2), (size - max_bytes // 2, size)]
@@ -140,7 +140,7 @@ def _contains_all(file: DataFile, pieces: Sequence[bytes], max_bytes: int) -> bo
 
 
 def _read_pieces(file: DataFile) -> list[bytes]:
-    """Returns pieces from the start, middle and end of a token file. Leaves out pieces with at most four different bytes."""
+    """Returns pieces from the start, middle and end of a token file. Leaves out pieces with four or fewer distinct bytes."""
     pieces = []
     with file.path.open("rb") as content:
         for start in (0, (file.num_bytes - _PIECE_BYTES) // 2, file.num_bytes - _PIECE_BYTES):
@@ -155,8 +155,8 @@ _MAX_COMPARE_BYTES = 1 << 30
 
 def read_split(config: DocumentsConfig, split: Split, files: Sequence[DataFile]) -> Iterator[tuple[Document, bool]]:
     """Yields each document in `files`, the files of a split, and whether the document belongs to the split. Yields nothing for
-    a held-out split if the table holds nothing out. Raises a PlanError that lists all problems of the held-out files, or
-    PlanError "data-json" for the first row that is not a document.
+    a held-out split if the table holds nothing out. Raises PlanError with all problems of the held-out files, or PlanError
+    "data-json" for the first row that is not a document.
     """
     if split == "held_out" and not (config.held_out or config.held_out_files):
         return
@@ -169,7 +169,7 @@ def read_documents(
     files: Sequence[DataFile], config: TextConfig, split: Split, notes: list[str] | None = None
 ) -> Iterator[TextDocument]:
     """Yields each document of a split, in the order of `files`, the files of the split. Excludes documents that are also in
-    `held_out_files`, and appends a sentence with their number to `notes`, if it is a list.
+    `held_out_files`, and appends a sentence with the number of excluded documents to `notes`.
     """
     count = num_excluded = 0
     for document, is_selected in read_split(config, split, files):
@@ -184,6 +184,7 @@ def read_documents(
 
 
 def _read_split_digests(config: DocumentsConfig, split: Split) -> list[bytes]:
+    """Returns the digest of each document of a split. Raises PlanError with all problems of its files."""
     files, problems = find_document_files(config, split)
     if problems:
         raise build_plan_error(problems)
@@ -191,21 +192,21 @@ def _read_split_digests(config: DocumentsConfig, split: Split) -> list[bytes]:
 
 
 def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> str:
-    """Returns a sentence about the held-out documents of the table `evaluation` on which the table `training` trains. Returns
-    "" if there are none. Compares the contents of the documents, and may read all data of the run. If it cannot compare them,
-    for example because the training files have more than 1 GiB, the sentence says so.
+    """Returns a sentence about the held-out documents of the table `evaluation` on which the table `training` trains, or "" if
+    there are none. Compares the contents of all documents. If a comparison is not possible, for example because the training
+    files have more than 1 GiB, the sentence says so.
     """
     noun = "documents" if isinstance(training, TextConfig) else "conversations"
     if isinstance(training, TextConfig) and any(
         getattr(training, key) != getattr(evaluation, key) for key in ("separator", "field")
     ):
-        return "the run splits its files into other documents: it is not known whether it was trained on these"
+        return "the run splits its files into other documents, so it is not known whether it was trained on the held-out text"
     if find_document_files(evaluation, "held_out")[1]:
         return ""  # the evaluation reports the problems
     files, problems = find_document_files(training, "train")
     reason = problems[0].message if problems else ""
     if not problems and sum(file.num_bytes for file in files) > _MAX_COMPARE_BYTES:
-        reason = f"its data have more than {_MAX_COMPARE_BYTES >> 30} GiB, and are not read for this"
+        reason = f"its data have more than {_MAX_COMPARE_BYTES >> 30} GiB, and are not read for this comparison"
     if reason:
         return f"it is not known whether the run was trained on the held-out {noun}: {reason}"
     held_out, trained = _read_split_digests(evaluation, "held_out"), set(_read_split_digests(training, "train"))
@@ -216,8 +217,8 @@ def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> 
 
 
 def build_split_filter(config: DocumentsConfig, split: Split) -> Callable[[bytes], bool]:
-    """Returns a function that tests whether the document with a digest belongs to the split. The training split also excludes
-    the held-out documents of a mixture's other sources.
+    """Returns a function that takes the digest of a document, and returns whether the document belongs to the split. The
+    training split also excludes the held-out documents of other sources of a mixture.
     """
     if split == "held_out":
         return lambda digest: bool(config.held_out_files) or is_held_out(digest, config.held_out)
@@ -228,7 +229,7 @@ def build_split_filter(config: DocumentsConfig, split: Split) -> Callable[[bytes
 
 
 def read_file(config: DocumentsConfig, file: DataFile) -> Iterator[Document]:
-    """Yields each document in a file. Raises PlanError "data-json" for a wrong row, and the errors of `open_decompressed`."""
+    """Yields each document in a file. Raises PlanError "data-json" for a bad row, and the errors of `open_decompressed`."""
     if isinstance(config, ChatConfig):
         yield from read_conversations(file, config.field)
     elif config.field is not None:
@@ -256,6 +257,7 @@ def _split_file(file: DataFile, separator: bytes) -> Iterator[TextDocument]:
 
 
 def _read_texts(file: DataFile, field: str) -> Iterator[TextDocument]:
+    """Yields the non-empty text in the key or column `field` of each row of a file. Raises PlanError "data-json"."""
     for number, row in read_rows(file, (field,) if file.format.is_table else None):
         text = row.get(field, "" if file.format.is_table else None)  # tables omit null values
         if not isinstance(text, str):
@@ -272,7 +274,7 @@ def _read_texts(file: DataFile, field: str) -> Iterator[TextDocument]:
 
 
 def read_conversations(file: DataFile, field: str | None) -> Iterator[Conversation]:
-    """Yields the conversations of a file. field: the key of the messages, or None for the keys that the module describes.
+    """Yields the conversations of a file. field: the key of the messages, or None for the default keys, such as `messages`.
     Raises PlanError "data-json" for a row that is not a conversation, and the errors of `read_rows`.
     """
     columns = _CONVERSATION_COLUMNS if field is None else (field, "system", "tools")
@@ -284,6 +286,7 @@ def read_conversations(file: DataFile, field: str | None) -> Iterator[Conversati
 
 
 def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversation:
+    """Returns the conversation in a row. Raises ValueError for any other row; its message is a predicate about the row."""
     tools = row.get("tools")
     if isinstance(tools, str):  # columns of tables have no type for arbitrary schemas
         tools = json.loads(tools.strip() or "null")
@@ -305,8 +308,8 @@ def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversatio
 
 
 def _parse_messages(value: Any, key: str, role: str | None = None) -> list[Message]:
-    """Returns the messages in `value`. role: the role of a plain text, or None to refuse it. Raises ValueError for any other
-    value that is not a list of messages.
+    """Returns the messages in `value`, the content of `key`. role: the role of a plain text; None refuses plain text. Raises
+    ValueError if `value` is not a list of messages.
     """
     if role is not None and isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -319,6 +322,7 @@ def _parse_messages(value: Any, key: str, role: str | None = None) -> list[Messa
 
 
 def _parse_message(value: Any, number: int) -> Message:
+    """Returns message `number`, from 1, in OpenAI's format. Raises ValueError for a value that has no role or no text."""
     if not isinstance(value, dict):
         raise ValueError(f"has a message {number} that is not an object with `role` and `content`")
     message = {key: inner for key, inner in value.items() if inner is not None}
@@ -344,7 +348,7 @@ def _parse_message(value: Any, number: int) -> Message:
 
 
 def _parse_tool_arguments(call: Any) -> None:
-    """Replaces the arguments of a tool call, if they are JSON text as in OpenAI's format, by the object that templates need."""
+    """Replaces the arguments of a tool call in place by the object that templates need, if they are a JSON string (OpenAI)."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         with suppress(ValueError):
@@ -353,6 +357,7 @@ def _parse_tool_arguments(call: Any) -> None:
 
 
 def _read_text_part(part: Any, number: int) -> str:
+    """Returns the text of a part of message `number`. Raises ValueError for other types of parts, such as images."""
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     part_type = part.get("type") if isinstance(part, dict) else type(part).__name__

@@ -1,4 +1,4 @@
-"""Finds the files that a `[data]` table names, on this host or on the Hugging Face hub; torch-free.
+"""Finds the files that a `[data]` table names, on this host or on the Hugging Face hub. Does not import torch.
 
 Hub names have the form `hf://datasets/OWNER/NAME@REVISION/PATTERN`, where `@REVISION` is optional. Each host downloads the
 files once, and records the folder of a complete download, so that later runs and other ranks do not contact the hub.
@@ -27,19 +27,19 @@ from sley_core.records import Problem
 from sley_data import formats
 from sley_data.plugin import TOKEN_BYTES, DocumentsConfig, TextConfig, TokensConfig
 
+# A hub name. It has one slash after `hf:` if it was a `Path`.
 _HUB_URL_PATTERN = re.compile(r"hf:/+datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<path>.+)")
-
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 """The names of folders that `find_library_files` skips: installed packages, tests and bytecode."""
 
-_JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-_WILDCARDS = frozenset("*?[")
+_JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})  # files whose lines are JSON values
+_WILDCARDS = frozenset("*?[")  # the characters that make a path a pattern
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file. name: the path within the corpus, such as `sub/one.txt` for `corpus/**/*.txt`. num_bytes: the size on disk
-    in bytes. index: the Megatron index of a token file, or None.
+    """A file of a dataset on this host. name: the path within the corpus, such as `sub/one.txt` for `corpus/**/*.txt`.
+    num_bytes: the size on disk in bytes. index: the Megatron index of a token file, or None.
     """
 
     name: str
@@ -49,7 +49,7 @@ class DataFile:
     index: formats.MegatronIndex | None = dataclasses.field(default=None, compare=False)
 
     def dtype(self, config: TokensConfig) -> formats.TokenDtype:
-        """Returns the dtype of this file's tokens. config: the table that lists the file."""
+        """Returns the dtype of the tokens in this token file. config: the table that names the file."""
         return config.dtype if self.index is None else self.index.dtype
 
 
@@ -59,7 +59,7 @@ def print_note(text: str) -> None:
 
 
 def find_cache_home() -> Path | None:
-    """Returns the default cache folder for tokens and downloads, or None if the user has no home folder."""
+    """Returns the default folder of cached tokens and of records of downloads; None if the user has no home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sley" / "data"
     except RuntimeError:
@@ -78,10 +78,10 @@ def build_plan_error(problems: Iterable[Problem]) -> PlanError:
 
 
 def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
-    """Returns the files that `patterns` name, each once, and the problems with them. patterns: paths and patterns, of the type
-    `PlanPattern`. key: the plan key of the patterns. The files are in the order of `patterns`, and sorted within each pattern.
-    Several links to one file count once, with the first name. Empty files that match a pattern are skipped. Problems are: a
-    path that is missing, empty or not a regular file, a pattern without a match, and a file that may not be read.
+    """Returns the files that `patterns` name, each once, and the problems with `patterns`, a list of paths and patterns at the
+    plan key `key`. The files are in the order of `patterns`, and sorted within each pattern. Several links to one file count
+    once, with the first name. Empty files that match a pattern are skipped. Problems are: a path that is missing, empty or not
+    a regular file, a pattern without a match, and a file without read permission.
     """
     files: dict[str, DataFile] = {}
     problems = []
@@ -100,14 +100,14 @@ def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
 
 
 class _BadPathError(Exception):
-    """A problem with a path or pattern. The fields are those of `Problem`."""
+    """Raised for a problem with a path or pattern. The attributes have the same meaning as in `Problem`."""
 
     def __init__(self, code: str, message: str, hint: str | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.hint = code, message, hint
 
 
-_ESCAPED = re.compile(r"\[([*?\[])\]")
+_ESCAPED = re.compile(r"\[([*?\[])\]")  # a wildcard in brackets, which matches only itself
 
 
 def _unescape(pattern: str) -> str:
@@ -119,7 +119,7 @@ def _has_wildcard(pattern: str) -> bool:
 
 
 def _match_files(pattern: str) -> Iterator[DataFile]:
-    """Yields the files that a path or pattern names, sorted. Raises `_BadPathError` if there are none, or all are empty."""
+    """Yields the files that a path or pattern names, sorted. Raises `_BadPathError` if no file exists, or all are empty."""
     if pattern.startswith("hf:/"):
         try:
             pattern = download_files(pattern)
@@ -174,11 +174,11 @@ def matches_pattern(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     return fnmatchcase(parts[0], patterns[0]) and matches_pattern(parts[1:], patterns[1:])
 
 
-_STATE_NAME = "state.json"
+_STATE_NAME = "state.json"  # the file in a folder of `save_to_disk` that names the data files
 
 
 def _list_saved_dataset(folder: Path) -> list[DataFile]:
-    """Returns the data files in a folder written by `save_to_disk` of `datasets`. Raises `_BadPathError`."""
+    """Returns the data files in a folder that `save_to_disk` of `datasets` has written. Raises `_BadPathError`."""
     try:
         state = json.loads((folder / _STATE_NAME).read_text("utf-8"))
         names = [data_file["filename"] for data_file in state["_data_files"]]
@@ -205,8 +205,8 @@ def _stat_file(path: Path) -> DataFile:
 
 
 def download_files(name: str) -> str:
-    """Downloads the files with a hub name, unless they are cached, and returns a pattern that matches the local files. Raises
-    PlanError "data-hub" for a wrong name or a failed download, and PluginError "hub-missing" if `huggingface_hub` is not
+    """Downloads the files with the hub name `name`, unless they are cached, and returns a pattern that matches the local files.
+    Raises PlanError "data-hub" for a wrong name or a failed download, and PluginError "hub-missing" if `huggingface_hub` is not
     installed.
     """
     match = _HUB_URL_PATTERN.fullmatch(name)
@@ -228,7 +228,7 @@ def download_files(name: str) -> str:
 
 
 def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
-    """Downloads the files of a dataset that match `pattern`. Returns the folder of the revision in the hub's cache."""
+    """Downloads the files of a dataset that match `pattern`, and returns their folder in the cache of `huggingface_hub`."""
     try:
         from huggingface_hub import HfApi, hf_hub_download
     except ImportError:
@@ -251,7 +251,9 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
 
 
 def find_library_files() -> FilesAndProblems:
-    """Returns the source files of this Python's standard library, sorted by name, without tests and installed packages."""
+    """Returns the source files of Python's standard library, sorted by name, without tests and installed packages; or a problem
+    if this Python has none.
+    """
     root = sysconfig.get_path("stdlib")
     if files := _walk_library(root):
         return [*files], []
@@ -261,6 +263,7 @@ def find_library_files() -> FilesAndProblems:
 
 @cache
 def _walk_library(root: str) -> tuple[DataFile, ...]:
+    """Returns the non-empty Python files below `root`, sorted by name, without `_EXCLUDED_FOLDERS`."""
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _EXCLUDED_FOLDERS]
@@ -281,7 +284,7 @@ def find_document_files(config: DocumentsConfig, split: Split) -> FilesAndProble
     has_rows = not isinstance(config, TextConfig) or config.field is not None
     json_files = [file for file in files if _find_content_suffix(file.path) in _JSON_LINES_SUFFIXES]
     if json_files and isinstance(config, TextConfig) and config.field is None and config.separator is None:
-        message = f"`{json_files[0].path}` contains JSON lines: braces, keys and escapes would be trained on"
+        message = f"`{json_files[0].path}` contains JSON lines, so the run would train on braces, keys and escapes"
         hint = 'name the key of the text, such as `field = "text"`; or set `separator = "\\n"` to train on the JSON itself'
         problems.append(Problem(("data", key), message, hint, "data-json"))
     files = [replace(file, format=formats.detect_format(file.path)) for file in files]
@@ -289,7 +292,7 @@ def find_document_files(config: DocumentsConfig, split: Split) -> FilesAndProble
 
 
 def find_split_files(config: DocumentsConfig, split: Split) -> tuple[list[DataFile], list[DataFile]]:
-    """Returns a split's files, and those whose documents it excludes. Raises a PlanError that lists all their problems."""
+    """Returns the files of a split, and the files whose documents the split excludes. Raises PlanError with all problems."""
     results = [find_document_files(config, split)]
     if split == "train":
         results += [find_document_files(table, "held_out") for table in config.all_tables if table.held_out_files]
@@ -299,7 +302,7 @@ def find_split_files(config: DocumentsConfig, split: Split) -> tuple[list[DataFi
 
 
 def _find_content_suffix(path: Path) -> str:
-    """Returns the suffix of the decompressed file in lower case: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
+    """Returns the suffix of the decompressed file at `path` in lower case: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
     suffix = path.suffix.lower()
     return path.with_suffix("").suffix.lower() if suffix in formats.COMPRESSED_SUFFIXES else suffix
 
@@ -313,7 +316,7 @@ def _find_format_problems(files: Sequence[DataFile], key: KeyPath, *, allows_tab
 
 
 def find_token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
-    """Returns the files of a split of a `data.tokens` table, and the problems with them, such as a wrong dtype."""
+    """Returns the files of a split of a `data.tokens` table with their indices, and the problems, such as a wrong dtype."""
     key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
     files, problems = find_files(patterns, ("data", key))
     try:
@@ -333,14 +336,14 @@ def find_token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
             reason, hint = reason_and_hint
             problems.append(Problem(("data", key), f"`{file.path}` {reason}", hint, "data-format"))
         elif file.index is None and config.documents != "cut" and config.end_of_document is None:
-            message = f'`documents = "{config.documents}"` needs the `end_of_document` token id: `{file.path}` has no index'
+            message = f'`documents = "{config.documents}"` needs `end_of_document`, since `{file.path}` has no index'
             problems.append(Problem(("data", "end_of_document"), message, None, "data-documents"))
     return files, problems
 
 
 def _add_index(file: DataFile) -> DataFile:
-    """Returns a token file with its index, if it has one. file: the token file, or its index. Raises `_BadPathError` if the
-    index cannot be read or is wrong, or if its token file is missing.
+    """Returns a token file, with its index if an index exists. file: the token file, or its index. Raises `_BadPathError` if
+    the index cannot be read or is wrong, or if its token file is missing.
     """
     index, tokens = file.path.with_suffix(".idx"), file
     try:

@@ -1,8 +1,8 @@
-"""Detects file formats by their first bytes, decompresses files, and reads rows and Megatron's indices; torch-free.
+"""Detects file formats by their first bytes, decompresses files, and reads rows and Megatron's indices. Does not import torch.
 
-Files in unsupported formats are refused, and so are token files whose ids have another width or byte order than their table
-says. Megatron's index `NAME.idx` contains the token dtype and the documents of `NAME.bin`. It is little-endian and has these
-fields, the first five with their sizes in bytes:
+Refuses files in unsupported formats, and token files whose ids have another width or byte order than their plan table says.
+Megatron's index `NAME.idx` contains the token dtype and the documents of `NAME.bin`. It is little-endian and has these fields,
+the first five with their sizes in bytes:
 
     magic, 9 | version 1, 8 | code of the token dtype, 1 | number of sequences, 8 | number of documents + 1, 8
     length of each sequence, int32 | first byte of each sequence, int64 | first sequence of each document, and the end, int64
@@ -43,13 +43,13 @@ try:
 except ImportError:
     zstd = None  # type: ignore[assignment]
 
-TokenDtype: TypeAlias = Literal["uint16", "uint32"]
+TokenDtype: TypeAlias = Literal["uint16", "uint32"]  # the dtypes of token files
 
 _HEAD_BYTES = 512
 """The number of bytes at the start of a file that are compared with signatures. The signature of tar is at byte 257."""
 
 T = TypeVar("T")
-IntegerArray = NDArray[np.integer[Any]]
+IntegerArray = NDArray[np.integer[Any]]  # of any integer dtype
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 """The first bytes of a Megatron index."""
@@ -61,8 +61,9 @@ _OPENERS: dict[bytes, Callable[[Path], BufferedIOBase]] = {
     rb"\xfd7zXZ\x00": lzma.LZMAFile,
     **({_ZSTD_SIGNATURE: zstd.ZstdFile} if zstd is not None else {}),
 }
-"""The readers of compressed files, keyed by signature (a regular expression)."""
+"""The readers of compressed files, keyed by the signature at the start of the file (a regular expression)."""
 
+# The errors of the readers for damaged content, besides EOFError and OSError.
 _DECOMPRESSION_ERRORS = (zlib.error, lzma.LZMAError, *([zstd.ZstdError] if zstd is not None else []))
 
 COMPRESSED_SUFFIXES = frozenset({".gz", ".bz2", ".xz", ".zst"})
@@ -73,8 +74,8 @@ _ARROW_FILE_SIGNATURE = rb"ARROW1\x00\x00"
 _ARROW_STREAM_SIGNATURE = rb"\xff{4}..\x00\x00\x10\x00\x00\x00"  # the schema follows, in a message of less than 64 KiB
 _TABLE_SIGNATURES = re.compile(b"|".join((_PARQUET_SIGNATURE, _ARROW_FILE_SIGNATURE, _ARROW_STREAM_SIGNATURE)), re.DOTALL)
 
-_UNPACK_HINT = "unpack it, and name the unpacked files"
-_COLUMN_HINT = 'name its column of texts: `field = "text"`'
+_UNPACK_HINT = "unpack it, and name the unpacked files"  # for archives
+_COLUMN_HINT = 'name its column of texts, such as `field = "text"`'  # for tables in `data.text`
 _UNSUPPORTED = {
     rb"PK\x03\x04": ("a zip archive", _UNPACK_HINT),
     _ZSTD_SIGNATURE: ("compressed by zstd", install_hint("data", "zstd")),
@@ -89,11 +90,11 @@ _UNSUPPORTED = {
     rb"\x89HDF\r\n\x1a\n": ("an HDF5 file", "write its content as text or as raw token ids"),
     rb"SQLite format 3\x00": ("an SQLite database", "write its texts to files"),
     rb"%PDF-\d\.\d": ("a PDF", "convert it to text"),
-    rb"\x00\x05\x16\x07": ("a file of macOS's attributes, not the file itself", "leave out names that begin with `._`"),
-    rb"version https://git-lfs": ("a pointer of Git LFS, not the file itself", "download the file: `git lfs pull`"),
+    rb"\x00\x05\x16\x07": ("a file with attributes for macOS, not the file itself", "leave out names that begin with `._`"),
+    rb"version https://git-lfs": ("a Git LFS pointer, not the file itself", "download the file with `git lfs pull`"),
     re.escape(MEGATRON_MAGIC): ("an index of Megatron's token files", 'set `use = "data.tokens"`'),
     rb"\x93NUMPY": (
-        "a file of numpy, and its header would be read as data",
+        "a numpy file, whose header would be read as data",
         'write raw ids, for `data.tokens`: `numpy.load("...").astype("uint16").tofile("tokens.bin")`',
     ),
 }
@@ -103,8 +104,8 @@ _UNSUPPORTED = {
 @dataclass(frozen=True)
 class Format:
     """The format of a file. is_compressed: whether `open_decompressed` decompresses the file. is_table: whether it is a Parquet
-    or Arrow table. unsupported: a description of the format and a hint, or None for text and raw token ids. Tables have it too,
-    since only callers that read rows support them.
+    or Arrow table. unsupported: a description of the format and a hint; None for text and raw token ids. It is not None for a
+    table, since only code that reads rows supports tables.
     """
 
     is_compressed: bool = False
@@ -117,7 +118,10 @@ PLAIN_FORMAT = Format()
 
 
 def detect_format(path: Path) -> Format:
-    """Returns the format of a file, or `PLAIN_FORMAT` if it cannot be read: the code that reads it reports the error."""
+    """Returns the format of the file at `path`; `PLAIN_FORMAT` if reading fails, since the code that reads it later reports it.
+
+    The format of a compressed file has the `unsupported` of its content.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -133,8 +137,8 @@ def detect_format(path: Path) -> Format:
 
 @contextmanager
 def open_decompressed(path: Path) -> Iterator[BufferedIOBase]:
-    """Opens a file for reading in binary mode. Decompresses gzip, bzip2, xz and zstd. Raises OSError if the file cannot be
-    read, and PlanError "data-format" if compressed content is damaged or incomplete.
+    """Within the block, yields the file at `path`, open for reading in binary mode. Decompresses gzip, bzip2, xz and zstd.
+    Raises OSError if the file cannot be read, and PlanError "data-format" if compressed content is damaged or incomplete.
     """
     with path.open("rb") as file:
         opener = _match_signature(file.read(_HEAD_BYTES), _OPENERS)
@@ -148,29 +152,30 @@ def open_decompressed(path: Path) -> Iterator[BufferedIOBase]:
     except (EOFError, OSError, *_DECOMPRESSION_ERRORS) as error:
         if isinstance(error, OSError) and error.errno is not None:  # from the disk; the errors of gzip and bz2 have no number
             raise
-        message = f"`{path}` is compressed, and damaged or incomplete: {error}"
+        message = f"the compressed file `{path}` is damaged or incomplete: {error}"
         raise PlanError("data-format", message, path=("data", "files")) from None
 
 
 def _match_signature(head: bytes, signatures: dict[bytes, T]) -> T | None:
+    """Returns the value of the first signature that matches the start of `head`, or None."""
     return next((value for signature, value in signatures.items() if re.match(signature, head, re.DOTALL)), None)
 
 
 _BLOCK_BYTES = 1 << 13
 _NUM_BLOCKS = 16
-"""The number of blocks that identify a file's content. Each has `_BLOCK_BYTES` bytes."""
+"""The number of blocks of `_BLOCK_BYTES` bytes that `read_blocks` reads: 128 KiB in total."""
 
 _MIN_IDS = 64
-"""The minimum number of ids that are checked. In fewer ids, a suspicious pattern may be chance."""
+"""The minimum number of ids that `check_token_ids` checks. In fewer ids, a suspicious pattern may be chance."""
 
 _LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 """The first bytes of a token file of llm.c, which begins with a header of 1024 bytes."""
 
 
 def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str, str] | None:
-    """Returns a reason and a hint if the ids of a file seem to have another dtype than `dtype`, or are not below `vocab_size`.
-    Returns None if the ids are plausible, if there are too few, or if the file cannot be read. Reads at most 128 KiB. The
-    reason is a predicate whose subject is the file.
+    """Returns a reason and a hint if the ids in a token file seem to have another dtype than `dtype`, or are not all less than
+    `vocab_size`. Returns None if the ids are plausible, if there are fewer than `_MIN_IDS`, or if the file cannot be read.
+    Reads at most 128 KiB. The reason is a predicate whose subject is the file.
     """
     try:
         sample = read_blocks(path)
@@ -184,19 +189,19 @@ def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str
     if _is_padded(ids):
         advice = f'write them as {dtype}: `numpy.fromfile("...", "<i8").astype("{dtype}").tofile("...")`'
         if dtype == "uint16":
-            advice = f'set `dtype = "uint32"`; or, if they have 64 bits, {advice}'
-        return f"has 0 or a small number after every id: its ids are wider than {dtype}", advice
+            advice = f'set `dtype = "uint32"`; or, if the ids have 64 bits, {advice}'
+        return f"has 0 or a small number after every id, so its ids seem to be wider than {dtype}", advice
     if (largest := ids.max()) < vocab_size:
         return None
     fitting_dtypes = [name for name in TOKEN_BYTES if name != dtype and _view_ids(sample, name).max() < vocab_size]
     hint = "set the `vocab_size` of the tokenizer that wrote the file, or write raw ids"
-    hint = f'they fit as `dtype = "{fitting_dtypes[0]}"`' if fitting_dtypes else hint
+    hint = f'set `dtype = "{fitting_dtypes[0]}"`, with which all ids fit' if fitting_dtypes else hint
     return f"has the id {largest} as {dtype}, but `vocab_size` is {vocab_size}", hint
 
 
 def read_blocks(path: Path) -> bytes:
-    """Returns the concatenated blocks of a file: 16 of 8 KiB, spread evenly from start to end, or all bytes of a small file.
-    Each block begins at a multiple of 8 bytes.
+    """Returns 16 concatenated blocks of 8 KiB, spread evenly from the start to the end of a file, or all bytes of a smaller
+    file. Each block begins at a multiple of 8 bytes.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -215,19 +220,21 @@ def _view_ids(sample: bytes, dtype: str) -> IntegerArray:
 
 
 def _is_padded(ids: IntegerArray) -> bool:
-    """Returns whether every second id is 0 or small, as if it were the upper half of a wider id."""
+    """Returns whether every second id is 0 or small, as if it were the upper half of an id of twice the width."""
     lower, upper = ids[::2], ids[1::2]
     return bool((upper.max() == 0 and len(np.unique(lower)) > 4) or (upper.max() < 16 and lower.max() >= 1 << 12))
 
 
-_HEADER = struct.Struct("<9sQBQQ")
+_HEADER = struct.Struct("<9sQBQQ")  # the first five fields of a Megatron index
 _DTYPES_BY_CODE: dict[int, TokenDtype] = {4: "uint32", 8: "uint16"}  # 4 is int32, and no id is negative
 _UNSUPPORTED_DTYPES_BY_CODE = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6: "float64", 7: "float32"}
 
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """A Megatron index. offsets: the start of each document, then the number of all tokens, int64 [num_documents + 1]."""
+    """The content of a Megatron index. dtype: the dtype of the tokens. offsets: the start of each document in tokens, and the
+    number of all tokens, int64 [num_documents + 1].
+    """
 
     dtype: TokenDtype
     offsets: IntegerArray
@@ -235,8 +242,8 @@ class MegatronIndex:
 
 def read_index(path: Path, num_bytes: int) -> MegatronIndex:
     """Returns the Megatron index at `path`. num_bytes: the size of its token file. Raises OSError if the index cannot be read,
-    and ValueError if it is wrong or does not fit the token file. The message of the ValueError is a predicate whose subject is
-    the index.
+    and ValueError if the index is wrong or does not fit the token file. The message of the ValueError is a predicate whose
+    subject is the index.
     """
     content = path.read_bytes()
     head = content[: _HEADER.size]
@@ -267,15 +274,15 @@ def read_index(path: Path, num_bytes: int) -> MegatronIndex:
     return MegatronIndex(_DTYPES_BY_CODE[code], bounds[ends])
 
 
-_WHITESPACE = b" \t\r\n"
-_BOM = b"\xef\xbb\xbf"
+_WHITESPACE = b" \t\r\n"  # of JSON
+_BOM = b"\xef\xbb\xbf"  # the byte order mark that may begin a UTF-8 file
 _BATCH_ROWS = 256
 """The number of table rows that are in memory at a time."""
 
 
 def read_rows(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields each row of a file, after its number, from 1. In JSON lines, the row number is the line number. columns: the
-    columns to read from a table, or None for all. Null values of tables are left out, also in nested dicts, since every row of
+    """Yields the number, from 1, and the content of each row of a file. In JSON lines, the number is the line number. columns:
+    the columns to read from a table; None for all. Null values of tables are left out, also in nested dicts, since every row of
     a table has the keys of all rows. Raises PlanError "data-json" for a row that is not a JSON object, "data-format" for a
     damaged file, and PluginError "pyarrow-missing" for a table if `pyarrow` is not installed.
     """
@@ -291,7 +298,7 @@ def read_rows(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[
 
 
 def build_row_error(file: DataFile, number: int, reason: str, hint: str | None = None) -> PlanError:
-    """Returns the PlanError "data-json" for a row. reason: the predicate of a sentence whose subject is the row."""
+    """Returns PlanError "data-json" for row `number` of `file`. reason: a predicate whose subject is the row."""
     return PlanError("data-json", f"row {number} of `{file.path}` {reason}", path=("data", "files"), hint=hint)
 
 
@@ -309,6 +316,7 @@ def _read_array(file: DataFile) -> Iterator[tuple[int, Any]]:
 
 
 def _parse_json(file: DataFile, number: int, text: bytes) -> Any:
+    """Returns the JSON value in `text`, row `number` of the file. Raises PlanError "data-json"."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -316,6 +324,7 @@ def _parse_json(file: DataFile, number: int, text: bytes) -> Any:
 
 
 def _read_table(file: DataFile, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the rows of a Parquet or Arrow table; see `read_rows`."""
     try:
         import pyarrow  # type: ignore[import-untyped]
     except ImportError:
@@ -362,6 +371,7 @@ def _read_batches(file: DataFile, columns: Sequence[str] | None) -> Iterator[Any
 
 
 def _remove_nulls(value: Any) -> Any:
+    """Returns a copy of nested dicts and lists without the keys whose value is None."""
     if isinstance(value, dict):
         return {key: _remove_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_remove_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -1,9 +1,9 @@
 """The dataset `data.mixture`: the samples of several datasets, in an order that depends only on the seed.
 
-Sample numbers are assigned to one source after another, the largest share first. Let a be the share of the source, and b the
-sum of the shares of this source and of all later ones. The source gets round(n a / b) of the first n numbers that are still
-free, for every n, and the later sources get the rest. In any range of numbers, the count of a source differs from its share by
-at most about two samples. All arithmetic is in integers, and needs neither state nor tables.
+Sample numbers are assigned to one source after another; the source with the largest share comes first. Let a be the share of a
+source, and b the sum of the shares of this source and all later sources. The source gets round(n a / b) of the first n numbers
+that are still free, for every n, and the later sources get the rest. In any range of numbers, the count of a source differs
+from its share by at most about two samples. All arithmetic is in integers, and needs neither state nor tables.
 
                  0 1 2 3 4 5 6 7 8 9
     code, 3        x       x     x        3 of 10, spread evenly
@@ -30,13 +30,13 @@ from sley_data.plugin import MixtureConfig, SourceTable
 from sley_data.sources import build_source_component, list_sources, locate_errors
 
 _ALL_LENGTHS = range(1 << 62)
-"""All lengths that a prefix of the sample numbers may have, for a binary search."""
+"""All possible numbers of samples, in which `Interleaving` searches for a length by bisection."""
 
 
 class Interleaving:
-    """Interleaves sources. `interleave[n]` is the source of number n, and the index of n among the numbers of this source.
-    shares: the share of each source, an integer of at least 1. Of the first sum(shares) numbers, each source has as many as its
-    share.
+    """Assigns the numbers 0, 1, 2, ... to sources. `interleaving[n]` is the source of number n, and the index of n among the
+    numbers of this source. shares: the share of each source, an integer of at least 1. Among the first sum(shares) numbers,
+    the count of each source is its share.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
@@ -54,7 +54,7 @@ class Interleaving:
         raise AssertionError(self._splits)
 
     def count(self, source: int, length: int) -> int:
-        """Returns how many of the first `length` numbers belong to `source`."""
+        """Returns the count of numbers below `length` that belong to `source`."""
         for split_source, share, total in self._splits:
             count = _round_share(length, share, total)
             if split_source == source:
@@ -71,24 +71,24 @@ class Interleaving:
         return bisect_right(_ALL_LENGTHS, count, key=lambda length: self.count(source, length)) - 1
 
 
-def _round_share(count: int, share: int, total: int) -> int:
+def _round_share(count: int, share: int, total: int) -> int:  # round(count * share / total)
     return (2 * count * share + total) // (2 * total)
 
 
 def to_integer_shares(weights: Sequence[float]) -> list[int]:
-    """Returns integers in the exact proportion of the decimal `weights`, such as 3 and 7 for 0.3 and 0.7."""
+    """Returns integers in the exact ratio of the decimal `weights`, such as 3 and 7 for 0.3 and 0.7."""
     fractions = [Fraction(str(weight)) for weight in weights]
     denominator = lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * denominator) for fraction in fractions]
 
 
 _NUM_PROBES = 4
-"""The number of reads of each source that are observed to find whether they draw random numbers."""
+"""The number of first reads of each source that are watched, to find out whether reading draws random numbers."""
 
 
 @dataclass
 class _Source:
-    """An open source. number: the index of its table. epoch: the dataset's epoch, or -1 before the first read."""
+    """A source with its open dataset. number: the index of its table. epoch: the dataset's epoch, or -1 before a read."""
 
     table: SourceTable
     number: int
@@ -99,10 +99,10 @@ class _Source:
 
 
 class Mixture:
-    """The samples of several datasets, each with the additional field `source`, the number of its source.
+    """The dataset of the samples of several datasets, each with the additional field `source`, the number of its source.
 
-    Sample n of the whole run is, for some c, the c-th sample read from one source: position c % length in epoch c // length of
-    the source's own order. A source's seed depends only on the run's seed and the source's name.
+    The c-th sample that a run reads from a source is sample c % length of the source's own order in epoch c // length. The seed
+    of this order depends only on the run's seed and the source's name.
 
     Raises PlanError "mixture-sources" if a source is a stream or has its own `collate`, or if the sources have different
     fields, vocabulary sizes or sequence lengths. Raises PlanError "data-exhausted", or RunError in `set_epoch`, if a source has
@@ -122,6 +122,7 @@ class Mixture:
         self._order = lru_cache(maxsize=2 * len(sources))(self._build_order)
 
     def _open_source(self, number: int, table: SourceTable) -> _Source:
+        """Opens the dataset of a source. Raises PlanError "mixture-sources" for an unsuitable dataset, or its own errors."""
         seed = int.from_bytes(blake2b(f"{self._context.seed}/{table.name}".encode(), digest_size=7).digest())
         with locate_errors(number, table.name):
             dataset = open_dataset(
@@ -136,7 +137,7 @@ class Mixture:
 
     @cached_property
     def info(self) -> DataInfo:
-        """The info that all sources share, with the additional field `source`. Loads tokenizers, but no data."""
+        """The info that is equal for all sources, with the additional field `source`. Loads tokenizers, but no data."""
         infos = []
         for source in self._sources:
             with locate_errors(source.number, source.table.name):
@@ -147,7 +148,7 @@ class Mixture:
                 expected, value = getattr(reference, key), getattr(info, key)
                 if value != expected or SOURCE in info.fields:
                     first, second = _format_value(expected), _format_value(value)
-                    values = f"`{self.sources[0]}` has {first}, `{source.table.name}` has {second}"
+                    values = f"`{self.sources[0]}` has {first}, but `{source.table.name}` has {second}"
                     message = f"all sources of a mixture need the same {key}: {values}"
                     raise PlanError("mixture-sources", message, path=("data", "sources", source.number))
         return replace(reference, fields={**reference.fields, SOURCE: Field("int64")})
@@ -166,7 +167,7 @@ class Mixture:
 
     @cached_property
     def _interleave(self) -> Interleaving:
-        """The order of the sources. Loads the data if the sources set `epochs`."""
+        """The assignment of sample numbers to sources. Loads the data if the sources set `epochs`."""
         tables = [source.table for source in self._sources]
         if self._config.has_epochs:
             counts = [(table.epochs or 0) * length for table, length in zip(tables, self.lengths, strict=True)]
@@ -185,30 +186,31 @@ class Mixture:
         if self._config.exhausted == "refuse" and self._ends_at_first_source and num_needed is not None and num_needed > length:
             name = self.sources[ends.index(length)]
             message = f"the run needs {num_needed} samples, but the source `{name}` is exhausted after {length}"
-            hint = 'use fewer steps, a smaller weight for it, or `exhausted = "repeat"`'
+            hint = f'use fewer steps, a smaller weight for `{name}`, or `exhausted = "repeat"`'
             raise PlanError("data-exhausted", message, path=("data", "exhausted"), hint=hint)
         return length
 
     def _build_order(self, number: int, epoch: int) -> Order:
+        """Returns the order of the samples of source `number` in its epoch `epoch`."""
         source = self._sources[number]
         is_shuffled = self._config.shuffle and getattr(source.table.component.config, "shuffle", True)
         return Order(self.lengths[number], seed=source.seed, epoch=epoch, shuffle=is_shuffled)
 
     def __len__(self) -> int:
-        """Returns the number of samples per epoch. An epoch ends once every source has been read completely, or `epochs` times.
-        In training with `exhausted = "end"` or "refuse", it ends once any source has been read completely.
+        """Returns the number of samples per epoch. An epoch ends when every source has been read completely, or `epochs` times.
+        In training with `exhausted = "end"` or "refuse", an epoch ends when any source has been read completely.
         """
         return self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Raises RunError "data-exhausted" for a second epoch of training with `exhausted = "refuse"`."""
+        """Begins `epoch`, from 0. Raises RunError "data-exhausted" for a second training epoch if `exhausted` is "refuse"."""
         if epoch and self._context.split == "train" and self._config.exhausted == "refuse":
             raise RunError("data-exhausted", f"a source of the mixture is exhausted after {len(self)} samples", path=("data",))
         self._epoch = epoch
 
     def locate(self, index: int) -> tuple[int, int, int]:
-        """Returns the source of sample `index` of the current epoch, the source's own epoch, and the index in the source.
-        Raises IndexError outside [0, len).
+        """Returns the source of sample `index` of the current epoch, the epoch of this source, and the sample's index in it.
+        Raises IndexError if `index` is not in [0, len).
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -221,8 +223,8 @@ class Mixture:
         return source, epoch, self._order(source, epoch)[position]
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns sample `index` with the field `source`, an int64 scalar. Pads `cu_seqlens` to one length for all sources.
-        Raises IndexError outside [0, len).
+        """Returns sample `index` of the current epoch, with the field `source`, int64 []. `cu_seqlens` is padded to one length
+        for all sources. Raises IndexError if `index` is not in [0, len).
         """
         source_number, epoch, sample_index = self.locate(index)
         source = self._sources[source_number]
@@ -248,13 +250,13 @@ class Mixture:
 
     @property
     def data_notes(self) -> list[str]:
-        """The notes of all sources, each after the name of its source."""
+        """The notes of all sources for the user. Each note begins with the name of its source."""
         datasets = zip(self.sources, (source.dataset for source in self._sources), strict=True)
         return [f"{name}: {note}" for name, dataset in datasets for note in getattr(dataset, "data_notes", ())]
 
     @property
     def data_digest(self) -> str:
-        """A digest of the samples of all sources. Raises AttributeError if a source has no digest."""
+        """A digest of the samples of all sources. Raises AttributeError if a source has no digest, as if it did not exist."""
         digests: Sequence[str] = [cast(Any, source.dataset).data_digest for source in self._sources]
         return blake2b("/".join(digests).encode(), digest_size=16).hexdigest()
 

@@ -13,7 +13,7 @@ from sley_core.hookspecs import hookimpl
 from sley_core.records import DatasetRecord
 
 DocumentMode = Literal["pack", "cut", "pad"]
-"""How documents become samples of equal length.
+"""The values of `documents`: ways to make samples of equal length from documents.
 
 pack: concatenates documents, and marks their boundaries by `cu_seqlens`, by positions that restart at 0, and by ignored labels.
 cut: concatenates documents into one long text without boundaries.
@@ -21,7 +21,7 @@ pad: starts a new sample with each document, and pads the document's last sample
 """
 
 BYTE_VOCAB_SIZE = 256
-"""The vocabulary size without a tokenizer: tokens are bytes."""
+"""The vocabulary size of text without a tokenizer, whose tokens are bytes."""
 
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 """The size of a token in bytes, by the dtype of the token file."""
@@ -49,15 +49,15 @@ class DocumentsConfig(DataConfig):
     """
 
     cache: Literal["auto", "none"] | PlanPath = "auto"
-    """The folder that caches tokens, so that each host computes them only once. "auto" is `sley/data` in `$XDG_CACHE_HOME` or
-    `~/.cache`; "none" disables the cache. The cache is not used if the files have less than 8 MiB in total, or less than
-    128 MiB without a tokenizer.
+    """The folder in which tokens are cached, so that each host tokenizes the files only once. "auto" is `sley/data` in
+    `$XDG_CACHE_HOME` or `~/.cache`; "none" disables the cache. The cache is not used if the files have less than 8 MiB in
+    total, or less than 128 MiB without a tokenizer.
     """
 
     _sibling_tables: tuple[Any, ...] = PrivateAttr(())
 
     def with_siblings(self, tables: Iterable[DataConfig]) -> Self:
-        """Returns a copy whose training split also excludes the held-out documents of those `tables` that have this type."""
+        """Returns a copy whose training split also excludes the held-out documents of all `tables` of the same type."""
         copy = self.model_copy()
         copy._sibling_tables = tuple(table for table in tables if type(table) is type(self))
         return copy
@@ -69,7 +69,7 @@ class DocumentsConfig(DataConfig):
 
     @property
     def max_held_out(self) -> float:
-        """The largest `held_out` of `all_tables`. None of these trains on this share of documents."""
+        """The largest `held_out` of `all_tables`, which is the share of documents on which none of these tables trains."""
         return max(table.held_out for table in self.all_tables)
 
     @model_validator(mode="after")
@@ -86,19 +86,19 @@ class TextConfig(DocumentsConfig):
     """A text that is available on every machine: the source files of Python's standard library."""
 
     files: Array[PlanPattern] = ()
-    """Text files, as paths or patterns such as `corpus/**/*.txt`. A file that several of them name is read only once. Files in
-    gzip, bzip2, xz and zstd (needs `sley-data[zstd]`) are decompressed. Names of the form `hf://datasets/OWNER/NAME/PATTERN`
-    are downloaded once from the Hugging Face hub (needs `sley-data[hub]`).
+    """Text files, as paths or patterns such as `corpus/**/*.txt`. A file that matches several patterns is read only once. Files
+    in gzip, bzip2, xz and zstd (needs `sley-data[zstd]`) are decompressed. Files with names of the form
+    `hf://datasets/OWNER/NAME/PATTERN` are downloaded once from the Hugging Face hub (needs `sley-data[hub]`).
     """
 
     documents: DocumentMode = "pack"
     """How documents become samples: "pack" keeps boundaries, "cut" ignores boundaries, and "pad" pads each document."""
 
     separator: Annotated[str, Limits(min_length=1)] | None = None
-    """The text between the documents of a file. Without it, each file is one document. `\\n` also matches `\\r\\n`."""
+    """The text between the documents of a file; `\\n` also matches `\\r\\n`. Default: each file is one document."""
 
     tokenizer: PlanPath | None = None
-    """A Hugging Face `tokenizer.json`, or its folder (needs `sley-data[tokenizers]`). Without it, tokens are bytes."""
+    """A Hugging Face `tokenizer.json`, or its folder (needs `sley-data[tokenizers]`). Default: tokens are bytes."""
 
     end_of_document: Annotated[str, Limits(min_length=1)] | None = None
     """A token of the tokenizer that is appended to every document. Default: none."""
@@ -140,7 +140,7 @@ class ChatConfig(DocumentsConfig):
     """
 
     too_long: Literal["drop", "cut", "refuse"] = "drop"
-    """What happens to a conversation that needs more than `sequence` positions: "drop" leaves it out, "cut" keeps its first
+    """The treatment of a conversation that needs more than `sequence` positions: "drop" leaves it out, "cut" keeps its first
     tokens, and "refuse" raises an error. A note reports the number of dropped or cut conversations.
     """
 
@@ -155,12 +155,12 @@ class TokensConfig(DataConfig):
     """Memory-mapped token files: raw little-endian integers, such as nanoGPT's, or Megatron files with an index."""
 
     files: Array[PlanPattern]
-    """Token files, as paths or patterns such as `train-*.bin`. They form one stream, in this order. If there is an index with
-    the name of the file and the suffix `.idx`, as for Megatron files, the index defines the dtype and the documents.
+    """Token files, as paths or patterns such as `train-*.bin`. The files form one stream, in this order. If an index has the
+    name of the file and the suffix `.idx`, as for Megatron files, the index defines the dtype and the documents.
     """
 
     held_out_files: Array[PlanPattern] = ()
-    """Token files for evaluation. It is an error if their tokens are also in `files`."""
+    """Token files for evaluation. Their tokens must not also be in `files`."""
 
     dtype: Literal["uint16", "uint32"] = "uint16"
     """The token dtype of files without an index."""
@@ -212,21 +212,21 @@ class SourceTable(PartTable):
 
 class MixtureConfig(DataConfig):
     """A dataset of several sources. Each sample comes from one source. In any 1,000 consecutive samples, the share of each
-    source differs from the plan's by less than 1 percentage point. The order of the samples depends only on the seed, and not
-    on the layout, `global_size`, or the step at which a run resumes.
+    source differs from its share in the plan by less than 1 percentage point. The order of the samples depends only on the
+    seed, and not on the layout, `global_size`, or the step at which a run resumes.
     """
 
     sequence: PositiveInt | None = None
     """The number of tokens per sample, for all sources."""
 
     exhausted: Literal["repeat", "end", "refuse"] = "repeat"
-    """What happens when a source with a `weight` has no more samples: "repeat" repeats that source in another order, "end"
+    """The behaviour when a source with a `weight` has no more samples: "repeat" repeats that source in another order, "end"
     starts a new epoch of all sources, and "refuse" raises an error, if possible before the first step.
     """
 
     sources: Annotated[Array[SourceTable], Limits(min_length=1)]
-    """The sources, `[[data.sources]]`. Their samples must have the same fields and the same vocabulary. No source trains on a
-    document that another source of its type holds out. The largest `held_out` of a type applies to all its sources.
+    """The sources. The samples of all sources must have the same fields and the same vocabulary. No source trains on a document
+    that another source of its type holds out. The largest `held_out` of a type applies to all sources of this type.
     """
 
     @model_validator(mode="after")
@@ -263,7 +263,7 @@ class MixtureConfig(DataConfig):
         return getattr(self._tokenizer_table, "template", None)
 
     @property
-    def _tokenizer_table(self) -> object:
+    def _tokenizer_table(self) -> object:  # the table of the first source that names a tokenizer, or None
         tables = (source.component.config for source in self.sources)
         return next((table for table in tables if getattr(table, "tokenizer", None) is not None), None)
 

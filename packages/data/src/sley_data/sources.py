@@ -1,4 +1,4 @@
-"""Checks the sources of a mixture, and reads their samples; torch-free."""
+"""Checks the tables of a mixture's sources. Does not import torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,20 +20,20 @@ _PROBE_TEXT = "Two sources of one mixture, 3 x 14 = 42: déjà vu!\n"
 
 
 def list_sources(config: MixtureConfig, split: Split) -> list[tuple[int, SourceTable]]:
-    """Returns the index and the table of each source that may have samples in `split`, or of all sources if none may."""
+    """Returns the index and the table of each source that may have samples in `split`; of all sources if no source may."""
     sources = list(enumerate(config.sources))
     return sources if split == "train" else [pair for pair in sources if _may_hold_out(pair[1])] or sources
 
 
 def _may_hold_out(source: SourceTable) -> bool:
-    """Returns whether the source may hold out samples. If its table has no keys for held-out data, it may."""
+    """Returns whether the source may hold out samples; True if its table has no keys for held-out data."""
     config = source.component.config
     values = [getattr(config, key) for key in ("held_out", "held_out_files") if hasattr(config, key)]
     return any(values) or not values
 
 
 def build_source_component(config: MixtureConfig, number: int) -> Component:
-    """Returns the dataset component of a source, whose training split excludes the held-out documents of the other sources."""
+    """Returns the dataset component of source `number`; its training split also excludes other sources' held-out documents."""
     component = config.sources[number].component
     if not isinstance(component.config, DocumentsConfig):
         return component
@@ -42,13 +42,13 @@ def build_source_component(config: MixtureConfig, number: int) -> Component:
 
 
 def to_source_path(number: int, path: KeyPath) -> KeyPath:
-    """Converts a key path in `[data]` to the same key in the table of source `number`. Returns any other path unchanged."""
+    """Returns the path of the same key in the table of source `number`, for a key path in `[data]`; other paths unchanged."""
     return ("data", "sources", number, *path[1:]) if path[:1] == ("data",) else path
 
 
 @contextmanager
 def locate_errors(number: int, name: str) -> Iterator[None]:
-    """Adds the name of a source to every SleyError raised in the block, and makes its key paths refer to the source's table."""
+    """Adds the name of a source to the message of a SleyError in the block, and moves its key paths to the source's table."""
     try:
         yield
     except SleyError as error:
@@ -78,26 +78,27 @@ def check_mixture(config: MixtureConfig, *, evaluates: bool, vocab_size: int | N
 
 
 def _find_differences(config: MixtureConfig) -> Iterator[Problem]:
+    """Yields a problem for each source whose shared properties differ from those of an earlier source."""
     references: dict[str, tuple[str, Any]] = {}
     for number, source in enumerate(config.sources):
         for key, (label, value) in _read_shared_properties(source).items():
             name, expected = references.setdefault(key, (source.name, value))
             if value != expected:
-                values = f"`{name}` has {_format_value(expected)}, `{source.name}` has {_format_value(value)}"
+                values = f"`{name}` has {_format_value(expected)}, but `{source.name}` has {_format_value(value)}"
                 message = f"all sources of a mixture need the same {label}: {values}"
                 yield Problem(("data", "sources", number), message, _HINTS.get(key), "mixture-sources")
                 break
 
 
-_HINTS = {
-    "documents": "set the same `documents` in all sources; `data.chat` packs",
-    "vocab_size": "use one tokenizer in all sources; set the `vocab_size` of `data.tokens` to that of the tokenizer",
+_HINTS = {  # by the key of the property that differs
+    "documents": 'set the same `documents` in all sources; `data.chat` always uses "pack"',
+    "vocab_size": "use one tokenizer in all sources; set the `vocab_size` of `data.tokens` to the size of its vocabulary",
     "ids": "use one tokenizer in all sources",
 }
 
 
 def _read_shared_properties(source: SourceTable) -> dict[str, tuple[str, Any]]:
-    """Returns the label and value of each property that must be the same in all sources."""
+    """Returns the label and the value of each property of a source that must be the same in all sources, by its key."""
     config, record = source.component.config, source.component.record
     properties: dict[str, tuple[str, Any]] = {}
     if isinstance(config, ChatConfig):
@@ -117,6 +118,7 @@ def _format_value(value: Any) -> str:
 
 
 def _find_copied_tokens(config: MixtureConfig) -> Iterator[Problem]:
+    """Yields a problem for each held-out token file of a source whose tokens are also in a training file of another source."""
     for (number, source), (_, sibling) in permutations(enumerate(config.sources), 2):
         held_out, trained = source.component.config, sibling.component.config
         if isinstance(held_out, TokensConfig) and isinstance(trained, TokensConfig) and held_out.held_out_files:
@@ -135,7 +137,7 @@ def load_text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
 
 
 def describe_overlap(training: MixtureConfig, evaluation: MixtureConfig) -> str:
-    """Returns sentences about the held-out documents of the table `evaluation` on which the table `training` trains, or ""."""
+    """Returns sentences about the held-out documents of `evaluation` on which `training` trains; "" if there are none."""
     sentences = []
     for number, source in list_sources(evaluation, "held_out"):
         record = source.component.record

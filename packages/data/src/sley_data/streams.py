@@ -1,4 +1,4 @@
-"""Streams of tokens: documents one after another, in memory, in token files, or tokenized once and cached on disk; torch-free.
+"""Streams of tokens: the tokens of documents, in memory, in token files, or in a cache on disk. Does not import torch.
 
     ~/.cache/sley/data/DIGEST/           DIGEST identifies the files, the tokenizer and the settings
         00000.tokens                     part 0: the tokens of about 32 MiB of text
@@ -36,14 +36,14 @@ from sley_data.plugin import ChatConfig, TextConfig, TokensConfig
 from sley_data.tokenizer import Tokenizer, read_ahead
 
 _SCAN_TOKENS = 1 << 22
-"""The number of tokens that are in memory at a time while a file is searched for documents."""
+"""The number of tokens of a file that are searched for the ends of documents at a time, to limit the memory."""
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The tokens of documents, none of which is empty, one after another. parts: arrays of uint8, uint16 or uint32, in memory
-    or memory-mapped, whose concatenation contains all tokens. offsets: the start of each document, and the number of all
-    tokens, int64 [num_documents + 1]. known_digest: the value of `digest`, or None to compute it from `parts` and `offsets`.
+    """The concatenated tokens of documents, none of which is empty. parts: arrays of uint8, uint16 or uint32, in memory or
+    memory-mapped, whose concatenation contains all tokens. offsets: the start of each document, and the number of all tokens,
+    int64 [num_documents + 1]. known_digest: the value of `digest`, or None to compute it from `parts` and `offsets`.
     """
 
     parts: Sequence[IntegerArray]
@@ -51,14 +51,14 @@ class TokenStream:
     known_digest: str | None = None
 
     @cached_property
-    def _ends(self) -> IntegerArray:
+    def _ends(self) -> IntegerArray:  # the end of each part in the stream
         return np.cumsum([len(part) for part in self.parts], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, start: int, stop: int) -> IntegerArray:
-        """Returns a copy of tokens [start, stop) as int64. The range must be inside the stream."""
+        """Returns a copy of the tokens from `start` to `stop` (excluded), int64 [stop - start]."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         tokens = np.empty(stop - start, np.int64)
         part_index, position = int(np.searchsorted(self._ends, start, side="right")), start
@@ -84,23 +84,23 @@ class TokenStream:
 
 
 def _release_pages(part: IntegerArray, start: int = 0, stop: int | None = None) -> None:
-    """Removes bytes [start, stop) of a mapped file from memory until the next access. Does nothing if `part` is not mapped."""
+    """Removes bytes [start, stop) of a memory-mapped `part` from memory until the next access. Ignores other arrays."""
     file = getattr(part.base, "obj", None)
     if isinstance(file, mmap):
         file.madvise(MADV_DONTNEED, start, (len(file) if stop is None else stop) - start)
 
 
 def map_tokens(path: Path, dtype: str) -> IntegerArray:
-    """Returns a file of little-endian integers as a memory-mapped, read-only array. The file may be larger than the memory."""
+    """Returns a file of little-endian integers as a memory-mapped, read-only array. The file must not be empty."""
     assert sys.byteorder == "little", "token files are little-endian"
     with path.open("rb") as file:
         return np.frombuffer(mmap(file.fileno(), 0, access=ACCESS_READ), dtype)
 
 
 def load_token_stream(config: TokensConfig, split: Split) -> TokenStream:
-    """Returns the token files of a split as one memory-mapped stream. Its digest covers only some blocks of each file. With
-    `documents = "cut"`, the stream is one document. Otherwise, files without an index are searched for `end_of_document`.
-    Raises a PlanError that lists all problems of the files, such as missing files, or held-out tokens in the training files.
+    """Returns the token files of a split as one memory-mapped stream. The digest of the stream covers only some blocks of each
+    file. With `documents = "cut"`, the stream is one document. Otherwise, files without an index are searched for
+    `end_of_document`. Raises PlanError with all problems of the files, such as held-out tokens in the training files.
     """
     files, problems = find_token_files(config, split)
     if split == "held_out":
@@ -121,7 +121,7 @@ def load_token_stream(config: TokensConfig, split: Split) -> TokenStream:
 
 
 def _find_document_ends(file: DataFile, part: IntegerArray, config: TokensConfig) -> IntegerArray:
-    """Returns the positions in a file at which its documents end. If the file has an index, they begin with position 0."""
+    """Returns the positions in a file at which its documents end, int64; for a file with an index, position 0 comes first."""
     if file.index is not None:
         return file.index.offsets
     assert config.end_of_document is not None, file
@@ -134,28 +134,28 @@ def _find_document_ends(file: DataFile, part: IntegerArray, config: TokensConfig
 
 
 MIN_PART_BYTES = 1 << 25
-"""A part ends once its text has at least this size in bytes."""
+"""The size in bytes of the text of a cached part: a part ends with the document that reaches this size."""
 
 MIN_CACHED_BYTES = 1 << 23
-"""With a tokenizer, the minimum size of cached text in bytes. Each run tokenizes smaller text again, in about a second."""
+"""The minimum size in bytes of text whose tokens are cached. Each run tokenizes smaller text again, in about a second."""
 
 MAX_BYTES_IN_MEMORY = 1 << 27
-"""Without a tokenizer, the minimum size of cached text in bytes. Each rank holds smaller text in memory."""
+"""The same minimum without a tokenizer, for tokens that are bytes. Each rank holds smaller text in memory."""
 
 _REPORT_INTERVAL_S = 5.0
 """The minimum time in seconds between two progress lines."""
 
-_SUMMARY_NAME = "complete.json"
-_OFFSETS_NAME = "offsets"
+_SUMMARY_NAME = "complete.json"  # the summary of a cache folder
+_OFFSETS_NAME = "offsets"  # the offsets of all documents in a cache folder
 
 EncodedDocuments: TypeAlias = "tuple[array[int], array[int], Any]"
-"""The concatenated tokens of documents, the length of each document (64 bits), and statistics as values that JSON supports."""
+"""The concatenated tokens of documents, the length of each document (int64), and statistics that JSON can encode."""
 
 D = TypeVar("D", bound=Document)
 
 
 class _PartPaths(NamedTuple):
-    """The paths of a part's files, in the order of their writing."""
+    """The paths of the files of a cached part, in the order in which they are written."""
 
     tokens: Path
     stats: Path
@@ -163,9 +163,9 @@ class _PartPaths(NamedTuple):
 
 
 def load_text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> TokenStream:
-    """Returns the stream of the non-empty documents of a split of text, in order. tokenizer: None for bytes. notes: its
-    content is replaced by sentences for the user. Raises a PlanError that lists all missing and empty files, or PlanError for
-    the first document that cannot be read.
+    """Returns the stream of the non-empty documents of a split of text, in order. tokenizer: None for bytes. notes: a list
+    whose content is replaced by sentences for the user. Raises PlanError with all missing and empty files, or with the first
+    document that cannot be read.
     """
 
     def read() -> Iterator[TextDocument]:
@@ -199,9 +199,9 @@ def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[TextDocum
 def find_cache_folder(
     config: TextConfig | ChatConfig, files: Sequence[DataFile], held_out: Sequence[DataFile], settings: object
 ) -> Path | None:
-    """Returns the cache folder for the tokens of `files`, or None if they are not cached. held_out: the files whose documents
-    are excluded. settings: all other values that determine the tokens. A file is identified by its name, size, modification
-    time and 16 blocks of its bytes.
+    """Returns the cache folder for the tokens of `files`, or None if the tokens are not cached. held_out: the files whose
+    documents are excluded. settings: all other values that determine the tokens. The name of the folder is a digest of the
+    settings and of each file's name, size, modification time and 16 blocks of bytes.
     """
     min_bytes = MIN_CACHED_BYTES if config.tokenizer else MAX_BYTES_IN_MEMORY
     if config.cache == "none" or sum(file.num_bytes for file in files) < min_bytes:
@@ -221,10 +221,10 @@ def load_tokens(
     encode: Callable[[Iterable[D]], EncodedDocuments],
     summarize: Callable[[list[Any]], dict[str, Any]],
 ) -> tuple[TokenStream, dict[str, Any]]:
-    """Returns the stream of the non-empty documents, and the result of `summarize`. Maps the tokens in the cache `folder`,
-    after writing them if they are missing. If `folder` is None or cannot be written, all tokens are in memory. num_bytes: the
-    size of all text, for progress lines. read: yields all documents. encode: tokenizes documents. summarize: takes the
-    statistics in all results of `encode`, and returns a dict that JSON supports, with sentences for the user under `notes`.
+    """Returns the stream of the non-empty documents, and the result of `summarize`. Maps the tokens in the cache `folder`, and
+    first writes missing tokens. If `folder` is None or cannot be written, all tokens are in memory. num_bytes: the size of all
+    text, for progress lines. read: yields all documents. encode: tokenizes documents. summarize: takes the list of the
+    statistics from each call of `encode`, and returns a dict that JSON can encode, with sentences for the user under `notes`.
     Raises the errors of these three functions.
     """
     problems: list[str] = []
@@ -238,7 +238,7 @@ def load_tokens(
                         summary = _write_summary(folder, dtype, num_parts, summarize)
             return _map_parts(folder, dtype, summary["parts"], summary["digest"]), summary
         except OSError as error:
-            problems = [f"the tokens are not kept in {folder}: {error}"]
+            problems = [f"the tokens cannot be cached in {folder}: {error}"]
     tokens, lengths, stats = encode(read())
     summary = summarize([stats])
     arrays = [np.frombuffer(tokens, dtype)] if tokens else []
@@ -255,25 +255,25 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _list_file_sizes(folder: Path) -> dict[str, int]:
-    """Returns the size of each file by name. Leaves out the lock, `complete.json` and temporary files."""
+    """Returns the size in bytes of each file in `folder` by name. Leaves out the lock, `complete.json` and temporary files."""
     paths = (path for path in sorted(folder.iterdir()) if path.name not in ("lock", _SUMMARY_NAME) and path.name[0] != ".")
     return {path.name: path.stat().st_size for path in paths}
 
 
 @contextmanager
 def _hold_lock(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock in the block. Prints a line if it has to wait for another process."""
+    """Holds the folder's lock within the block. Prints a line if another process holds the lock, and waits."""
     with (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print_note(f"waiting for another process on this host, which tokenizes the same text into {folder}")
+            print_note(f"waiting for another process on this host that is tokenizing the same text into {folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _write_parts(folder: Path, documents: Iterable[D], encode: Callable[[list[D]], EncodedDocuments], num_bytes: int) -> int:
-    """Writes the missing parts of the cache, and returns the number of all parts. num_bytes: the size of all text."""
+    """Writes the missing parts of the cache, and returns the number of all parts. num_bytes: the size of all text in bytes."""
     if (folder / _SUMMARY_NAME).exists():  # a file is damaged
         for path in (*folder.glob("*.lengths"), folder / _SUMMARY_NAME):
             path.unlink()
@@ -299,7 +299,7 @@ def _write_parts(folder: Path, documents: Iterable[D], encode: Callable[[list[D]
 
 
 def _split_parts(documents: Iterable[D]) -> Iterator[tuple[list[D], int]]:
-    """Yields the documents of each part, and their size in bytes. A part ends once it has `MIN_PART_BYTES`."""
+    """Yields the documents of each part, and their total size in bytes. A part ends when it reaches `MIN_PART_BYTES`."""
     part: list[D] = []
     num_bytes = 0
     for document in documents:
@@ -319,6 +319,7 @@ def _build_part_paths(folder: Path, number: int) -> _PartPaths:
 def _write_summary(
     folder: Path, dtype: str, num_parts: int, summarize: Callable[[list[Any]], dict[str, Any]]
 ) -> dict[str, Any]:
+    """Writes the offsets and `complete.json` of a cache with complete parts, and returns the content of `complete.json`."""
     parts = [_build_part_paths(folder, number) for number in range(num_parts)]
     with replace_atomically(folder / _OFFSETS_NAME) as file:
         offsets = _compute_offsets(array("q"))
@@ -342,7 +343,7 @@ def _map_parts(folder: Path, dtype: str, num_parts: int, digest: str | None = No
 
 
 def _compute_offsets(lengths: "array[int]", start: int = 0) -> IntegerArray:
-    """Returns the offset of each non-empty document and the end of the last one. start: the offset of the first document."""
+    """Returns the offset of each non-empty document and the end of the last one, int64. start: the first document's offset."""
     sizes = np.array(lengths, np.int64)
     offsets: IntegerArray = np.cumsum(np.concatenate([[start], sizes[sizes > 0]]), dtype=np.int64)
     return offsets

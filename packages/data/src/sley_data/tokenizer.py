@@ -21,16 +21,16 @@ from sley_data.plugin import BYTE_VOCAB_SIZE, TextConfig
 T = TypeVar("T")
 
 _BATCH_SIZE = 256
-"""The number of documents per call of `tokenizers`, which runs one thread per core."""
+"""The number of documents in each call of `tokenizers`, which runs one thread per core."""
 
-_TOKENIZER_NAME = "tokenizer.json"
+_TOKENIZER_NAME = "tokenizer.json"  # the file in the folder of a fast tokenizer
 
 
 class Tokenizer:
-    """Converts text to token ids, and adds special tokens to each document, such as `<s>`, as the tokenizer's settings say.
-    path: a `tokenizer.json`, or a folder with one. end_of_document: a token to append to each document too, or None.
-    Truncation, padding and random segmentation (dropout) are disabled. Raises PluginError if `tokenizers` is not installed, and
-    PlanError if the file is not a tokenizer or lacks the token `end_of_document`.
+    """Converts text to token ids, and adds the special tokens of the tokenizer's settings, such as `<s>`, to each document.
+    path: a `tokenizer.json`, or a folder with this file. end_of_document: a token that is also appended to each document, or
+    None. Truncation, padding and random segmentation (dropout) are disabled. Raises PluginError if `tokenizers` is not
+    installed, and PlanError if the file is not a tokenizer or lacks the token `end_of_document`.
     """
 
     def __init__(self, path: Path, end_of_document: str | None) -> None:
@@ -48,7 +48,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of everything that determines the token ids of a text."""
+        """A hex digest of the version, the tokenizer and the special tokens, which determine the token ids of a text."""
         text = f"{version('tokenizers')}{self._tokenizer.to_str()}{self._prefix_ids}{self._suffix_ids}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -77,7 +77,7 @@ class Tokenizer:
         return ids, lengths
 
     def encode_prompt(self, text: str) -> tuple[list[int], int]:
-        """Returns the ids of `text` at the start of a document, and the number of special tokens before it."""
+        """Returns the token ids of `text` at the start of a document, and the number of special tokens before the text."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [*self._prefix_ids, *ids], len(self._prefix_ids)
 
@@ -87,7 +87,7 @@ class Tokenizer:
         return self._suffix_ids[-1] if self._suffix_ids else None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, including that of special tokens. An incomplete character becomes U+FFFD."""
+        """Returns the text of token ids, including special tokens. An incomplete character becomes U+FFFD."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
@@ -104,7 +104,7 @@ class Tokenizer:
 
 
 def read_ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yields `items`, none of which is None. A thread reads the next item while the caller processes one."""
+    """Yields `items`, none of which may be None. A thread reads the next item while the caller processes the current one."""
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(next, items, None)
         while (item := pending.result()) is not None:
@@ -113,7 +113,7 @@ def read_ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 def _load_tokenizer(path: Path) -> Any:
-    """Raises PluginError "tokenizers-missing" without the package, and PlanError "tokenizer-missing" or "tokenizer-invalid"."""
+    """Returns the tokenizer at `path`. Raises PluginError "tokenizers-missing", PlanError "tokenizer-missing" or "-invalid"."""
     try:
         from tokenizers import Tokenizer as HFTokenizer
     except ImportError:
@@ -136,6 +136,7 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def _decode_text(name: str, content: bytes) -> str:
+    """Returns the UTF-8 text of the document `name`. Raises PlanError "data-encoding" for other bytes."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -145,7 +146,7 @@ def _decode_text(name: str, content: bytes) -> str:
 
 
 class Utf8Ids(TextIds):
-    """Converts text to UTF-8 bytes."""
+    """Converts text to ids that are its UTF-8 bytes."""
 
     size = BYTE_VOCAB_SIZE
     end = None
@@ -156,7 +157,7 @@ class Utf8Ids(TextIds):
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields, for each byte, the text that it completes, and finally the rest. Invalid bytes become U+FFFD."""
+        """Yields the text that each byte completes, "" for an incomplete character. Invalid bytes become U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for byte in ids:
             yield decoder.decode(bytes([byte]))
@@ -164,7 +165,7 @@ class Utf8Ids(TextIds):
 
 
 class TokenizerIds(TextIds):
-    """Converts text to the ids of a tokenizer. end: the id that ends a document; None for `tokenizer.end_of_document_id`."""
+    """Converts text to the ids of a tokenizer. end: the id that ends a document; None uses `tokenizer.end_of_document_id`."""
 
     is_bytes = False
 
@@ -174,13 +175,13 @@ class TokenizerIds(TextIds):
         self.num_before = 0
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text` at the start of a document. Sets `num_before`, the number of special tokens before it."""
+        """Returns the ids of `text` at the start of a document. Sets `num_before` to the number of special tokens before it."""
         ids, self.num_before = self._tokenizer.encode_prompt(text)
         return ids
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the text that the ids add, each time that its characters are complete, and finally the rest. Decodes new
-        tokens together with those of the previous text, since some tokens begin with a space only after other tokens.
+        """Yields the text of `ids` piece by piece, each time that its characters are complete, and finally the rest. Decodes
+        new tokens together with the previous piece, since some tokens begin with a space only after other tokens.
         """
         tokens: list[int] = []
         start = stop = 0  # the range of the tokens of the previous text
@@ -195,9 +196,9 @@ class TokenizerIds(TextIds):
 
 
 def load_text_ids(config: Table, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` of `tokenizer`, or of a `data.text` table if `tokenizer` is None. With `tokenizer`, `config` may be
-    any table. A document then ends with the table's `end_of_document`, or else with the `eos_token` in the
-    `tokenizer_config.json` next to `tokenizer`. Implements `DatasetRecord.text_ids`.
+    """Returns the `TextIds` of the path `tokenizer`, or of the table `config` if `tokenizer` is None; implements
+    `DatasetRecord.text_ids`. With a path, `config` may be any table, and a document ends with the table's `end_of_document`, or
+    else with the `eos_token` in the `tokenizer_config.json` next to the tokenizer.
     """
     end = getattr(config, "end_of_document", None)
     if tokenizer is None:
@@ -208,7 +209,7 @@ def load_text_ids(config: Table, tokenizer: Path | None) -> TextIds:
 
 
 def _read_eos_token(tokenizer: Path) -> str | None:
-    """Returns the `eos_token` in the `tokenizer_config.json` next to a tokenizer, or None."""
+    """Returns the `eos_token` in the `tokenizer_config.json` next to the path `tokenizer`, or None."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:
         token = json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
