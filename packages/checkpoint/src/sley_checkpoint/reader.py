@@ -194,7 +194,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return self[name]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the value of each parameter, as for `run.load_weights`: its master weight, if it has one."""
+        """Yields the name and the value of each parameter for `run.load_weights`: its master weight, if it has one."""
         return ((name.removeprefix(WEIGHTS), self[name]) for name in self.names if name.startswith(WEIGHTS))
 
     def __getitem__(self, name: str) -> Tensor:

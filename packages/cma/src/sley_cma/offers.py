@@ -108,7 +108,7 @@ class Offers:
         self._open_offers.pop(number, None)
 
     def turn(self, number: int, label: str, *, is_read: bool = False) -> Turn:
-        """Returns the description of a wait for offers `number` of peers, or if `is_read`, for their reads of own data."""
+        """Returns the description of a wait for the peers' offers `number`, or, if `is_read`, for their reads."""
         queue = self._read_queues[self.coord] if is_read else self._queue
         return Turn("exchange", self.members, label, queue, number)
 

@@ -217,7 +217,7 @@ class _Exchange(Work):
         self._offers.wait_read(self._number, self._label)
 
     def _complete(self) -> None:
-        """Completes the exchange, waits for the peers' reads, and keeps the result. Called when the ring is full."""
+        """Completes the exchange, waits for the peers' reads, and keeps the result, to make room in a full ring."""
         self.wait()
         self._offers.wait_read(self._number, self._label)
 

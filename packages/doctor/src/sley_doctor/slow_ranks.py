@@ -82,7 +82,7 @@ def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
 @dataclass(frozen=True)
 class Cause:
     """One reason why steps take longer than necessary. kind: "work" if a rank works longer than its peers, "data" if all ranks
-    wait for data. ranks: the slow rank, or all ranks. location: where the time is spent, as in `Window.work`. seconds: the cost
+    wait for data. ranks: the slow rank, or all ranks. location: where the time is spent; see `Window.work`. seconds: the cost
     in each step. usual_s: the seconds of comparable work on other ranks. step_s: the seconds of a step. first, last: the first
     and last step with this cause.
     """

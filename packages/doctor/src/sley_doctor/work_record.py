@@ -45,7 +45,7 @@ class Location(StrEnum):
     """Names the kinds of work that are not part of an action. DATA: the wait for the feed. BEGINNING: the beginning of the
     step, before its first action. MESSAGES: starting sends and receives. REDUCTION: the end of the reduction of gradients.
     UPDATE: norm, clipping and optimizer. DEVICE: the wait until the device has finished a step, which on CUDA includes its
-    waits for other ranks. BETWEEN: the time between two steps, for metrics, checkpoints and listeners.
+    waits for other ranks. BETWEEN: the time between two steps, for metrics, checkpoints and listeners. EVALUATION: evaluations.
     """
 
     DATA = "data"

@@ -25,7 +25,7 @@ LAYER_PARTS: tuple[Part, ...] = ("weights", "buffers")
 
 
 class BucketedStateMover(movers.Mover):
-    """Steps the optimizer bucket by bucket, and keeps the states of other buckets on the host.
+    """Steps the optimizer bucket by bucket, and keeps the states of idle buckets on the host.
 
         tail of the backward    update of 0      update of 1                  update of 2      next forward
         0 comes ............... 1 comes ........ 0 leaves, 2 comes .......... 1 leaves ....... 2 leaves

@@ -67,7 +67,7 @@ class AttentionResults:
         self._results.append([(_detach(v), version_of(v)) if isinstance(v, Tensor) else (v, 0) for v in result])
 
     def mark_needed(self) -> None:
-        """Marks all results so far as needed. Called for each saved tensor, up to which a recomputation will run."""
+        """Marks all results so far as needed by a recomputation. Call it when the checkpoint saves a tensor."""
         self._num_needed = len(self._results)
 
     def rewind(self) -> None:

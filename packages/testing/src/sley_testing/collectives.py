@@ -177,7 +177,7 @@ def collectives() -> Iterator[list[Collective]]:
 
 
 class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Appends each collective that torch dispatches while the mode is active to `calls`."""
+    """Appends to `calls` each collective that torch dispatches while the mode is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

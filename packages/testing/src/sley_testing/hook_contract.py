@@ -113,8 +113,8 @@ class SchedulerHookContract:
     hook: ClassVar[Tables]
 
     def test_hook_changes_nothing(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Compares losses, norms, gradients and weights with a run without the hook. Ranks must issue the same collectives. The
-        hook's collectives count. The hook must detach the tensors that it keeps, so that saved activations can be freed. Its
+        """Compares losses, norms, gradients and weights with a run without the hook. Ranks must issue the same collectives,
+        including the hook's own. The hook must detach the tensors that it keeps, so that saved activations can be freed. Its
         counts must be finite and have the same names after every step.
         """
         baselines, observations = ranks(2).once(observe, [], texts), ranks(2).once(observe, [self.hook], texts)

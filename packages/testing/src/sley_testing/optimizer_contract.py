@@ -256,7 +256,7 @@ class OptimizerContract:
         )
 
 
-NUM_EXTRA_STEPS = 10  # the steps after the plan's last one, which a custom program may take
+NUM_EXTRA_STEPS = 10  # steps after the last step of the plan, which a custom program may take
 
 
 class LRScheduleContract:

@@ -381,7 +381,7 @@ def _pickle_error(error: BaseException) -> bytes:
 
 
 _SHORT_REPR = reprlib.Repr()  # shortens the values of locals in tracebacks
-_SHORT_REPR.maxother = _SHORT_REPR.maxstring = 400
+_SHORT_REPR.maxother = _SHORT_REPR.maxstring = 400  # characters
 
 
 def _format_traceback(error: BaseException) -> str:

@@ -270,8 +270,9 @@ def assert_by_hand(
     tolerance: float = 1e-9,
 ) -> None:
     """Trains a plain loop on `batches`, one per step, and asserts that losses, norms, gradients and weights match `recorded`
-    within the relative `tolerance`. named: new layers by name, which are converted to the dtype of the run. micro_size: the
-    samples per microbatch. first: the initial weights of the full model, if `recorded` has only a part of the model.
+    within the relative `tolerance`. named: new layers by name, which are converted to the dtype of the run. make_optimizer:
+    builds an optimizer of the trained parameters. micro_size: the samples per microbatch. first: the initial weights of the
+    full model, if `recorded` has only a part of the model.
     """
     start = recorded.initial_weights if first is None else first
     for _, module in named:

@@ -147,7 +147,7 @@ def _run_steps(
 @contextmanager
 def fake_run(plan: Plan, rank: int, world_size: int, draft: Draft | None = None) -> Iterator[tuple[Run, Ledger, Recording]]:
     """Yields the run of rank `rank` in a fake world, the ledger of its memory, and the recording for a step. The run saves
-    nothing. draft: as in `run_rank`. Raises PlanError for each failed check of the plan.
+    nothing. draft: see `run_rank`. Raises PlanError for each failed check of the plan.
     """
     evaluation = None if plan.evaluation is None else plan.evaluation.model_copy(update={"keep_best": None})
     plan = replace(plan, checkpoint=None, evaluation=evaluation)
@@ -195,7 +195,7 @@ def classify_allocation(allocation: Allocation) -> str:
 
 def min_equivalent_microbatches(lists: ActionLists, num_microbatches: int) -> int:
     """Returns the smallest number of microbatches, at least MIN_MICRO_BATCHES or MIN_MICRO_BATCHES_BETWEEN_STAGES, for which
-    this stage's action list has the same memory peaks as for `num_microbatches`, which is the maximum.
+    the memory peaks of this stage's action list are the same as for `num_microbatches`. Returns at most `num_microbatches`.
     """
     peaks = _peaks(lists, num_microbatches)
     min_count = MIN_MICRO_BATCHES if lists.placement.num_positions == 1 else MIN_MICRO_BATCHES_BETWEEN_STAGES

@@ -252,8 +252,8 @@ def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, ten
     return device.seconds_between(*moments[:2]), device.seconds_between(*moments[1:])
 
 
-WEIGHT_COUNTS = 8, 128  # the number of weights in runs with few and with many
-MICRO_BATCH_COUNTS = 1, 5  # the number of microbatches in each step
+WEIGHT_COUNTS = 8, 128  # the numbers of weights in the measured runs
+MICRO_BATCH_COUNTS = 1, 5  # the numbers of microbatches per step in the measured runs
 
 STEPS_PER_TURN, NUM_TURNS = 4, 7  # the result is the median over turns, since other work sometimes slows a host
 

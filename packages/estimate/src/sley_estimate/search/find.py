@@ -319,8 +319,8 @@ def count_states(plan: Plan) -> int:
     return sum(value.shape == weight.shape for value in states) + (plan.averaging is not None)
 
 
-NUM_VERIFIED = 30  # the number of the best layouts that run their own steps; as many more follow if too few of them fit
-MAX_ROUNDS = 4  # the largest number of such rounds
+NUM_VERIFIED = 30  # the number of layouts in a round: the next best layouts, which run their own steps
+MAX_ROUNDS = 4  # the maximum number of rounds; a further round follows while too few layouts fit
 SIMILARITY = 0.01  # layouts count as nearly equal if their seconds and bytes differ by about this share
 
 

@@ -134,7 +134,7 @@ class Recording:
         self._events = self._opening
 
     def begin(self, run: Run) -> None:
-        """Starts recording. Called before a step of `run`."""
+        """Starts recording. Call it before a step of `run`."""
         master_weights = run.stepper.update.masters
         if master_weights.device is not None:
             self._host_storage_ids = {storage_id(entry.parameter) for entry in master_weights.local_params}
