@@ -196,12 +196,11 @@ class Device:
 
     @classmethod
     def pick(cls, name: str, local_rank: int = 0, local_size: int = 1) -> "Device":
-        """Returns this rank's device. A CUDA device becomes torch's current device.
-
-        name: cpu, cuda or auto; auto means cuda if each of the `local_size` ranks of this machine can have its own device, and
-        cpu otherwise. With cuda, ranks share devices if there are fewer devices than ranks, and the run uses the current
-        stream. The environment variable `CUDA_DEVICE_MAX_CONNECTIONS` is then set to 32 unless it is set already; this works
-        only before the process uses CUDA. Raises RunError `no-device` if `name` is cuda and there is no CUDA device.
+        """Returns this rank's device. A CUDA device becomes torch's current device. name: cpu, cuda or auto; auto means cuda if
+        each of the `local_size` ranks of this machine can have its own device, and cpu otherwise. With cuda, ranks share
+        devices if there are fewer devices than ranks, and the run uses the current stream. The environment variable
+        `CUDA_DEVICE_MAX_CONNECTIONS` is then set to 32 unless it is set already; this works only before the process uses CUDA.
+        Raises RunError `no-device` if `name` is cuda and there is no CUDA device.
         """
         count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
         if name == "auto":
@@ -316,9 +315,7 @@ class Device:
         return tensor.to(self.torch_device, non_blocking=True)
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` on the host: on CUDA a page-locked copy, complete once the device reaches a later `moment`; on other
-        devices the tensor itself.
-        """
+        """Returns a page-locked copy of a CUDA `tensor`, complete at a later `moment`; on other devices, `tensor` itself."""
         if not self.is_async:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -75,12 +75,11 @@ class Wait(NamedTuple):
 
 @dataclass
 class Progress:
-    """Records the exchanges and waits of one rank in one run, in all its groups.
-
-    A queue is a sequence of exchanges that the members of a group start in the same order: the collectives of one channel, or
-    the messages from one rank to another. last_numbers: the number of the last exchange of each queue. recent_turns: the last
-    `NUM_RECENT` exchanges of each queue. step_progress: the position in the action list. on_wait: called after each successful
-    wait, with the exchange and the value of `time.perf_counter` at the start of the wait.
+    """Records the exchanges and waits of one rank in one run, in all its groups. A queue is a sequence of exchanges that the
+    members of a group start in the same order: the collectives of one channel, or the messages from one rank to another.
+    last_numbers: the number of the last exchange of each queue. recent_turns: the last `NUM_RECENT` exchanges of each queue.
+    step_progress: the position in the action list. on_wait: called after each successful wait, with the exchange and the value
+    of `time.perf_counter` at the start of the wait.
     """
 
     last_numbers: dict[str, int] = field(default_factory=dict)
@@ -223,8 +222,7 @@ def begin_turn(
     ends: tuple[int, int] | None = None,
 ) -> Turn:
     """Records that this rank starts an exchange with `members` on `channel`, and returns its turn. operation, label, num_bytes:
-    as in `Turn`. ends: the coordinates of a message's sender and receiver, both of which call this function; None if all
-    members participate.
+    as in `Turn`. ends: the coordinates of a message's sender and receiver, which both call this; None for a collective.
     """
     queue, peer = f"{members.axis} {channel}", None
     if ends is not None:

@@ -51,9 +51,7 @@ class Work:
         """Waits until the result is complete. With NCCL, later work on the current stream waits, but the host does not."""
 
     def release(self) -> None:
-        """Discards the result: afterwards nothing writes into its memory, and this handle does not refer to it. Waits for the
-        exchange unless the transport can abandon it.
-        """
+        """Discards the result: nothing writes into its memory any more. Waits for the exchange unless it can be abandoned."""
         self.wait()
 
     def wait_sent(self) -> None:
@@ -127,9 +125,8 @@ class Transport(Published, Protocol):
         return 0
 
     def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
-        """Starts to sum each of `tensors` [size x n, ...] over the group in place. After `wait`, this rank's n rows contain the
-        sum and may be written, and the other rows are undefined. scratches: for each tensor, a tensor
-        [`num_scratch_rows(n)`, ...] of its dtype.
+        """Starts to sum `tensors` [size x n, ...] over the group in place. After `wait`, this rank's n rows contain the sum and
+        may be written; other rows are undefined. scratches: for each tensor, [`num_scratch_rows(n)`, ...] of its dtype.
         """
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
@@ -330,9 +327,7 @@ def uses_messages(backend: str, device: torch.device) -> bool:
 def make_transport(
     members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog, device: torch.device
 ) -> Transport:
-    """Returns a new transport for tensors on `device` over the communicator `channel`. name: the channel's name. log: as in
-    `CollectiveTransport`.
-    """
+    """Returns a new transport for tensors on `device` over the channel `name`, whose exchanges `log` records if needed."""
     if uses_messages(dist.get_backend(channel), device):
         return MessageTransport(members, name, channel)
     return CollectiveTransport(members, name, channel, log)

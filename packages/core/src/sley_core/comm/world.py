@@ -299,12 +299,10 @@ class World(AbstractContextManager["World"]):
         rendezvous: Rendezvous | None = None,
     ) -> "World":
         """Joins the world that the launcher's environment describes, and returns it. Without a launcher, returns
-        `alone(device)`.
-
-        Blocks until all ranks have joined. An existing default group is used and left open. timeout_s: the limit of start-up
-        and of each collective on the default group, in seconds. environ: the environment; `os.environ` by default. rendezvous:
-        the launcher's rendezvous, whose store replaces that of the environment. Raises RunError `rendezvous-failed` if peers
-        are missing, or if the environment does not define a valid rank and size.
+        `alone(device)`. Blocks until all ranks have joined. An existing default group is used and left open. timeout_s: the
+        limit of start-up and of each collective on the default group, in seconds. environ: the environment; `os.environ` by
+        default. rendezvous: the launcher's rendezvous, whose store replaces that of the environment. Raises RunError
+        `rendezvous-failed` if peers are missing, or if the environment does not define a valid rank and size.
         """
         environ = os.environ if environ is None else environ
         local_rank = _environment_integer(environ, "LOCAL_RANK", "0")

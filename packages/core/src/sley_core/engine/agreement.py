@@ -287,9 +287,7 @@ def _format_exchanges(exchanged: Sequence[Any]) -> str:
 
 
 class CopyComparison:
-    """Checks that ranks with copies of the same weights and buffers have equal values. Ignores buffers whose names match a
-    pattern of `per_rank_buffers`.
-    """
+    """Checks that ranks have equal copies of weights and buffers, except buffers that match a pattern of `per_rank_buffers`."""
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self.parts = parts
@@ -335,9 +333,7 @@ class CopyComparison:
 
 
 def _compare_fingerprints(label: str, names: Sequence[str], fingerprints: Tensor, group: Group) -> str:
-    """Compares `fingerprints` [len(names)] over `group`, a blocking collective, and returns a text of the differences, or "" if
-    there are none. All ranks pass the same `names`.
-    """
+    """Returns a text that names two ranks of `group` with different `fingerprints` [len(names)], or "". Blocks all ranks."""
     extremes = torch.stack([fingerprints, ~fingerprints])  # the maximum of ~x is ~(the minimum of x)
     group.all_reduce(extremes, "max", label=f"the fingerprints of {label}").wait()
     is_odd = extremes[0] != ~extremes[1]
@@ -399,9 +395,7 @@ class WriteWatch:
         return self._snapshot(layer, compares_values=compares_values)
 
     def check(self, layer: Layer, before: _LayerSnapshot | None) -> None:
-        """Raises RunError "weight-written" or PlanError "model-buffer-written" if the layer has made a refused write since
-        `before`, the result of `begin_call`.
-        """
+        """Raises RunError "weight-written" or PlanError "model-buffer-written" for a refused write since `begin_call`."""
         if before is None:
             return
         after = self._snapshot(layer, compares_values=before.compares_values)

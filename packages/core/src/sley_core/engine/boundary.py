@@ -234,9 +234,7 @@ def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
-    """Returns a value with the tensors `leaves`, the inverse of `flatten`. Raises RunError `boundary-type` if a type in
-    `structure` is not imported in this process.
-    """
+    """Returns the value that `flatten` has split. Raises RunError `boundary-type` if this process has not imported a type."""
     if structure is None:
         return None
     if isinstance(structure, int):

@@ -142,7 +142,6 @@ UNSHARDED = BufferShard("", 1, 0)
 
 class Layout(NamedTuple):
     """The layout of gradients that a reducer needs: the buffers, and the order in which the store reports ready gradients.
-
     buffers: the parameters of each buffer, all of one `Param.family`. order: all parameters in the order of their reports,
     which is equal on all ranks of every reduce group. unbuffered: the parameters in no buffer, because no handler reduces them.
     shards: for each buffer, the part whose sum this rank gets, or None for the full buffer; empty if all buffers are full.
@@ -156,9 +155,7 @@ class Layout(NamedTuple):
     is_fixed: bool = False
 
     def check(self, trainable: Sequence[Param]) -> None:
-        """Asserts that `order` contains each of `trainable` once, and that `buffers` and `unbuffered` together do so, too.
-        trainable: in the order of the registry.
-        """
+        """Asserts that `order` has each of `trainable` (in registry order) once, as do `buffers` and `unbuffered` together."""
         for params in (self.order, [param for buffer in (*self.buffers, self.unbuffered) for param in buffer]):
             indices = sorted(param.index for param in params)
             assert indices == [param.index for param in trainable], "a layout names every trainable parameter once"

@@ -109,9 +109,7 @@ def build_keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPoli
 
 
 def build_recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute`, which recomputes the first `config.fraction`, rounded half up, of the layers except the model's
-    first and last layer.
-    """
+    """Builds `core.recompute` for the first `config.fraction` of the layers between the model's first and last layer."""
     blocks = layer_names[1:-1]
     # The decimal number in the plan: the float 0.285 is slightly less, so 0.285 x 100 would round to 28.
     share = Decimal(str(config.fraction)) * len(blocks)
@@ -127,7 +125,6 @@ torch's CPU generator uses (Steele et al., Fast Splittable Pseudorandom Number G
 @dataclass(eq=False)
 class LayerCaller:
     """Calls layers under the activation policy. Before each call, waits for the layer's weights (`waits`) and seeds generators.
-
     seed: the run's seed. hooks: the scheduler hooks, to which recomputations are reported. slice_index: the index of this
     rank's slice of its sequences; slices of one sample draw different random numbers. step_progress: receives the name of each
     called layer. data_timeout_s: how long to wait for a dataset that draws from the same generators. write_watch: checks

@@ -42,10 +42,8 @@ class TreeLeaf(NamedTuple):
 
 
 class CanonicalReduction(Reduction):
-    """Sums in the order of one tree over all microbatches of the step.
-
-    Each `dp` rank has a contiguous run of the global batch, in the order of the ranks, and `wp` ranks are neighbours, so the
-    ranks of every reduce group have contiguous runs.
+    """Sums in the order of one tree over all microbatches of the step. Each `dp` rank has a contiguous run of the global batch,
+    in the order of the ranks, and `wp` ranks are neighbours, so the ranks of every reduce group have contiguous runs.
     """
 
     has_fixed_order = True
@@ -67,13 +65,13 @@ class CanonicalReduction(Reduction):
         return self.state.first_micro + (0 if action is None else action.micro)
 
     def nodes(self, reduce_group: str, coord: int | None = None) -> list[Node]:
-        """Returns the nodes whose sums the rank at `coord` (by default, this rank) of the group contributes per gradient."""
+        """Returns the nodes whose sums a rank contributes to each gradient. coord: its coordinate; by default, this rank's."""
         group = self.groups[reduce_group]
         first, last = leaf_range(group.coord if coord is None else coord, group.size, self.num_leaves)
         return covering_nodes(first, last, self.num_leaves)
 
     def pad_losses(self, losses: Tensor) -> Tensor:
-        """Returns `losses` with zeros in place of other ranks' losses, [all microbatches]. Their sum over ranks is exact."""
+        """Returns this rank's `losses` at their places in a tensor [all microbatches], which has zeros at all other places."""
         group = self.groups["dp"]
         spaced = losses.new_zeros(group.size, losses.numel())
         spaced[group.coord] = losses
@@ -81,8 +79,8 @@ class CanonicalReduction(Reduction):
 
     @staticmethod
     def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
-        """Raises PlanError "canonical-tie" for parameters that several layers hold, in modules other than plain linears and
-        embeddings, or in more than two layers on several stages; "canonical-buffers" for buffers that training writes.
+        """Raises PlanError "canonical-tie" if several layers hold a parameter, and a holder is not a plain linear or embedding,
+        or more than two layers on several stages hold it. Raises "canonical-buffers" if `per_rank_buffers` is not empty.
         """
         faults = [*_tie_faults(stages)]
         if per_rank_buffers:
@@ -105,7 +103,7 @@ class CanonicalReduction(Reduction):
         self.sum_memory.clear()
 
     def concurrent_microbatches(self, group: Group) -> range:
-        """Returns the global number of the microbatch that each rank of `group` runs now: all run the same actions."""
+        """Returns the global number of the microbatch that each rank of `group` runs now. All ranks run the same actions."""
         step = max(1, self.state.num_microbatches)
         begin = self.microbatch_index - group.coord * step
         return range(begin, begin + group.size * step, step)
@@ -117,7 +115,7 @@ class CanonicalReduction(Reduction):
         return ExactTotals(self.groups, gradients, self.pad_losses(loss), norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        """Returns the sums of the digits of `weights` [NUM_WEIGHT_DIGITS]. Non-finite weights are added to the first sum."""
+        """Returns the sum over `weights` of each digit, NUM_WEIGHT_DIGITS sums. Adds infinite and NaN weights to the first."""
         sums = [0.0] * NUM_WEIGHT_DIGITS
         for weight in weights:
             if not math.isfinite(weight):
@@ -144,11 +142,10 @@ class CanonicalReduction(Reduction):
 
 
 class CanonicalAccumulator(Accumulator):
-    """Sums the contributions of each microbatch separately, and then adds the sums in the order of the tree.
-
-    The view holds the sum of the rank's first microbatches; the other sums have separate memory until they are added. rows:
-    after `finalize`, one sum for each use of the parameter and each node of this rank's run, the first of them in the view; if
-    the reduce group has one rank, only the complete sum. is_unbuffered: whether each step allocates the view.
+    """Sums the contributions of each microbatch separately, and then adds the sums in the order of the tree. The view holds the
+    sum of the rank's first microbatches; the other sums have separate memory until they are added. rows: after `finalize`, one
+    sum for each use of the parameter and each node of this rank's microbatches. The first sum is in the view. If the reduce
+    group has one rank, there is only the complete sum. is_unbuffered: whether each step allocates the view.
     """
 
     def __init__(self, reduction: CanonicalReduction, param: Param, view: Tensor, *, is_unbuffered: bool) -> None:
@@ -169,7 +166,7 @@ class CanonicalAccumulator(Accumulator):
         self.rows: list[Tensor] = []
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Closes the open leaf and opens another if they differ. Raises RunError `canonical-again` if that was closed."""
+        """Opens the leaf of `layer` and `micro`, and closes the leaf before. Raises RunError `canonical-again` if it was open."""
         layers = self.param.layers
         assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}, so the contribution must name its layer"
         leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.microbatch_index if micro is None else micro)
@@ -207,7 +204,7 @@ class CanonicalAccumulator(Accumulator):
         self.parameter.grad, self.is_grad_view = None, False
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right. Multiplies in the factors' dtype and then adds, since `addmm` would round differently."""
+        """Adds left^T right. Multiplies in the dtype of the factors and then adds, since `addmm` would round differently."""
         if self._is_fresh and left.dtype == self.dtype:
             torch.mm(left.t(), right, out=self._open_leaf())
         else:
@@ -219,7 +216,7 @@ class CanonicalAccumulator(Accumulator):
         add_at(self._sum, indices, rows.to(self.dtype))
 
     def finalize(self) -> None:
-        """Collects `rows` from the partial sums. No contribution may follow."""
+        """Sets `rows` to sums of the nodes, and the view to the first row. No contribution may follow."""
         self._close_leaf()
         view = self._allocated_view()
         sums = self._partial_sums()
@@ -239,6 +236,7 @@ class CanonicalAccumulator(Accumulator):
         return self.view
 
     def _open_leaf(self) -> Tensor:
+        """Returns memory, with arbitrary contents, for the sum of the open leaf, which gets its first contribution."""
         self._is_fresh = False
         group = self.reduction.groups[self.param.reduce_group]
         first, _ = leaf_range(group.coord, group.size, self.reduction.num_leaves)
@@ -261,11 +259,11 @@ class CanonicalAccumulator(Accumulator):
         return self._sums
 
 
-FAST_HINT = 'set [parallel] reduction = "fast"'
+FAST_HINT = 'set [parallel] reduction = "fast"'  # the hint for gradients whose sum has no fixed order
 
 
 class Use(NamedTuple):
-    """A use of a parameter: its name there, the module that holds it, and the module's stage."""
+    """A use of a parameter: the name that it has there, the module that holds it, and the stage of the module."""
 
     name: str
     module: nn.Module
@@ -273,6 +271,7 @@ class Use(NamedTuple):
 
 
 def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
+    """Yields a diagnostic for each tied parameter whose gradient cannot be summed in a fixed order."""
     uses: dict[int, dict[str, list[Use]]] = {}  # of each parameter, by layer
     for stage, layers in stages:
         for layer in layers:
@@ -301,7 +300,7 @@ def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
 NUM_WEIGHT_DIGITS = 4
 """The number of digits of a loss weight: the integer part, and three digits of 24 bits after the point."""
 
-_DIGIT_BASE = 2.0**24
+_DIGIT_BASE = 2.0**24  # of the digits of loss weights
 
 
 def tree_sum(values: Tensor) -> Tensor:
@@ -311,16 +310,15 @@ def tree_sum(values: Tensor) -> Tensor:
     return values[0]
 
 
-_DIGIT_BITS = 24
-_NUM_NORM_DIGITS = 3
+_DIGIT_BITS, _NUM_NORM_DIGITS = 24, 3  # the digits of a norm's terms; see the docstring of this module
 _CHUNK_NUMEL = 1 << 18
-"""The number of elements that are converted to float64 at a time. The sum of their digits is below 2^53, thus exact."""
+"""The number of elements that `digit_sums` converts to float64 at a time. The sum of their digits is below 2^53, thus exact."""
 _LOW_BITS = 26
-"""The number of low bits of a digit's sum that are sent in a separate float64. Sums over up to 2^27 ranks are exact."""
+"""The number of low bits of a digit's sum that travel in a separate float64. Sums over up to 2^27 ranks are exact."""
 
 
 def max_abs(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest absolute value as a float64 scalar; 0 without tensors, inf if an element is not finite."""
+    """Returns the largest absolute value in `tensors` as a float64 scalar: 0 without tensors, inf if one is not finite."""
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         largest = torch.maximum(largest, torch.linalg.vector_norm(tensor, math.inf).double())
@@ -346,7 +344,7 @@ def digit_sums(tensors: Iterable[Tensor], largest: Tensor, norm_type: float) -> 
 
 
 def norm_from_digits(summed: Tensor, largest: Tensor, norm_type: float) -> Tensor:
-    """Returns the norm as a float64 scalar; inf if a gradient is not finite. summed: the sum of all ranks' `digit_sums`."""
+    """Returns the norm as a float64 scalar, or inf if a gradient is not finite. summed: the sum of all ranks' `digit_sums`."""
     halves = summed.to(torch.int64).view(2, _NUM_NORM_DIGITS)
     total = torch.zeros((), dtype=torch.float64, device=largest.device)
     for number in reversed(range(_NUM_NORM_DIGITS)):
@@ -367,8 +365,8 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 class ExactTotals(Totals):
-    """Computes norm and loss without an influence of the layout. The constructor is a collective over all ranks. loss: the
-    losses of all microbatches of the global batch, float64, with zeros for those of other ranks.
+    """Computes a loss and a norm that do not depend on the layout. The constructor is a collective over all ranks. loss: the
+    loss of each microbatch of the global batch, float64, with zeros for the microbatches of other ranks.
     """
 
     def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> None:

@@ -63,7 +63,7 @@ class Node(NamedTuple):
 
 
 def sibling(node: Node, num_leaves: int) -> Node | None:
-    """Returns the node that is added to `node` in the tree of `num_leaves`, or None for the root."""
+    """Returns the node that is added to `node` in the tree with `num_leaves` leaves, or None for the root."""
     first, last = node
     length = last - first
     if last < num_leaves and not first & length:
@@ -72,6 +72,7 @@ def sibling(node: Node, num_leaves: int) -> Node | None:
 
 
 def parent(node: Node, other: Node) -> Node:
+    """Returns the parent of two siblings, which may be passed in any order."""
     return Node(min(node.first, other.first), max(node.last, other.last))
 
 
@@ -88,14 +89,16 @@ def covering_nodes(first: int, last: int, num_leaves: int) -> list[Node]:
 
 
 def leaf_range(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
-    """Returns the half-open range of the leaves of rank `coord` in a group of `size` ranks that share all leaves equally."""
+    """Returns the half-open range of the leaves of rank `coord` in a group of `size` ranks that divide all leaves equally."""
     assert num_leaves % size == 0, f"{num_leaves} microbatches over {size} ranks"
     size_per_rank = num_leaves // size
     return coord * size_per_rank, (coord + 1) * size_per_rank
 
 
 class SumMemory:
-    """Allocates and reuses the memory of partial sums within one step. created: the tensors allocated since `clear`."""
+    """Allocates and reuses the memory of partial sums within one step. created: the tensors allocated since `clear`. unused:
+    the tensors of these that may be reused, by shape and dtype.
+    """
 
     def __init__(self) -> None:
         self.unused: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
@@ -115,10 +118,9 @@ class SumMemory:
 
 
 class PartialSums:
-    """Adds up the contributions to one gradient, as far as the tree of `num_leaves` leaves permits, separately for each use of
-    the parameter.
-
-    sum_memory: receives the memory of unused operands. target: the tensor that keeps the sum if it is one of the operands.
+    """Adds up the contributions to one gradient, as far as the tree with `num_leaves` leaves permits, separately for each use
+    of the parameter. sum_memory: receives the memory of operands that are no longer needed. target: if this tensor is an
+    operand of an addition, it receives the sum.
     """
 
     def __init__(self, num_leaves: int, sum_memory: SumMemory | None = None, target: Tensor | None = None) -> None:
@@ -133,7 +135,7 @@ class PartialSums:
         return sorted(self._sums_by_node)
 
     def put(self, use: int, node: Node, value: Tensor) -> None:
-        """Stores `value`, the sum of `node`, and takes over its memory. Adds it to that of a stored sibling, and so on."""
+        """Stores `value`, the sum of `node`, and takes over its memory. Replaces stored siblings by the sum of their parent."""
         while (other := sibling(node, self.num_leaves)) is not None and (use, other) in self._sums_by_node:
             value = self._add_pair(self._sums_by_node.pop((use, other)), value)
             node = parent(node, other)
@@ -141,7 +143,7 @@ class PartialSums:
         self._sums_by_node[use, node] = value
 
     def pop(self, use: int, node: Node, like: Tensor) -> Tensor:
-        """Removes and returns the sum of `node`. Microbatches without contributions count as zeros of the shape of `like`."""
+        """Removes and returns the sum of `node`. Microbatches without contributions count as zeros like `like`."""
         if (use, node) in self._sums_by_node:
             return self._sums_by_node.pop((use, node))
         stored_nodes = [stored for stored_use, stored in self._sums_by_node if stored_use == use]
@@ -151,7 +153,7 @@ class PartialSums:
         return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
 
     def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
-        """Adds one tensor to the other in place, and returns the sum. The sum is in `target` if that is one of them."""
+        """Adds one tensor to the other in place, and returns the sum: in `target` if it is one of them, else in `total`."""
         if other is self.target:
             total, other = other, total
         total.add_(other)
@@ -166,12 +168,12 @@ def sum_uses(sums: list[Tensor]) -> Tensor:
 
 
 MAX_IN_FLIGHT = 2
-"""The maximum number of sums in flight: while one is gathered, the next is exchanged. Each needs a copy of gradients."""
+"""The maximum number of sums in flight: while one is gathered, the next is exchanged. Each takes memory for its gradients."""
 
 
 class TreeSums(Sums):
-    """Sums buffers of `store` over their groups; of a sharded buffer, only this rank's part. Each `start` advances the earlier
-    sums, in the same order on all ranks of their groups.
+    """Sums buffers of `store` over their groups. If a buffer is sharded, sums only this rank's part. Each `start` advances the
+    earlier sums, in the same order on all ranks of their groups.
     """
 
     def __init__(self, reduction: CanonicalReduction, store: GradientStore, sent: SentBytes, channel: str) -> None:
@@ -218,7 +220,7 @@ class _TreeSum:
         self._sent.add(self._outgoing_rows, group, passes=1)
 
     def sum_rows(self) -> None:
-        """Waits for the exchange, adds rows in the order of the tree, and starts to gather the sum of an unsharded buffer."""
+        """Waits for the exchange, and adds rows in the order of the tree. Starts to gather the sum if it is not sharded."""
         if self._is_summed:
             return
         self._is_summed = True
@@ -252,10 +254,9 @@ class _TreeSum:
 
 
 def _pack_sums(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_rows: int, size: int) -> Tensor:
-    """Returns each rank's part of this rank's sums, [size, uses x rows, columns]. Unused rows are zeros.
-
-    Drops the sums other than the buffer. If each rank has one row and the buffer divides evenly, returns a view of the buffer,
-    which must not be written until the exchange is done.
+    """Returns this rank's partial sums, divided into a part for each rank: [size, num_uses x num_rows, columns]. Unused rows
+    are zeros. Removes all partial sums from `store` except the first ones, which are in the buffer. If each rank has one row
+    and the buffer divides evenly, returns a view of the buffer, which must not be written until the exchange is done.
     """
     numel = buffer.data.numel()
     if num_uses * num_rows == 1 and numel % size == 0:

@@ -233,12 +233,10 @@ def _is_special_input(input: Tensor) -> bool:
 
 def patch_layers(parts: Parts, *, splits_backwards: bool) -> Callable[[], None]:
     """Patches plain linears and embeddings to add their weight gradients to the store directly. Returns a function that removes
-    the patches.
-
-    With `accumulation = "direct"`, patches linears whose weight and gradient have the same dtype, since not every device can
-    accumulate a bf16 product into fp32 in one call. If backwards are split, patches all linears. If the order of sums is fixed,
-    patches all linears (with their biases) and all embeddings. Skips modules with a sharded parameter, which a communicator
-    handles, and modules whose weight is not a parameter (`weight_norm`) or whose forward has been replaced.
+    the patches. With `accumulation = "direct"`, patches linears whose weight and gradient have the same dtype, since not every
+    device can accumulate a bf16 product into fp32 in one call. If backwards are split, patches all linears. If the order of
+    sums is fixed, patches all linears (with their biases) and all embeddings. Skips modules with a sharded parameter, which a
+    communicator handles, and modules whose weight is not a parameter (`weight_norm`) or whose forward has been replaced.
     """
     store, registry, queue = parts.store, parts.registry, parts.queue
     fixed_order = store.reduction.has_fixed_order

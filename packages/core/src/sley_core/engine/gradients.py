@@ -10,9 +10,9 @@ autograd (through the store's post-accumulate hook on each parameter) or from co
                                          A parameter without a contribution is then completed as zeros
 
 Other code does not say when it is done: the store expects as many contributions as in the first step or, if their number
-varies, waits for the end of the action. A contribution after `ready` is refused, whether it comes within a step or from a
-user's own backward between two steps. All ranks of a reduce group report in the same order, since collectives that are started
-in different orders would sum the wrong tensors without an error.
+varies, waits for the end of the action. It refuses a contribution after `ready`, both within a step and from a user's own
+backward between two steps. All ranks of a reduce group report in the same order, since collectives that are started in
+different orders would sum the wrong tensors without an error.
 
 Core's own handlers follow the store. `Each` is slow and simple; faster reducers are tested against it.
 """
@@ -48,12 +48,10 @@ from sley_core.protocols import GradientHandler
 
 
 class GradientStore:
-    """Accumulates the gradients of all trainable parameters of `registry`, in `dtype` on `device`.
-
-    A reducer calls `lay_out` with its own planner when it is attached; until then `planner` is used. The functions in
-    `on_ready` are called once per parameter and step, those in `on_chunk_done` once per chunk and step. `begin_step` makes a
-    new layout if parameters were frozen or unfrozen between steps; if the layout is fixed, it sets `refusal` to the error
-    `shards-fixed`. num_layouts: the number of layouts so far.
+    """Accumulates the gradients of all trainable parameters of `registry`, in `dtype` on `device`. planner: makes the first
+    layout; a reducer may call `lay_out` with another planner. on_ready: called with each parameter once per step, when its
+    gradient is complete. on_chunk_done: called with each chunk once per step. `begin_step` makes a new layout if parameters
+    were frozen or unfrozen between steps; if the layout is fixed, it sets `refusal` to an error. num_layouts: their number.
     """
 
     def __init__(
@@ -86,6 +84,7 @@ class GradientStore:
         self.lay_out(planner)
 
     def _clear_layout(self) -> None:
+        """Removes all buffers, accumulators and hooks, and the `grad` of each parameter."""
         for hook in self._hooks:
             hook.remove()
         for accumulator in self._order:
@@ -101,7 +100,7 @@ class GradientStore:
     # Reading
 
     def __contains__(self, param: Param) -> bool:
-        """Returns whether `param` has a gradient, i.e. whether it was trainable when the layout was made."""
+        """Returns whether `param` has a gradient, which means that it was trainable when the layout was made."""
         return param in self._accumulators
 
     @property
@@ -112,7 +111,7 @@ class GradientStore:
     def gradient(self, param: Param) -> Tensor:
         """Returns a view of the gradient of `param`, with the parameter's shape and the store's dtype. Raises RunError
         `gradient-frozen` if the parameter is frozen, `gradients-freed` after an offload, and `gradient-sharded` once a reducer
-        leaves this rank only a part.
+        has reduced the gradient to shards.
         """
         if param not in self._accumulators:
             message = f"the parameter {param.name!r} is frozen, so it has no gradient in this step"
@@ -126,7 +125,7 @@ class GradientStore:
         return self._accumulators[param].view
 
     def part(self, param: Param) -> Tensor:
-        """Returns a view of this rank's part of the gradient: all, or its `elements`. Raises RunError if frozen or freed."""
+        """Returns a view of this rank's part of the gradient: `elements(param)`, or all. Raises RunError if frozen or freed."""
         self._check_not_freed()
         return self._parts[param] if param in self._parts else self.gradient(param)
 
@@ -148,7 +147,7 @@ class GradientStore:
         return self._buffer_of.get(param)
 
     def partial_sums(self, param: Param) -> list[Tensor]:
-        """Returns the partial sums for a fixed order: one per use and node of the tree. The first is the gradient's view."""
+        """Returns the gradient's partial sums if sums have a fixed order: one per use and node of the tree, the view first."""
         return self._accumulators[param].rows
 
     def norm_groups(self) -> Iterator[NormGroup]:
@@ -166,7 +165,7 @@ class GradientStore:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of all gradients, including those outside buffers, and partial sums while they exist."""
+        """Returns the bytes of all gradients, in buffers and outside, and of the partial sums while they exist."""
         buffers = [buffer.data for buffer in self.buffers]
         tensors = *buffers, *(accumulator.view for accumulator in self._unbuffered), *self.reduction.partial_sums()
         return sum(tensor.nbytes for tensor in tensors)
@@ -181,11 +180,10 @@ class GradientStore:
         yield from ((accumulator.param.name, accumulator.view) for accumulator in self._order)
         yield from ((f"partial sum {number}", tensor) for number, tensor in enumerate(self.reduction.partial_sums()))
 
-    # Contributions of code outside autograd. layer: the layer that used the parameter; needed if several layers hold it and
-    # the order of sums is fixed. counts_pass: whether to call `count_pass`; if not, autograd or a later call does.
+    # Contributions of code outside autograd
 
     def check_open(self, param: Param) -> None:
-        """Raises RunError `gradient-complete` if no step runs and the gradient of `param` belongs to the previous step."""
+        """Raises RunError `gradient-complete` or `gradient-late` if the gradient of `param` accepts no more contributions."""
         self._accumulators[param].check_open(self.state)
 
     def count_pass(self, param: Param) -> None:
@@ -193,25 +191,30 @@ class GradientStore:
         self._count_pass(self._accumulators[param])
 
     def add(self, param: Param, gradient: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
-        """Adds the contribution `gradient`, of the parameter's shape and any floating dtype."""
+        """Adds the contribution `gradient`, of the parameter's shape and any floating dtype, to the gradient of `param`. layer:
+        the layer that used the parameter; needed if several layers hold it and the order of sums is fixed. counts_pass: whether
+        to call `count_pass`; if False, autograd or a later call must count the pass.
+        """
         accumulator = self._begin_contribution(param, layer)
         accumulator.accumulate(gradient)
         self._end_contribution(accumulator, counts_pass)
 
     def add_product(self, param: Param, left: Tensor, right: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
-        """Adds left^T right, for left [n, out] and right [n, in]. If both have the store's dtype, allocates no product."""
+        """Like `add`, adds left^T right, for left [n, out] and right [n, in]. In the store's dtype, allocates no product."""
         accumulator = self._begin_contribution(param, layer)
         accumulator.accumulate_product(left, right)
         self._end_contribution(accumulator, counts_pass)
 
     def add_rows(self, param: Param, rows: Tensor, indices: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
-        """Adds `rows` [n, width], of any floating dtype, to the rows `indices` [n] of an embedding table's gradient."""
+        """Like `add`, adds `rows` [n, width], of any floating dtype, to the rows `indices` [n] of an embedding's gradient."""
         accumulator = self._begin_contribution(param, layer)
         accumulator.accumulate_rows(indices, rows)
         self._end_contribution(accumulator, counts_pass)
 
     def add_microbatches(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
-        """Adds contributions by global microbatch number, of this rank or of others, for a fixed order of sums."""
+        """Adds contributions from microbatches of this or other ranks, and counts one pass. gradients: by the microbatch's
+        global number, which determines the fixed order of sums. layer: as in `add`.
+        """
         for micro, gradient in gradients.items():
             accumulator = self._begin_contribution(param, layer, micro)
             accumulator.accumulate(gradient)
@@ -221,7 +224,7 @@ class GradientStore:
     # Layouts and steps
 
     def lay_out(self, planner: Planner) -> None:
-        """Replaces the buffers by the layout that `planner` returns. Discards all gradients, and a step in flight."""
+        """Replaces the buffers by those of the layout that `planner` returns. Discards all gradients, and a running step."""
         self._planner = planner
         trainable = self.registry.trainable
         layout = planner(trainable[::-1])
@@ -248,8 +251,8 @@ class GradientStore:
             self.watch()
 
     def watch(self) -> None:
-        """Installs the autograd hooks, now and in every later layout. If nothing else calls this, the first `begin_step` does.
-        Gradients that no handler reduces, and that have the store's dtype, get no hook: autograd sums them itself.
+        """Installs the autograd hooks, now and in every later layout. The first `begin_step` calls this if nothing else has. If
+        no handler reduces gradients, parameters of the store's dtype get no hook: autograd sums their gradients itself.
         """
         self._is_watching = True
         for accumulator in self._order:
@@ -262,7 +265,7 @@ class GradientStore:
                 self._hooks.append(hook)
 
     def free(self) -> None:
-        """Discards all gradients and frees their memory, between two steps. `build` must be called before the next step."""
+        """Discards all gradients and frees their memory. Call this between two steps, and `build` before the next step."""
         self._are_freed, self._has_memory = True, False
         for accumulator in self._order:
             accumulator.reset()
@@ -276,7 +279,7 @@ class GradientStore:
         self._has_memory = True
 
     def begin_step(self) -> None:
-        """Starts a step, and discards earlier gradients. Raises RunError if the store is closed, StateError if offloaded."""
+        """Starts a step, and discards earlier gradients. Raises RunError after `close`, StateError if `free` came last."""
         if self._is_closed:
             raise run_closed_error("gradient store")
         if not self._has_memory:
@@ -300,7 +303,7 @@ class GradientStore:
             accumulator.reset()
 
     def chunk_done(self, chunk: int) -> None:
-        """Ends the chunk's last gradient action: zeroes gradients without contributions, and reports the chunk's gradients."""
+        """Completes the gradients of `chunk` after its last gradient action (zeros without contributions) and reports them."""
         for accumulator in self._order:
             if accumulator.chunks <= self.state.done_chunks:
                 self._accumulate_assigned(accumulator)
@@ -342,11 +345,10 @@ class GradientStore:
             self._count_pass(accumulator)
 
     def _accumulate_from_autograd(self, accumulator: Accumulator, parameter: Tensor) -> None:
-        """Accumulates autograd's gradient. Autograd calls this post-accumulate hook once per backward and parameter.
-
-        Copies the first contribution; autograd adds later contributions into the view. `grad` is None if code outside autograd
-        has added everything, and is not the view if a user's backward assigned it. Raises RunError `sparse-gradient` for a
-        sparse gradient, and `sharded-weight-read` if code used a shard like the full weight.
+        """Accumulates autograd's gradient. Autograd calls this post-accumulate hook once per backward and parameter. Copies the
+        first contribution; autograd adds later contributions into the view. `grad` is None if code outside autograd has added
+        everything, and is not the view if a user's backward assigned it. Raises RunError `sparse-gradient` for a sparse
+        gradient, and `sharded-weight-read` if code used a shard like the full weight.
         """
         gradient = parameter.grad
         if accumulator.param.shard is not None:
@@ -378,7 +380,7 @@ class GradientStore:
         accumulator.num_expected_passes = None  # it is complete at the end of the chunk only
 
     def _count_pass(self, accumulator: Accumulator) -> None:
-        """Counts a pass if no later action can add to the gradient, and reports the gradient if it is complete and next."""
+        """Counts a pass if no later action can add to the gradient. Then reports the gradient if it is complete and next."""
         accumulator.end_contributions()
         if not accumulator.has_hook or not self.state.are_gradients_final(accumulator.chunks):
             return
@@ -387,6 +389,7 @@ class GradientStore:
             self._report()
 
     def _report(self) -> None:
+        """Finalizes gradients and passes their parameters to `on_ready`, in order, up to the first open gradient."""
         while self._next < len(self._order) and not self._order[self._next].is_open:
             accumulator = self._order[self._next]
             accumulator.finalize()
@@ -397,7 +400,7 @@ class GradientStore:
 
 
 class Each(GradientHandler):
-    """Sums each gradient over its reduce group, in the store's order, unless the group has one rank."""
+    """The handler `core.each`: sums each gradient by its own collective over the reduce group, in the store's order."""
 
     def __init__(self, config: EachConfig) -> None:
         self.config = config
@@ -414,7 +417,7 @@ class Each(GradientHandler):
             parts.store.lay_out(self._plan_layout)
 
     def begin_step(self, step: StepState) -> None:
-        """Waits for the reductions of a failed step, if any, since these could still write into the gradients."""
+        """Waits for the reductions of a failed step, if any, since they could still write into the gradients."""
         if self._sums is not None:
             self._sums.discard()
         self._wait()
@@ -469,7 +472,7 @@ class GradientNorms(GradientHandler):
             parts.numbers.add(f"gradient_norm/{param.name}", share, of="root")
 
     def _squared_norm_share(self, param: Param, replica_weight: float) -> Tensor | float:
-        """Returns this rank's share of the squared norm; the ranks' shares add up to it."""
+        """Returns this rank's share of the squared norm, in fp64. The shares of all ranks add up to the squared norm."""
         if param not in self._store:
             return 0.0
         # `replica_weight` assumes that each rank of the reduce group has all elements, but `num_shards` ranks may share a copy.

@@ -41,8 +41,8 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Identifies a call of a model chunk. step: the optimizer step, from 0. global_micro: the microbatch's number in the global
-    batch. layer: the layer that is recomputed, in a report of a recomputation; else "".
+    """Identifies a call of the model chunk `chunk`. micro, global_micro: the microbatch's number on this rank and in the global
+    batch. step: the optimizer step, from 0. layer: the layer that is recomputed, in a report of a recomputation; else "".
     """
 
     chunk: int
@@ -59,12 +59,12 @@ class StepState:
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
     step: the optimizer step, from 0. num_microbatches: the number of this rank's microbatches in the step. first_micro: the
-    global number of the first of them. action: the running action, or None. after_first_action: called once, after the first
-    action. done_chunks: those whose last gradient action is over. step_progress: the position for failure reports.
+    global number of its first microbatch. action: the running action, or None. after_first_action: called once, after the first
+    action. done_chunks: the chunks whose last gradient action is over. step_progress: the position for failure reports.
     """
 
     def __init__(self, within: ActionProgress | None = None) -> None:
-        """within: for an evaluation, the training's progress, in which the evaluation begins no step; None for the training."""
+        """within: in an evaluation, the progress of the training, whose step stays unchanged; None in the training."""
         self._is_within = within is not None
         self.step_progress = within or ActionProgress()
         self.step = -1
@@ -78,7 +78,7 @@ class StepState:
         self._settled: frozenset[int] | None = None
 
     def begin(self, step: int, actions: Sequence[Action], num_microbatches: int, first_micro: int) -> None:
-        """Begins a list of `actions`. The other arguments become attributes."""
+        """Begins to run the list `actions`. step, num_microbatches, first_micro: the attributes' new values."""
         self.step = step
         if not self._is_within:
             self.step_progress.begin_step(step + 1)
@@ -92,7 +92,7 @@ class StepState:
 
     @property
     def was_taken(self) -> bool:
-        """Returns whether the last step changed weights. If not, handlers must discard what they kept of its gradients."""
+        """Returns whether the last step changed weights. If not, handlers must discard all data that they saved in it."""
         if callable(self._was_taken):
             self._was_taken = self._was_taken()
         return self._was_taken
@@ -103,6 +103,7 @@ class StepState:
         self._was_taken = taken
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:
+        """Returns the identity of the call that `action` makes in the current step."""
         return MicroStep(action.chunk, action.micro, phase, self.step, self.first_micro + action.micro)
 
     def enter(self, action: Action) -> None:
@@ -112,7 +113,7 @@ class StepState:
         self._settled = self.done_chunks | {action.chunk} if is_last else None
 
     def leave(self, action: Action) -> None:
-        """Ends `action`: marks a chunk as done after its last action. Calls `after_first_action` after the first one."""
+        """Ends `action`, and marks its chunk as done if no gradient action follows. Calls `after_first_action` in a step once."""
         if self._last.get(action.chunk) == action:
             self.done_chunks |= {action.chunk}
         self.action = None
@@ -122,27 +123,26 @@ class StepState:
             after()
 
     def are_gradients_final(self, chunks: frozenset[int]) -> bool:
-        """Returns whether no later action of the list can add to a gradient that `chunks` share."""
+        """Returns whether no action after the running one can add to a gradient of a parameter that `chunks` share."""
         return self._settled is not None and chunks <= self._settled
 
 
 class Waits:
-    """Holds the callbacks that run before the weights of a layer are used, by layer name, in the order of registration."""
+    """Holds, for each layer, the callbacks that run before the layer's weights are used, in the order of registration."""
 
     def __init__(self) -> None:
         self._waits: dict[str, list[tuple[Callable[[], None], Callable[[], bool] | None]]] = {}
 
     def before_layer(self, name: str, wait: Callable[[], None], is_due: Callable[[], bool] | None = None) -> None:
-        """Registers `wait`, which is called before every use of the weights of layer `name`.
-
-        is_due: returns whether weights are missing; if not, `wait` is not called. If it is None, `wait` is always called.
-        `is_due` must be cheap, change nothing, and return the same on all ranks that hold shards of the layer: they read each
-        other's shards during a step only if nothing is due.
+        """Registers `wait`, which is called before every use of the weights of layer `name`. is_due: returns whether weights
+        are missing; if it returns False, `wait` is not called. None: `wait` is always called. `is_due` must be cheap, change
+        nothing, and return the same value on all ranks that hold shards of the layer, since these ranks read each other's
+        shards during a step only if nothing is due.
         """
         self._waits.setdefault(name, []).append((wait, is_due))
 
     def wait_for(self, name: str) -> bool:
-        """Calls the due callbacks of layer `name`. Returns whether there were any."""
+        """Calls the callbacks of layer `name` that are due. Returns whether any were due."""
         has_waited = False
         for wait, is_due in self._waits.get(name, ()):
             if is_due is None or is_due():
@@ -151,20 +151,19 @@ class Waits:
         return has_waited
 
     def is_due(self, name: str) -> bool:
-        """Returns whether layer `name` has a due callback."""
+        """Returns whether a callback of layer `name` is due."""
         return any(is_due is None or is_due() for _, is_due in self._waits.get(name, ()))
 
 
 Buckets: TypeAlias = Callable[[Sequence["OptimizerParam"]], Iterator[Sequence["OptimizerParam"]]]
-"""A function that takes everything to update, and yields it in buckets. Each bucket is updated before the next one is
-requested. If an update fails, the iterator is closed.
+"""A function that takes all parameters to update, and yields them in buckets. The optimizer updates each bucket before it
+requests the next bucket. If an update fails, the iterator is closed.
 """
 
 
 @dataclass
 class StepEvents:
-    """Holds the callbacks of a step, in the order of registration. They are local to a rank and must not communicate.
-
+    """Holds the callbacks of a step, in the order of registration. Callbacks run on this rank only, and must not communicate.
     began: called before the first forward. gradients_done: called when all gradients are reduced, before the update.
     after_update: called after the update, also if no weight changed, unless the step raised an error. step_in_buckets: yields
     the buckets that the optimizer updates one at a time; None updates everything at once.
@@ -180,11 +179,11 @@ Share = Callable[[], "Tensor | float"]
 """A function that returns this rank's part of a number: a float, or a scalar on the device."""
 
 Combination = Literal["sum", "root"]
-"""The value in the row: the sum of all ranks' shares, or its square root."""
+"""How a number in a row of metrics is computed: as the sum of all ranks' shares, or as the square root of the sum."""
 
 
 class StepNumbers:
-    """Holds the numbers that plugins add to the rows. names: the sorted names of all ranks, valid after `gather_names`."""
+    """The numbers that plugins add to the rows of metrics. names: the sorted names of all ranks, valid after `gather_names`."""
 
     def __init__(self, groups: Groups) -> None:
         self.names: tuple[str, ...] = ()
@@ -194,12 +193,11 @@ class StepNumbers:
         self._is_agreed = False
 
     def add(self, name: str, share: Share, of: Combination = "sum") -> None:
-        """Adds a number to every row from the first step on; called while plugins are attached, on any of the ranks. Raises
-        RunError `number-name` for a name that is taken or has no slash, and `number-late` once ranks have agreed.
-
-        name: of the form `plugin/number`. share: returns this rank's part of the number, a float or a scalar on the device;
-        called once per step, when gradients are reduced and unscaled but not yet clipped. Ranks that have not added the name
-        contribute 0. of: whether the row gets the sum over all ranks or its square root.
+        """Adds a number to every row of metrics. Called while plugins are attached, on any of the ranks. Raises RunError
+        `number-name` if the name is taken or has no slash, and `number-late` after `gather_names`. name: of the form
+        `plugin/number`. share: returns this rank's part of the number, a float or a scalar on the device; called once per step,
+        when gradients are reduced and unscaled but not yet clipped. Ranks that have not added the name contribute 0. of:
+        whether the row gets the sum over all ranks or its square root.
         """
         if self._is_agreed:
             message = f"the number {name!r} is added after the plugins are attached"
@@ -211,7 +209,7 @@ class StepNumbers:
         self._combinations[name] = of
 
     def replica_weight(self, param: Param) -> float:
-        """Returns the factor for a share summed over `param`, so that the sum over all ranks counts each element once."""
+        """Returns a factor for a share that is a sum over `param`. With it, the sum over all ranks counts each element once."""
         return 1.0 / (self._groups[param.reduce_group].size * len(param.stages))
 
     def gather_names(self) -> None:
@@ -229,7 +227,7 @@ class StepNumbers:
         self.names = tuple(self._combinations)
 
     def local_shares(self, device: torch.device) -> Tensor:
-        """Returns this rank's shares, float64 [numbers] on `device`; 0 for names that this rank did not add."""
+        """Returns this rank's shares in the order of `names`, float64 on `device`; 0 for names that this rank has not added."""
         shares = [self._shares[name]() if name in self._shares else 0.0 for name in self.names]
         on_device = [isinstance(share, Tensor) and share.device.type == device.type for share in shares]
         on_host = [0.0 if is_on_device else float(share) for share, is_on_device in zip(shares, on_device, strict=True)]
@@ -240,6 +238,7 @@ class StepNumbers:
         return values
 
     def row(self, sums: Sequence[float]) -> dict[str, float]:
+        """Returns the numbers by name. sums: the sums of all ranks' `local_shares`. The root of a negative sum is NaN."""
         numbers = zip(self._combinations.items(), sums, strict=True)
         roots = {"root": lambda number: math.sqrt(number) if number >= 0 else math.nan, "sum": float}
         return {name: roots[of](number) for (name, of), number in numbers}
@@ -250,7 +249,7 @@ class Parts:
     """One rank's part of a run, to which gradient handlers, scheduler hooks, stage links and weight communicators are attached.
 
     run, batch, precision, limits: the plan's tables. world: this process and its device. topology: the ranks along each axis.
-    groups: this rank's groups by axis. layers: this rank's layers. registry: their parameters. store: the accumulated
+    groups: this rank's groups by axis. layers: this rank's layers. registry: the layers' parameters. store: the accumulated
     gradients. weights: the store of the working weights. waits: the callbacks that run before a layer's weights are used.
     queue: the weight gradients that a split backward defers. numbers: the numbers that plugins add to each row. pool: the
     memory pool of the run's device buffers. is_compiled: whether torch.compile compiles the layers. events: the callbacks of a

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param, Stages
 
 PRODUCT_BYTES = 1 << 25
-"""The maximum bytes (32 MiB) of a product that is added to a gradient of another dtype; larger ones are computed in slices."""
+"""The maximum size, in bytes, of a product that is added to a gradient of another dtype. Larger products are cut in slices."""
 
 
 class State(Enum):
@@ -52,13 +52,13 @@ class Accumulator:
                         └──────── check_open ─────────┘                                            └── `gradient-late`
                           a backward within the backward came once more
 
-    num_contributions: in this step. num_passes: the passes in the action that completes the gradient. Autograd makes one per
-    backward, however often it uses the parameter; the queue of a W action, one after the parameter's last product; a
-    communicator, one with every contribution. num_expected_passes: the passes in earlier steps; 0 before the first step; None
-    if their number varies, so that only the end of the chunk completes the gradient. is_grad_view: whether `parameter.grad` is
-    the view in this step, so that autograd adds into it. has_hook: whether a hook accumulates each gradient of autograd; if
-    not, autograd adds them up in `parameter.grad` until the end of the chunk, which only an `UnbufferedAccumulator` supports.
-    rows: with canonical sums, the sums for the reducer.
+    num_contributions: the number of contributions in this step. num_passes: the number of passes in the action that completes
+    the gradient. Autograd makes one pass per backward, however often it uses the parameter; the queue of a W action makes one
+    after the parameter's last product; a communicator makes one with every contribution. num_expected_passes: the number of
+    passes in earlier steps; 0 before the first step; None if it varies, so that only the end of the chunk completes the
+    gradient. is_grad_view: whether `parameter.grad` is the view in this step, so that autograd adds into it. has_hook: whether
+    a hook accumulates each gradient of autograd; if not, autograd adds them up in `parameter.grad` until the end of the chunk,
+    which only an `UnbufferedAccumulator` supports. rows: with canonical sums, the partial sums for the reducer.
     """
 
     rows: list[Tensor]
@@ -75,10 +75,11 @@ class Accumulator:
 
     @property
     def is_open(self) -> bool:
+        """Returns whether more contributions are expected."""
         return self.state is State.OPEN
 
     def reset(self) -> None:
-        """Starts a step. The first contribution overwrites the view."""
+        """Starts a step, and sets `parameter.grad` to None. The first contribution will overwrite the view."""
         self.num_contributions = 0
         self.num_passes = 0
         self.is_grad_view = False
@@ -86,8 +87,8 @@ class Accumulator:
         self.parameter.grad = None
 
     def check_open(self, state: StepState) -> None:
-        """Reopens a gradient that is COMPLETE but not yet reported. Raises RunError `gradient-complete` for a user's backward
-        between two steps, and `gradient-late` if the gradient was already reported, since its reduction would miss a part.
+        """Prepares for a contribution: reopens a gradient that is COMPLETE. Raises RunError `gradient-complete` if no action
+        runs, as in a user's backward between two steps, and `gradient-late` if the gradient has already been reported.
         """
         if self.state is State.OPEN:
             return
@@ -106,7 +107,7 @@ class Accumulator:
         raise RunError("gradient-complete", message, hint=hint)
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Prepares for a contribution from `layer` in the global microbatch `micro`. Does nothing here."""
+        """Prepares for a contribution from `layer` in the global microbatch `micro`. By default, does nothing."""
 
     def end_contributions(self) -> None:
         """Marks the end of the running action's contributions. Does nothing unless sums have a fixed order."""
@@ -119,7 +120,7 @@ class Accumulator:
             self.view.copy_(gradient)
 
     def accumulate_grad(self) -> None:
-        """Accumulates `parameter.grad` after a backward, unless it is the view. Raises RunError `sparse-gradient`."""
+        """Adds `parameter.grad` to the view, unless autograd has. Raises RunError `sparse-gradient` if it is sparse."""
         gradient = self.parameter.grad
         assert gradient is not None, self.param
         if gradient is not self.view:
@@ -137,7 +138,9 @@ class Accumulator:
         return self.has_hook and gradient is not None and gradient is not self.view
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right. Allocates nothing if all dtypes are equal, else at most `PRODUCT_BYTES` or one row at a time."""
+        """Adds left^T right, for left [n, out] and right [n, in] of one dtype. If it is also the view's dtype, allocates
+        nothing; else computes the product in slices of at most `PRODUCT_BYTES`, or of one row.
+        """
         if left.dtype != self.dtype:
             num_rows = max(1, PRODUCT_BYTES // max(1, right.shape[1] * right.element_size()))
             for start in uniform_items(range(0, len(self.view), num_rows)):
@@ -150,13 +153,13 @@ class Accumulator:
             torch.mm(left.t(), right, out=self.view)
 
     def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
-        """Adds each of `rows` at its index along dim 0. Zeroes the view before the step's first contribution."""
+        """Adds `rows` [n, ...] to the view at `indices` [n] along dim 0. The first call in a step zeroes the view before."""
         if not self.num_contributions:
             self.view.zero_()
         add_at(self.view, indices, rows.to(self.dtype))
 
     def finalize(self) -> None:
-        """Completes the sum; it is zero without contributions. Called once per step, before the parameter is reported."""
+        """Completes the view, which is zero without contributions. Called once per step, before the parameter is reported."""
         if not self.num_contributions:
             self.view.zero_()
 
@@ -177,7 +180,7 @@ class Accumulator:
 
 
 class UnbufferedAccumulator(Accumulator):
-    """Accumulates a gradient that no handler reduces, in autograd's tensor or in one that is allocated in each step."""
+    """Accumulates a gradient that no handler reduces, in autograd's tensor or in a tensor that each step allocates."""
 
     def __init__(self, param: Param, empty: Tensor) -> None:
         """empty: a tensor of the store's dtype without elements."""
@@ -223,7 +226,9 @@ class UnbufferedAccumulator(Accumulator):
 
 
 def mark_varying_passes(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
-    """Marks the number of passes as varying after a nested backward. tasks: each gradient's action and autograd graph task."""
+    """Marks the number of passes of each gradient that a nested backward reached as varying. tasks: for each gradient, the
+    action and the number of the autograd graph task that reached it.
+    """
     outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
     for action, task in tasks.values():
         outermost[action] = min(task, outermost.get(action, task))
@@ -254,22 +259,23 @@ class Sums(Protocol):
          start* ──> finish ──> start* ──> finish ...
             └────> discard ────────┘             (a step that failed)
 
-    All ranks of a group call `start` for the same buffers in the same order, so it may issue collectives.
+    All ranks of a group call `start` for the same buffers in the same order, so `start` may issue collectives.
     """
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`, this rank's complete share, over `group`. The buffer must not be used until `finish`."""
+        """Starts to sum `buffer`, which has this rank's complete gradients, over `group`. Do not use it until `finish`."""
 
     def finish(self) -> None:
-        """Blocks until every started buffer holds its sum."""
+        """Blocks until every buffer passed to `start` holds its sum."""
 
     def discard(self) -> None:
         """Blocks until nothing writes into a buffer any more, and drops the state of a failed step."""
 
 
 class Totals:
-    """Computes the loss and the gradient norm of a step. The constructor may run a collective over all ranks. gradients, loss:
-    this rank's; the loss is a float64 scalar. norm_type: the p of the p-norm, which may be math.inf.
+    """Computes the loss and the gradient norm of a step. All ranks create one, since the constructor may run a collective.
+    gradients: this rank's gradients. loss: this rank's share of the loss, a float64 scalar. norm_type: the p of the p-norm,
+    which may be math.inf.
     """
 
     def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> None:
@@ -294,16 +300,15 @@ class Totals:
         return torch.stack([self._loss, self._norm])
 
     def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sum of all ranks' losses, and the norm, as float64 scalars. summed: the sum of all ranks' `terms`."""
+        """Returns the sum of all ranks' losses and the norm, both float64 scalars. summed: the sum of all ranks' `terms`."""
         loss, norm = summed.unbind()
         return loss, self._norm if math.isinf(self._norm_type) else norm.pow(1 / self._norm_type)
 
 
 class Reduction:
-    """Adds terms in their order of arrival.
-
-    has_fixed_order: whether the order is the same in every layout. If so, losses and loss weights are kept per microbatch, and
-    code that adds gradients passes the layer. micro_axes: the axes along which all ranks run equally many microbatches.
+    """Determines the order in which a run adds gradients, losses and loss weights. This class adds terms as they arrive.
+    has_fixed_order: whether the order is the same in every layout. If so, losses are kept per microbatch, and code that adds
+    gradients passes the layer. micro_axes: the axes along which all ranks must run equally many microbatches.
     """
 
     has_fixed_order = False
@@ -315,8 +320,7 @@ class Reduction:
 
     @staticmethod
     def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
-        """Raises PlanError if the model's gradients cannot be added in the order of this reduction.
-
+        """Raises PlanError if the model's gradients cannot be added in the order of this reduction. By default, all can.
         stages: the full model, on meta. per_rank_buffers: name patterns of the buffers that differ between ranks.
         """
 
@@ -325,13 +329,13 @@ class Reduction:
         return 1
 
     def new_accumulator(self, param: Param, view: Tensor, *, is_unbuffered: bool) -> Accumulator:
-        """Returns a new accumulator for `param`. view: the parameter's part of a buffer; an empty tensor if it is in none.
-        is_unbuffered: whether it is in no buffer.
+        """Returns a new accumulator for `param`. view: the parameter's part of a buffer, or an empty tensor if is_unbuffered.
+        is_unbuffered: whether the parameter is in no buffer.
         """
         return UnbufferedAccumulator(param, view) if is_unbuffered else Accumulator(param, view)
 
     def partial_sums(self) -> Sequence[Tensor]:
-        """Returns the tensors that hold partial sums in this step, other than the gradients."""
+        """Returns the tensors, other than the gradients, that hold partial sums in this step."""
         return ()
 
     def clear(self) -> None:
@@ -339,28 +343,30 @@ class Reduction:
 
     def concurrent_microbatches(self, group: Group) -> range | None:
         """Returns the global numbers of the microbatches that the ranks of `group` run now, in the group's order, or None if
-        gradients of microbatches need not be kept apart.
+        contributions of different microbatches may be added before they are passed to the store.
         """
         return None
 
     def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums | None:
-        """Returns the `Sums` that a reducer must use, or None for any order. channel: the groups' channel to use."""
+        """Returns the `Sums` that a reducer must use, or None if it may sum in any order. sent: counts the bytes sent. channel:
+        the name of the groups' channel on which the sums run.
+        """
         return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> Totals:
-        """Returns the totals of a step. `loss` has an element per microbatch if sums have a fixed order."""
+        """Returns the totals of a step, as in `Totals`. If sums have a fixed order, `loss` has one element per microbatch."""
         return Totals(self.groups, gradients, loss, norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        """Returns the terms of this rank's loss weights. `weight_from_terms` takes their sums over ranks."""
+        """Returns this rank's terms of the loss weight, whose sums over ranks are the input of `weight_from_terms`."""
         return [sum(weights)]
 
     def weight_from_terms(self, terms: Sequence[float]) -> float:
-        """Returns the loss weight from the sum of all ranks' terms."""
+        """Returns the loss weight of the global batch. terms: the sums of all ranks' `weight_terms`."""
         return terms[0]
 
     def loss_terms(self, losses: Sequence[Tensor]) -> Tensor:
-        """Returns the terms, float64 [n], of this rank's losses of batches. `loss_from_terms` takes their sums over ranks."""
+        """Returns this rank's terms of the loss over several batches, float64 [n]. losses: this rank's loss of each batch."""
         return reduce(torch.add, losses).reshape(1)
 
     def loss_from_terms(self, summed: Tensor, num_batches: int) -> float:
@@ -369,7 +375,7 @@ class Reduction:
 
 
 def reduction_class(name: str) -> type[Reduction]:
-    """Returns the class for the plan's value of `[parallel] reduction`."""
+    """Returns the class for `name`, the plan's value of `[parallel] reduction`."""
     if name == "canonical":
         from sley_core.engine.canonical import CanonicalReduction  # few plans need it
 
@@ -378,15 +384,15 @@ def reduction_class(name: str) -> type[Reduction]:
 
 
 ROW_NUMEL = 1024
-"""The number of elements of a row, if a tensor is viewed as rows."""
+"""The number of elements of each row if `combined_norm` views a tensor as rows."""
 MIN_ROWS_NUMEL = 4 * ROW_NUMEL
-"""The minimum number of elements of a tensor that is viewed as rows. For 16,384 elements of which few are large, as in an
-embedding's gradient, the relative error without rows is 1.2e-6 (measured).
+"""The minimum number of elements of a tensor that is viewed as rows. Without rows, the relative error of the norm of 16,384
+elements of which few are large, as in an embedding's gradient, is 1.2e-6 (measured).
 """
 
 
 def combined_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Returns the p-norm over `tensors` of one device and dtype, a float64 scalar. norm_type: p, which may be inf."""
+    """Returns the p-norm over all elements of `tensors`, of one device and dtype, as a float64 scalar. norm_type: p, or inf."""
     wide_dtype = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
     min_rows_numel: float = MIN_ROWS_NUMEL if norm_type == 2 else ROW_NUMEL  # other powers lose more
     if tensors and tensors[0].device.type != "cpu":

@@ -21,12 +21,12 @@ Stages: TypeAlias = Sequence[tuple[int, Sequence[Layer]]]
 """The parts of the model in model order, each with the number of the stage that holds it. A stage may hold several parts."""
 
 NORM_CLASSES = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
-"""Torch's normalization layers, whose parameters have no weight decay."""
+"""The classes of torch's normalization layers, whose parameters have no weight decay."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A module attribute that holds a parameter. chunk: the model chunk that contains the module."""
+    """A place of a parameter: the attribute `attribute` of `module`, which belongs to the model chunk `chunk`."""
 
     module: nn.Module
     attribute: str
@@ -35,16 +35,16 @@ class Holder:
 
 @dataclass(eq=False)
 class Param:
-    """Describes one logical parameter.
+    """Describes one parameter of the model, which several modules may share (a tie) and several ranks may hold in shards.
 
     name: the name in the model's first layer that holds it, e.g. `blocks.0.attention.q.weight`, even if that layer belongs to
-    another stage. shape: the shape of the full parameter, in every layout. holders: this rank's module attributes that hold it.
-    aliases: its other names on this rank (ties). decays: whether weight decay applies, as to matrices, but not to norms, biases
-    and other vectors. reduce_group: the axis over which its accumulated gradient is still to be summed. shard: this rank's
-    shard; None if the parameter is not sharded. stages: the stages that hold it; several for a tie across stages. index: its
-    index in the registry. layers: this rank's layers that hold it, in model order. num_sums: the number of partial sums of its
-    gradient until it is reduced: one for each of `layers` if the order of sums is fixed, else 1. has_products: whether code
-    other than autograd adds to its gradient, by `GradientStore.add_product` or the like.
+    another stage. shape: the shape of the full parameter, in every layout. holders: its places on this rank. aliases: its other
+    names on this rank (ties). decays: whether weight decay applies, as to matrices, but not to norms, biases and other vectors.
+    reduce_group: the axis over which its accumulated gradient must still be summed. shard: this rank's shard; None if the
+    parameter is not sharded. stages: the stages that hold it; several for a tie across stages. index: its index in the
+    registry. layers: this rank's layers that hold it, in model order. num_sums: the number of partial sums of its gradient
+    until it is reduced: one for each of `layers` if the order of sums is fixed, else 1. has_products: whether code other than
+    autograd adds to its gradient, for example by `GradientStore.add_product`.
     """
 
     name: str
@@ -62,9 +62,9 @@ class Param:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Returns the live parameter; of a sharded one, this rank's shard. Looks it up at each access, since the object is
-        replaced when it is materialised or moved. Raises RunError "weight-replaced" if its module no longer has it as a
-        parameter.
+        """Returns the current `nn.Parameter`, or this rank's shard if the parameter is sharded. Looks it up at each access,
+        since materialising or moving replaces the object. Raises RunError "weight-replaced" if the module's attribute is no
+        longer a parameter.
         """
         holder = self.holders[0]
         parameter = holder.module._parameters.get(holder.attribute)
@@ -84,7 +84,7 @@ class Param:
 
     @property
     def family(self) -> tuple[str, tuple[int, ...], int]:
-        """Returns the key that parameters must share to be in one buffer: reduce group, stages of a tie, and number of sums."""
+        """Returns the key that the parameters of one buffer must share: reduce group, stages of a tie, and number of sums."""
         return self.reduce_group, self.stages if len(self.stages) > 1 else (), self.num_sums
 
     @property
@@ -94,7 +94,7 @@ class Param:
 
     @property
     def row_shard(self) -> Shard:
-        """Returns this rank's shard. The parameter must be sharded along dim 0."""
+        """Returns this rank's shard. Asserts that the parameter is sharded along dim 0."""
         assert self.shard is not None, f"{self.name} is not sharded"
         assert self.shard.dim == 0, f"{self.name} is sharded along dim {self.shard.dim}"
         return self.shard
@@ -111,6 +111,7 @@ class Param:
 
     @property
     def trainable(self) -> bool:
+        """Returns whether the parameter requires a gradient now."""
         return self.parameter.requires_grad
 
     def __repr__(self) -> str:
@@ -118,10 +119,9 @@ class Param:
 
 
 class ParameterRegistry:
-    """Lists the parameters of this rank's layers in model order.
-
-    chunks: this rank's layers per model chunk. stages: all layers of the model, those of other ranks on meta; None if this rank
-    has all layers. shards: this rank's shards of sharded parameters.
+    """Lists the parameters of this rank's layers in model order, each once. chunks: this rank's layers per model chunk. stages:
+    all layers of the model; layers of other ranks are on meta. None means that this rank has all layers. shards: this rank's
+    shards of sharded parameters, by the id of the parameter.
     """
 
     def __init__(self, chunks: Sequence[Sequence[Layer]], stages: Stages | None = None, shards: Shards | None = None) -> None:
@@ -145,7 +145,7 @@ class ParameterRegistry:
         self._by_name = {name: param for param in self.params for name in (param.name, *param.aliases)}
 
     def check_complete(self, layers: Iterable[Layer]) -> None:
-        """Raises RunError "weight-unknown" if `layers` hold an unlisted parameter, since no optimizer would train it."""
+        """Raises RunError "weight-unknown" if `layers` hold a parameter that is not listed: no optimizer would train it."""
         known = {id(param.parameter) for param in self}  # raises "weight-replaced" if one is no longer a parameter
         known |= {id(getattr(holder.module, holder.attribute)) for param in self for holder in param.holders}
         for layer in layers:
@@ -179,17 +179,17 @@ class ParameterRegistry:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Returns whether `module` is a norm: one of torch's, or of a class whose name ends with "norm" in any case."""
+    """Returns whether `module` is one of torch's norms (`NORM_CLASSES`), or its class name ends with "norm" in any case."""
     return isinstance(module, NORM_CLASSES) or type(module).__name__.lower().endswith("norm")
 
 
 def tie_axis(stages: Sequence[int]) -> str:
-    """Returns the axis name of the group of stages that share a tied parameter, e.g. `tie[0,3]`."""
+    """Returns the name of the axis along which `stages` share a tied parameter, e.g. `tie[0,3]`."""
     return f"tie[{','.join(str(stage) for stage in stages)}]"
 
 
 def tied_stages(stages: Stages) -> list[tuple[int, ...]]:
-    """Returns each set of stages that share a parameter, in ascending order."""
+    """Returns the sets of several stages that share a parameter, each once, in ascending order."""
     return sorted({param.stages for param in _index_parameters(stages).values() if len(param.stages) > 1})
 
 
@@ -210,6 +210,7 @@ def _index_parameters(stages: Stages) -> dict[int, Param]:
 
 
 def _named_holders(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder, nn.Parameter]]:
+    """Yields name, holder and parameter for each place of a parameter in `layer`; tied parameters have several places."""
     for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield f"{prefix}.{attribute}", Holder(module, attribute, chunk), parameter
@@ -226,7 +227,7 @@ def parameter_roles(optimizer: Component, layers: Sequence[Layer]) -> Mapping[st
 
 
 def check_no_parameters(loss: Any) -> None:
-    """Raises PlanError "loss-parameters" if tensors that are reachable from `loss` require gradients."""
+    """Raises PlanError "loss-parameters" if a tensor or module that is reachable from `loss` has parameters to train."""
     visited, names = set[int](), list[str]()
     members = {**loss._parameters, **loss._modules} if isinstance(loss, nn.Module) else {}
     for key, value in {**members, **getattr(loss, "__dict__", {"": loss})}.items():

@@ -37,7 +37,7 @@ SHARD_AXIS = "wp"
 """The axis over which weights are sharded."""
 
 REDUCE_GROUP = "wdp"
-"""The axis over which the gradient of a shard is still to be summed after a communicator has reduced it over `wp`."""
+"""The axis over which the gradient of a shard must still be summed after a communicator has reduced it over `wp`."""
 
 ParameterPlace = tuple[nn.Module, str]
 """A module, and the name of its attribute that holds a parameter."""
@@ -45,7 +45,7 @@ ParameterPlace = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Shard:
-    """Names a shard: part `index` of `count` equal parts along `dim` of a tensor with the full `shape`."""
+    """One rank's shard of a tensor with the full `shape`: part `index` of `count` equal parts along `dim`."""
 
     shape: tuple[int, ...]
     count: int
@@ -91,8 +91,9 @@ Shards = dict[int, Shard]
 
 
 def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[ParameterPlace]], int | None], group: Group) -> Shards:
-    """Returns this rank's shards of the full model's parameters; {} if `group` has one rank. Only their `index` differs between
-    ranks. shard_dim: returns the dim along which to shard the parameter in the given places, or None to leave it unsharded.
+    """Returns this rank's shards of the parameters of `layers`; {} if `group` has one rank. Shards of different ranks differ
+    only in `index`. shard_dim: a function that receives the places of a parameter, and returns the dim along which to shard it,
+    or None if it stays unsharded.
     """
     places: dict[nn.Parameter, list[ParameterPlace]] = {}
     for layer in layers if group.size > 1 else ():
@@ -119,8 +120,9 @@ def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
 
 
 def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]:
-    """Returns full copies of sharded tensors, and clones of unsharded ones. parts: this rank's shard of each tensor, or the
-    full tensor; the same parameters in the same order on all ranks. Runs one blocking all-gather over `wp` per dtype of shards.
+    """Returns full copies of sharded tensors, and clones of unsharded tensors. Runs one blocking all-gather over `wp` per dtype
+    of shards. parts: this rank's shard of each tensor, or the full tensor, for the same parameters in the same order on all
+    ranks.
     """
     full_tensors = {param: shard.detach().clone() for param, shard in parts.items() if param.shard is None}
     sharded = {param: shard.detach() for param, shard in parts.items() if param.shard is not None}
@@ -144,7 +146,7 @@ SHAPE_FUNCTIONS = {
     *(T.size, T.numel, T.nelement, T.dim, T.ndimension, T.__len__, T.stride, T.is_contiguous, T.element_size),
     torch.numel,
 }
-"""Functions that read only a tensor's metadata. For a sharded weight, they return the results for the full weight."""
+"""Functions that read only a tensor's metadata. A `StandIn` returns their results for the full weight."""
 
 SHARD_FUNCTIONS = {
     *(T.dtype.__get__, T.device.__get__, T.requires_grad.__get__, T.requires_grad.__set__, T.requires_grad_),
@@ -152,7 +154,7 @@ SHARD_FUNCTIONS = {
     *(T.is_floating_point, T.is_complex, T.is_signed, torch.is_floating_point, torch.is_complex, torch.is_signed),
     *(torch.get_device, T.is_inference, torch.is_inference, T.is_quantized.__get__, T._version.__get__),
 }
-"""Functions that are called on the shard: they have the same result for shard and full weight, or they set `requires_grad`."""
+"""Functions that a `StandIn` calls on the shard: shard and full weight have the same result, or they set `requires_grad`."""
 
 LIKE_FUNCTIONS = {
     **dict.fromkeys((torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like), 0),
@@ -160,14 +162,14 @@ LIKE_FUNCTIONS = {
     **dict.fromkeys((T.new_empty, T.new_zeros, T.new_ones, T.new_full), 0),
     **dict.fromkeys((T.to, T.type_as, T.expand_as, T.view_as, T.reshape_as), 1),
 }
-"""By function, the index of an argument of which the function uses only the shape, dtype or device."""
+"""Maps functions to the index of an argument of which they use only the shape, dtype or device. It may be a `StandIn`."""
 
 GRADIENT_FUNCTIONS = {T.grad.__get__, T.grad.__set__}
 """The accessors of `grad`. A shard has no gradient of its own: gradients are in the store."""
 
 
 class StandIn(nn.Parameter):
-    """Stands in for the sharded parameter `param` in its modules, with the full shape, but no memory: this rank holds only
+    """Replaces the sharded parameter `param` in its modules. It has the full shape, but no memory: this rank holds only
     `shard`. Operations that need values raise RunError `sharded-weight-read` with the parameter's name, even after the run.
     """
 
@@ -204,7 +206,9 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls functions of the shape for the full weight, and of dtype and device for the shard. Refuses others."""
+        """Calls `function` for the full weight if it reads the shape, or on the shard if it reads dtype or device. Raises
+        RunError `sharded-weight-read` if it needs values.
+        """
         kwargs = kwargs or {}
         if function in SHARD_FUNCTIONS:
             return function(*(arg.shard if isinstance(arg, StandIn) else arg for arg in args), **kwargs)
@@ -231,6 +235,7 @@ class StandIn(nn.Parameter):
 
 
 def _tensors_of_class(cls: type[AnyTensor], value: Any) -> Iterator[AnyTensor]:
+    """Yields the instances of `cls` in `value` and in its nested lists, tuples and dicts."""
     if isinstance(value, cls):
         yield value
     elif isinstance(value, list | tuple | dict):
@@ -254,7 +259,7 @@ _READABLE_FUNCTIONS = SHAPE_FUNCTIONS | SHARD_FUNCTIONS | GRADIENT_FUNCTIONS | {
 
 
 class _UnreadableTensor:
-    """A tensor whose values cannot be read: RunError "weight-unregistered". refusal: the error's message and hint."""
+    """A tensor that raises RunError "weight-unregistered" if code reads its values. refusal: the error's message and hint."""
 
     refusal: tuple[str, str]
 
@@ -270,16 +275,16 @@ class _UnreadableTensor:
 
 
 class UnregisteredParameter(_UnreadableTensor, nn.Parameter):
-    """A parameter that is registered in no layer of this rank."""
+    """A parameter that is registered in no layer of this rank. Reads of its values raise RunError."""
 
 
 class ComputedTensor(_UnreadableTensor, Tensor):
-    """A tensor that autograd computed from parameters while the factory ran."""
+    """A tensor that the model's factory computed from parameters. Reads of its values raise RunError."""
 
 
 def refuse_unregistered(model: Model, local_layers: Iterable[Layer]) -> None:
     """Makes the parameters of other ranks' layers, and the `unreadable` tensors of `local_layers`, raise RunError
-    "weight-unregistered" when code reads them: whether a forward reads an unregistered tensor is known only when it runs.
+    "weight-unregistered" when code reads them. Whether a forward reads such a tensor is known only when it runs.
     """
     hint = "register it in the layer that uses it, as a tie: `self.weight = other.weight` or `self.part = part`"
     reason = "which is neither a parameter nor a submodule of its own layer"
@@ -303,7 +308,7 @@ def refuse_unregistered(model: Model, local_layers: Iterable[Layer]) -> None:
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
-    """Raises PlanError "model-hook" on all ranks for a gradient hook on a parameter whose full gradient no rank has."""
+    """Raises PlanError "model-hook", on all ranks, if a parameter has a gradient hook, but no rank has its full gradient."""
     names: dict[int, str] = {}
     parts: dict[int, set[int]] = {}
     for index, (_, layers) in enumerate(stages):

@@ -44,11 +44,11 @@ from sley_core.protocols import Loss
 from sley_core.records import LossRecord
 
 MAX_CHECKED_SHAPES = 16
-"""The maximum number of batch shapes whose loss weights are checked."""
+"""The maximum number of batch shapes for which a `BatchSplitter` checks that the loss's weights add up."""
 
 
 class BatchWeight:
-    """The divisor of every gradient. total: returns the loss weight of the global batch; called once at most. scale: fp16's."""
+    """The divisor of all gradients. total: returns the loss weight of the global batch. scale: the loss scale of fp16, or 1."""
 
     def __init__(self, total: Callable[[], float], scale: float = 1.0) -> None:
         self.scale = scale
@@ -56,8 +56,8 @@ class BatchWeight:
         self._inverse: Tensor | None = None
 
     def inverse(self, like: Tensor) -> Tensor:
-        """Returns scale / weight as a scalar; 0 for a batch of weight 0. The first call may wait for other ranks. like: a
-        tensor of the result's dtype and device; only that of the first call matters.
+        """Returns scale / weight as a scalar, or 0 if the weight is 0. The first call calls `total`, which may wait for other
+        ranks, and determines the dtype and device, which are those of `like`.
         """
         if self._inverse is None:
             total = self._total()
@@ -70,8 +70,8 @@ GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 
 class BatchCounts(NamedTuple):
-    """The counts of a batch. trained_tokens: the tokens whose label is not ignored. positions: those that the model computes.
-    pairs: the pairs of positions in the same sequence or document, i.e. the sum of the squared lengths.
+    """The counts of a batch. trained_tokens: the tokens whose label is not ignored. positions: the positions that the model
+    computes. pairs: the pairs of positions in the same sequence or document: the sum of the squared lengths.
     """
 
     samples: float = 0.0
@@ -81,20 +81,20 @@ class BatchCounts(NamedTuple):
     pairs: float = 0.0
 
     def add(self, other: "BatchCounts") -> "BatchCounts":
+        """Returns the sums of the counts of two batches."""
         return BatchCounts(*map(sum, zip(self, other, strict=True)))
 
 
-NO_COUNTS = BatchCounts()
+NO_COUNTS = BatchCounts()  # the counts of an empty batch
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's samples of one step or one evaluation, on the host.
-
-    micros: each microbatch as {field: tensor}, fields in the declared order, with this rank's slice of each sequence. whole:
-    the same samples with full sequences, in the passed pieces. weights: this rank's shares of the loss weight of the global
-    batch, by piece, or by microbatch with canonical sums; empty without the model's last chunk. counts: of this rank's
-    samples. num_counted: the number of microbatches that count, or None for all; the others only keep ranks in step.
+    """This rank's samples of one step or one evaluation, on the host. micros: each microbatch as {field: tensor}, fields in the
+    declared order, with this rank's slice of each sequence. whole: the same samples with full sequences, in the pieces in which
+    they were passed. weights: this rank's shares of the loss weight of the global batch, by piece, or by microbatch with
+    canonical sums; empty if this rank has no loss. counts: the counts of these samples. num_counted: the number of microbatches
+    that count, or None for all; the other microbatches run only because other ranks run as many.
     """
 
     micros: Sequence[Batch]
@@ -110,12 +110,11 @@ class StepBatch:
 
 @dataclass(eq=False)
 class BatchSplitter:
-    """Cuts samples into a `StepBatch`.
-
-    info: the declaration of full samples. micro_size: the number of samples of a microbatch. slices: cuts this rank's part of
-    each sequence. loss: the loss; None if only outputs are computed. weighs: whether this rank has the model's last chunk, and
-    so calls the loss's `weight`. weighs_micros: whether it is called for each microbatch instead of each piece. weighs_whole:
-    whether it is called with full sequences instead of this rank's slices.
+    """Checks the samples of a step, and cuts them into a `StepBatch`. info: the declaration of full samples. micro_size: the
+    number of samples of a microbatch. slices: cuts this rank's part of each sequence. loss: the loss; None if only outputs are
+    computed. weighs: whether this rank has the model's last chunk, and so calls the loss's `weight`. weighs_micros: whether to
+    call `weight` for each microbatch instead of each piece. weighs_whole: whether to call `weight` with full sequences instead
+    of this rank's slices.
     """
 
     info: DataInfo
@@ -134,7 +133,7 @@ class BatchSplitter:
     def split_input(self, batch: GivenBatch) -> StepBatch:
         """Checks and splits the samples that a program passes to a step. Raises RunError "batch-fields" unless they are a batch
         or a list of microbatches with the declared fields, "batch-size" if they do not fill microbatches, "token-out-of-range"
-        for a token id outside the vocabulary, and "loss-not-additive" as `split_feed` does.
+        if a token id is outside the vocabulary, and "loss-not-additive" as `split_feed` does.
         """
         whole = [batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)
         counts = [self._count(piece) for piece in whole]
@@ -146,9 +145,9 @@ class BatchSplitter:
         return self._split(whole, counts)
 
     def split_feed(self, batch: Batch, num_samples: int | None = None) -> StepBatch:
-        """Splits the samples of a feed, which has checked their tokens. num_samples: only the first `num_samples` samples
-        count; None counts all. Raises RunError "batch-fields" and "batch-size" as `split_input` does, and "loss-not-additive"
-        if the loss weights of the microbatches do not add up to that of the batch.
+        """Splits the samples of the plan's data, whose tokens have been checked. num_samples: how many of the first samples
+        count; None means all. Raises RunError "batch-fields" and "batch-size" as `split_input` does, and "loss-not-additive" if
+        the loss weights of the microbatches do not add up to the loss weight of the batch.
         """
         count, size = self._count(batch), self.micro_size
         if num_samples is None or num_samples >= count * size:
@@ -173,7 +172,7 @@ class BatchSplitter:
         return replace(self, info=replace(self.info, fields=fields), slices=slices)
 
     def split_prediction(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
-        """Checks and splits samples for a prediction. reads: the fields that layers read. Other fields may be missing."""
+        """Does the same as `split_input` without loss weights. reads: the fields that layers read; others may be missing."""
         names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)))
         return replace(self.select_fields(names | set(reads)), loss=None).split_input(batch)
 
@@ -181,6 +180,7 @@ class BatchSplitter:
         return count_microbatches(piece, self.info.fields, self.micro_size)
 
     def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
+        """Cuts `whole` and computes the loss weights. counts: the number of microbatches in each piece of `whole`."""
         slices = [self.slices(piece) for piece in whole]
         weighed = whole if self.weighs_whole else slices
         if self.loss is not None:
@@ -194,8 +194,8 @@ class BatchSplitter:
         return StepBatch(micros, whole, [self.loss.weight(piece) for piece in weighed] if self.loss else [])
 
     def _check_weights(self, loss: Loss, batch: Mapping[str, Tensor], num_microbatches: int) -> None:
-        """Raises RunError "loss-not-additive" if the weights of the microbatches do not add up to that of the batch, as with a
-        mean. Checks each of the first `MAX_CHECKED_SHAPES` shapes once, also on ranks without the model's last chunk.
+        """Raises RunError "loss-not-additive" if the weights of the microbatches do not add up to the weight of the batch, as
+        with a mean. Checks each of the first `MAX_CHECKED_SHAPES` shapes once, also on ranks without the model's last chunk.
         """
         shape = (num_microbatches, *(tuple(value.shape) for value in batch.values()))
         if num_microbatches == 1 or len(self._checked_shapes) >= MAX_CHECKED_SHAPES or shape in self._checked_shapes:
@@ -226,12 +226,12 @@ def _require_micro_batches(batch: object) -> Sequence[Mapping[str, Tensor]]:
 
 
 DimSize = tuple[int, int]
-"""A dim of a tensor, and its size."""
+"""A dim of a tensor, and the size of the tensor along this dim."""
 
 
 @dataclass
 class ModelOutputs:
-    """The model's outputs in a step or prediction. by_micro: the outputs by index in `micros`; empty without the last layer."""
+    """The model's outputs in a step or prediction, by index in `micros`. by_micro: empty on ranks without the last layer."""
 
     micros: Sequence[Batch] = ()
     by_micro: dict[int, Any] = field(default_factory=dict)
@@ -239,10 +239,9 @@ class ModelOutputs:
     def to_input_form(self, input_batch: GivenBatch | None, fields: Mapping[str, Field], sp: Group, *, join: bool) -> Any:
         """Returns the outputs in the form of the step's input, or None if there are none: one output for a batch, with the
         tensors of its microbatches concatenated along the batch dim, or a list of outputs for a list of microbatches.
-
         input_batch: the step's input; None for a batch of the plan's data. fields: the declared fields. join: whether to gather
-        full sequences over `sp`; if so, all ranks of `sp` must call this. Raises RunError "outputs-apart" for a tensor without
-        the dim along which it would be joined.
+        full sequences over `sp`; if so, all ranks of `sp` must call this. Raises RunError "outputs-apart" if a tensor does not
+        have the dim along which it would be joined.
         """
         if not self.by_micro:
             return None
@@ -266,12 +265,14 @@ class ModelOutputs:
 
 
 def gather_along_dim(tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
-    """Returns the tensors of all ranks, concatenated along `dim`. Blocks. The backward does not communicate."""
+    """Returns all ranks' tensors, joined along `dim`. A blocking collective over `group`; its backward does not communicate."""
     joined: Tensor = _GatherFunction.apply(tensor, dim, group, label)  # type: ignore[no-untyped-call]
     return joined
 
 
 class _GatherFunction(torch.autograd.Function):
+    """The autograd function of `gather_along_dim`. The gradient is this rank's slice of the output's gradient."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
         ctx.dim, ctx.first, ctx.length = dim, group.coord * tensor.shape[dim], tensor.shape[dim]
@@ -285,14 +286,16 @@ class _GatherFunction(torch.autograd.Function):
 
 
 def dim_and_size(micro: Mapping[str, Tensor], fields: Mapping[str, Field], dim_attribute: str) -> DimSize:
-    """Returns the first such dim of a field in `micro`, and its size. dim_attribute: "batch_dim" or "sequence_dim"."""
+    """Returns the batch dim or the sequence dim, as `dim_attribute` says, of the first field in `micro` that has one, and its
+    size. dim_attribute: "batch_dim" or "sequence_dim". Raises StopIteration if no field has one.
+    """
     dims = ((getattr(field, dim_attribute), micro[name]) for name, field in fields.items() if name in micro)
     return next((dim, value.shape[dim]) for dim, value in dims if dim is not None)
 
 
 def gather_output(output: Any, positions: DimSize, sp: Group) -> Any:
     """Returns the output for full sequences. Runs one blocking collective over `sp` per tensor, in the order of the output.
-    positions: the sequence dim and its size. Raises RunError "outputs-apart" for a tensor without it.
+    positions: the sequence dim and its size. Raises RunError "outputs-apart" if a tensor does not have this dim and size.
     """
     tensors, structure = flatten(output)
     for tensor in tensors:
@@ -317,7 +320,7 @@ def needs_whole_sequences(plan: Plan) -> bool:
 
 
 class WholeSequences:
-    """Gathers the inputs of a loss over `sp`. fields: those of slices. is_counted: whether this rank's loss is counted."""
+    """Gathers full sequences over `sp` for a loss. fields: the slices' fields. is_counted: whether this rank's loss counts."""
 
     def __init__(self, fields: Mapping[str, Field], sp: Group) -> None:
         self.fields = fields
@@ -325,10 +328,9 @@ class WholeSequences:
         self.is_counted = sp.coord == 0
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor], micro: Batch) -> tuple[Any, dict[str, Tensor]]:
-        """Returns the output and the fields of full sequences. Blocks. All ranks of `sp` call this in the same order.
-
-        batch: the fields that the loss reads, on the device. micro: all fields of the microbatch. Raises RunError
-        "outputs-apart" for an output without the position dim.
+        """Returns the output and the fields for full sequences. A blocking collective over `sp`. batch: the fields that the
+        loss reads, on the device. micro: all fields of the microbatch. Raises RunError "outputs-apart" if a tensor of the
+        output has no value for each position.
         """
         fields = {}
         for name, value in batch.items():
@@ -338,14 +340,14 @@ class WholeSequences:
 
 
 _NARROW_TOLERANCE = 2**-6
-"""The relative tolerance of the sum of halves if the loss computes in a dtype narrower than fp64, such as bf16 with 8 bits."""
+"""The relative tolerance of the sum of halves if the loss computes in a dtype narrower than fp64; bf16 rounds by up to 2^-8."""
 
 WINDOW_LENGTH = 16
-"""The maximum number of positions per check. The beginning, the middle and the end of a slice are checked."""
+"""The maximum number of positions in a window. `check` tests a window at the beginning, the middle and the end of a slice."""
 
 
 class PositionAdditivity:
-    """Checks that `loss` is a sum over positions, in each forward until a check succeeds. fields: the declared fields."""
+    """Checks that `loss` is a sum over positions, in each call of `check` until one succeeds. fields: the declared fields."""
 
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
         self.loss = loss
@@ -354,8 +356,8 @@ class PositionAdditivity:
 
     @torch.no_grad()
     def check(self, output: object, batch: Mapping[str, Tensor]) -> None:
-        """Raises RunError "loss-not-additive" for a loss that combines positions. Losses that draw random numbers, or cannot be
-        computed for some of the positions, are not checked. output: the model's output for `batch`, this rank's slice.
+        """Raises RunError "loss-not-additive" if the loss combines positions. Does not check losses that draw random numbers,
+        or cannot be computed for a part of the positions. output: the model's output for `batch`, this rank's slice.
         """
         if self._is_checked or type(output) is not Tensor:
             return
@@ -369,7 +371,9 @@ class PositionAdditivity:
         self._is_checked = any(results)
 
     def _check_window(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
-        """Compares the loss of a window with the sum over its halves. Returns whether no other window must be checked."""
+        """Compares the loss of a window with the sum over its halves. Returns True if the check succeeded, or is impossible;
+        False if no label counts in this window. Raises RunError "loss-not-additive" if they differ.
+        """
         half = size // 2
         spans = (start, size), (start, half), (start + half, half), (start, size)
 

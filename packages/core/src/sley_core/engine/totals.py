@@ -35,7 +35,7 @@ from sley_core.plan.tables import LossScaleTable
 
 
 class Votes(NamedTuple):
-    """This rank's requests to all ranks. stop: whether to stop after the step. save: whether to save a checkpoint after it."""
+    """This rank's requests to all ranks, for the end of a step. stop: to stop the run. save: to save a checkpoint."""
 
     stop: bool = False
     save: bool = False
@@ -45,18 +45,16 @@ LOSS, NORM, WEIGHT, STOPS, SAVES, DIFFERS = range(6)
 """The indices of a step's totals. The plugins' numbers follow."""
 
 TYPICAL_TOTALS = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
-"""The totals of a normal step whose gradients are clipped, for a device whose tensors have no values."""
+"""The totals of a normal step, in which gradients are clipped. A device whose tensors have no values reads these totals."""
 
 
 @dataclass(eq=False)
 class StepTotals:
-    """The sums over all ranks at the end of a step.
-
-    values: float64 [6 or more], the same on all ranks, on the device until `fetch`: loss, gradient norm and weight of the
-    global batch; the numbers of ranks that request a stop and a checkpoint; 0 if all ranks made the same unmarked exchanges;
-    the plugins' numbers; the terms of `SourceSums`. local_loss: this rank's share of the loss, a scalar, for errors.
-    local_exchanges: this rank's exchanges, for errors. loss_scale: the loss scale in fp16, else None. end: the moment at which
-    the step ends on the device, valid after `fetch`.
+    """The sums over all ranks at the end of a step. values: float64 [6 or more], the same on all ranks, on the device until
+    `fetch`: loss, gradient norm and weight of the global batch; the numbers of ranks that request a stop and a checkpoint; 0 if
+    all ranks made the same unmarked exchanges; the plugins' numbers; the terms of `SourceSums`. local_loss: this rank's share
+    of the loss, a scalar, for errors. local_exchanges: this rank's exchanges, for errors. loss_scale: the loss scale in fp16,
+    else None. end: the moment at which the step ends on the device, valid after `fetch`.
     """
 
     values: Tensor
@@ -67,7 +65,7 @@ class StepTotals:
     end: Moment = field(default=0.0, init=False)
 
     def fetch(self) -> None:
-        """Starts to copy the values to the host. Must be called once, at the end of the step."""
+        """Starts to copy `values` to the host. Must be called once, at the end of the step."""
         self.values = self.device.copy_to_host(self.values)
         self.end = self.device.moment()
 
@@ -82,7 +80,7 @@ class StepTotals:
 
     @property
     def is_allowed_on_device(self) -> Tensor:
-        """Returns `StepResult.is_allowed` as a bool tensor, without waiting for the device."""
+        """Returns `StepResult.is_allowed` as a bool scalar on the device, without a wait for the device."""
         is_number = torch.isfinite(self.values[:WEIGHT]).all()
         return is_number & (self.values[WEIGHT] > 0) & (self.values[DIFFERS] == 0)
 
@@ -90,9 +88,9 @@ class StepTotals:
 @dataclass(frozen=True)
 class StepResult:
     """A step's totals on the host. loss: the mean over the global batch; 0 if its weight is 0. weight: the global batch's loss
-    weight. wants_stop, wants_save: whether a rank requests it. ranks_differ: whether ranks made different exchanges. numbers:
-    the sums of the plugins' numbers and of `SourceSums`. loss_scale: the loss scale in fp16, else None. is_skipped: whether no
-    weight changed because a rank's gradients overflowed in fp16.
+    weight. wants_stop, wants_save: whether a rank requests a stop or a checkpoint. ranks_differ: whether ranks made different
+    exchanges. numbers: the sums of the plugins' numbers and of `SourceSums`. loss_scale: the loss scale in fp16, else None.
+    is_skipped: whether no weight changed because a rank's gradients overflowed in fp16.
     """
 
     loss: float
@@ -111,7 +109,7 @@ class StepResult:
 
     @property
     def is_allowed(self) -> bool:
-        """Returns whether loss and norm are finite, the batch has weight, and all ranks made the same exchanges."""
+        """Returns whether loss and norm are finite, the batch's weight is positive, and all ranks made the same exchanges."""
         return self.is_finite and self.weight > 0 and not self.ranks_differ
 
     @property
@@ -130,7 +128,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 
 class LossScale:
-    """The loss scale of fp16. value: the factor of the next step's loss. num_skipped: the number of steps skipped so far."""
+    """The loss scale of fp16. value: the factor of the next step's loss. num_skipped: how many steps have been skipped."""
 
     def __init__(self, config: LossScaleTable) -> None:
         self.config = config
@@ -139,7 +137,7 @@ class LossScale:
         self._num_good = 0
 
     def update(self, step: int, *, overflowed: bool) -> None:
-        """Adjusts the scale after `step`. Raises RunError `loss-scale-exhausted` for an overflow at the smallest scale."""
+        """Adjusts the scale after `step` (from 0). Raises RunError `loss-scale-exhausted` for an overflow at the minimum."""
         config = self.config
         if overflowed:
             if self.value <= config.min_scale:
@@ -158,6 +156,7 @@ class LossScale:
             self.value *= config.growth_factor
 
     def state(self) -> dict[str, float | int]:
+        """Returns the values to save in a checkpoint, which `restore` reads."""
         return {"value": self.value, "num_good": self._num_good, "num_skipped": self.num_skipped}
 
     def restore(self, state: Mapping[str, float | int]) -> None:
@@ -178,12 +177,14 @@ class Skips:
         self._unread: StepTotals | None = None
 
     def record(self, totals: StepTotals) -> None:
-        """Records the totals of the last step. The step before must be settled."""
+        """Records the totals of the last step. Asserts that the step before it is settled."""
         assert self._unread is None, "a step was launched before the one before it was counted"
         self._unread = totals
 
     def settle(self, totals: StepTotals | None = None) -> None:
-        """Waits for the last step's totals and counts it once. totals: if passed, acts only if they are the last step's."""
+        """Waits for the totals of the last step, and counts it if it was skipped. Does nothing if the step is settled already,
+        or if `totals` are not None and belong to another step.
+        """
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
         read, self._unread = self._unread, None
@@ -192,6 +193,7 @@ class Skips:
         self.num_in_a_row = self.num_in_a_row + 1 if is_skipped else 0
 
     def state(self) -> dict[str, int]:
+        """Settles the last step, and returns the values to save in a checkpoint, which `restore` reads."""
         self.settle()
         return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
 
@@ -222,12 +224,11 @@ def build_refusal(
     is_latest: bool,
     num_skipped: int = 0,
 ) -> RunError:
-    """Returns the RunError of the refused step `step_number`, the same on all ranks. A blocking collective on `control`.
-
-    Its code is "not-finite" if the loss or the norm is not finite, "nothing-counts" if the global batch has the loss weight 0,
-    and "ranks-differ" if ranks made different exchanges. samples: the numbers of this rank's samples in that step; empty if the
-    program passed the batch. is_latest: whether the store still has the step's gradients. num_skipped: the number of
-    consecutive skipped steps just before it.
+    """Returns the same RunError on all ranks, for the refused step `step_number`. A blocking collective on `control`. The
+    error's code is "ranks-differ" if ranks made different exchanges, else "not-finite" if the loss or the norm is not finite,
+    else "nothing-counts", since the global batch has the loss weight 0. samples: the numbers of this rank's samples in the
+    step; empty if the program passed the batch. is_latest: whether the store still has the step's gradients. num_skipped: the
+    number of consecutive skipped steps just before the step.
     """
     if is_latest:
         parts.store.state.was_taken = False
@@ -253,6 +254,7 @@ def build_refusal(
 
 
 def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
+    """Returns a text with the ranks whose loss is not finite, the first such gradient, and samples. reports: by rank."""
     bad = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
     text = ""
     if bad and len(reports) > 1:

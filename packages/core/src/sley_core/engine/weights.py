@@ -38,13 +38,11 @@ from sley_core.errors import RunError
 
 @dataclass(eq=False)
 class OptimizerParam:
-    """The tensor that the optimizer updates for one parameter. Its gradient is the store's `part`.
-
-    parameter: the updated tensor. original: the working weight in the modules, which may be the same object. elements: the
-    range that this rank updates, in whose shape `parameter` is; None if it updates all. is_owned: whether `parameter` is the
-    full tensor of a split matrix that this rank owns. master: the memory of a master weight; None if `parameter` is the working
-    weight or a view of it. working: with a master, the elements of the working weight that it determines. synced: the `state`
-    at which both were last equal.
+    """The tensor that the optimizer updates for one parameter. Its gradient is `GradientStore.part(param)`. parameter: the
+    updated tensor. original: the working weight in the modules, which may be the same object. elements: the range of elements
+    in `parameter`; None if it has all. is_owned: whether `parameter` is the full tensor of a split matrix that this rank owns.
+    master: the memory of a master weight; None if `parameter` is the working weight or a view of it. working: with a master,
+    the elements of the working weight that get its values. synced: the `state` when both were last equal.
     """
 
     param: Param
@@ -59,7 +57,7 @@ class OptimizerParam:
             self.sync()
 
     def sync(self) -> None:
-        """Records that the master equals the working weight, whose memory may have moved."""
+        """Records that the master equals the working weight now. Must also be called after the working weight has moved."""
         self.working = _view_elements(self.original.detach(), self.elements)
         self.synced = self.state
 
@@ -69,7 +67,7 @@ class OptimizerParam:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Returns the version and the location of the working weight, which an offload does not change."""
+        """Returns the version, the storage's id and the offset of the working weight. An offload does not change them."""
         return self.original._version, storage_id(self.original), int(self.original.storage_offset())
 
     @property
@@ -82,12 +80,13 @@ class MasterWeights:
     """Holds the tensors that the optimizer updates, in the order of `add` calls.
 
     weights: the store of the working weights. store: the gradient store, which knows this rank's elements. dtype: the dtype of
-    the updated tensors. If the weights have this dtype, the parameters or views of them are updated. Otherwise parameters are
-    rounded to the working dtype, and their former values become master weights, in one flat buffer for each call of `add` and
-    one for this rank's part of each sharded buffer. device: the device of the masters; None for that of the parameters. With a
-    `device` there are always masters, and the code that updates them copies gradients there and weights back. owners: exchange
-    the matrices that the optimizer needs in full, if any. local_params: this rank's parts of the weights. optimizer_params: the
-    tensors in the optimizer's groups: those of `local_params`, but for split matrices the full tensors that this rank owns.
+    the updated tensors. If working weights have this dtype, the optimizer updates the parameters or views of them. Otherwise
+    parameters are rounded to the working dtype, and their former values become master weights, in one flat buffer for each call
+    of `add` and one for this rank's part of each sharded buffer. device: the device of the masters; None means the parameters'
+    device. With a `device` there are always masters, and the code that updates them copies gradients there and weights back.
+    owners: exchanges the matrices that the optimizer needs in full; None if it needs none. local_params: this rank's parts of
+    the weights. optimizer_params: the tensors in the optimizer's groups: `local_params`, but instead of the parts of split
+    matrices the full matrices that this rank owns.
     """
 
     weights: WeightStore
@@ -134,16 +133,17 @@ class MasterWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of the master weights; 0 if the parameters are updated directly."""
+        """Returns the bytes of the master weights; 0 if the optimizer updates the parameters themselves."""
         return sum(flat.num_bytes for flat in self._flats)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields each master weight with the name of its parameter."""
         for entry in self._masters.values():
             yield entry.name, entry.parameter
 
     def set_gradients(self) -> None:
-        """Calls `copy_outside_writes`. Without a `device`, also sets `grad` of the optimizer's tensors from the store, to None
-        if frozen, and gathers the values and gradients of split matrices on their owners.
+        """Calls `copy_outside_writes`. Without a `device`, also sets `grad` of the optimizer's tensors from the store, or to
+        None if the parameter is frozen, and gathers split matrices and their gradients on the owners (a collective).
         """
         self.copy_outside_writes()
         if self.device is not None:
@@ -172,8 +172,8 @@ class MasterWeights:
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
         """Rounds the masters into the working weights, drops references to gradients, and starts to fetch the parts of other
-        ranks, which may be incomplete until `weights.settle`. are_sent: whether the working weights already have the values; by
-        default, whether there is a `device`.
+        ranks, which may be incomplete until `weights.settle`. are_sent: whether the working weights already have the new
+        values; by default True if there is a `device`.
         """
         self._copy_back()
         if masters := list(self._masters.values()):
@@ -197,7 +197,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def set(self, param: Param, value: Tensor) -> None:
-        """Sets the parameter's weight and its master to `value`, of the parameter's shape, at the master's full precision."""
+        """Sets the parameter's working weight and master to `value`, of its shape, each rounded to the tensor's dtype."""
         self.weights.restore_places()
         parameter = param.parameter
         value = value.to(self.dtype)  # on every rank, even without a master, so that all round alike
@@ -209,12 +209,12 @@ class MasterWeights:
 
     @property
     def has_outside_writes(self) -> bool:
-        """Returns whether a program has written weights since the last `copy_outside_writes`. Works during an offload too."""
+        """Returns whether a program has written weights since the last `copy_outside_writes`. May be called while offloaded."""
         is_moved = next(self.weights.moved_parameters(), None) is not None
         return is_moved or any(entry.synced != entry.state for entry in self._masters.values())
 
     def copy_outside_writes(self) -> None:
-        """Copies the values that a program wrote to working weights into their masters. Writes are detected by version and
+        """Copies the values that a program has written to working weights into their masters. Detects writes by version and
         storage, without a device sync. Weights and masters must not be offloaded. Raises RunError `weight-replaced` if a
         program has replaced a parameter or changed its dtype.
         """
@@ -234,7 +234,7 @@ class MasterWeights:
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
     def _copy_to_masters(self, params: Sequence[Param]) -> dict[Param, Tensor]:
-        """Returns copies of `params` in `dtype` for the optimizer: in one new flat buffer, and one per sharded buffer."""
+        """Returns copies of this rank's elements of `params` in `dtype`: in one new flat buffer, and one per sharded buffer."""
         if not params:
             return {}
         device = self.device or params[0].parameter.device
@@ -258,15 +258,14 @@ def _view_elements(value: Tensor, elements: ElementRange | None) -> Tensor:
 
 
 def update_cost(shape: Sequence[int]) -> int:
-    """Returns the relative cost of a matrix optimizer's update: the number of elements x the smaller of the last two dims."""
+    """Returns the relative cost of updating a matrix: its number of elements x the smaller of its last two dims."""
     return prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1)
 
 
 class PartExchange:
-    """Exchanges the parts of parameters over one group, whose ranks call `gather` and `scatter` in the same order.
-
-    owners: by parameter, the coordinate of its owner in the group. sizes: by parameter, the number of elements of each rank's
-    part. Both are equal on all ranks.
+    """Exchanges the parts of parameters over one group. All its ranks call `gather` and `scatter` in the same order. owners: by
+    parameter, the coordinate of its owner in the group. sizes: by parameter, the number of elements of each rank's part. Both
+    are equal on all ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -310,7 +309,9 @@ class PartExchange:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], received_sizes: Sequence[Sequence[int]], label: str, like: Tensor | None = None
     ) -> list[Sequence[Tensor]]:
-        """Sends `sent[i]` to rank i and returns the flat tensors from each rank. like: dtype and device if nothing is sent."""
+        """Sends the tensors `sent[i]` to member i, and returns those from each member, flat. received_sizes: their numbers of
+        elements. like: a tensor of their dtype and device, needed if this rank sends nothing. A blocking collective.
+        """
         flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
         outgoing = torch.cat(flat) if flat or like is None else like.new_empty(0)
         send_splits = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
@@ -329,9 +330,9 @@ class PartExchange:
 
 class MatrixOwners:
     """Assigns split parameters to owners, balanced by the cost of their updates, and exchanges gradients and values with them.
-
-    dtype: that of the values. elementwise: the names of parameters that need no owner. params: all parameters with an owner, on
-    any rank. owned_params: the full tensors that this rank updates, with memory from `gather_values` to `scatter_values`.
+    dtype: the dtype of the values. elementwise: the names of parameters that need no owner. params: all parameters that have an
+    owner on any rank. owned_params: the full tensors that this rank updates; they have memory only from `gather_values` to
+    `scatter_values`.
     """
 
     def __init__(self, groups: Groups, store: GradientStore, dtype: torch.dtype, elementwise: Collection[str] = ()) -> None:
@@ -347,8 +348,8 @@ class MatrixOwners:
         self._memory: list[tuple[Tensor, int]] = []
 
     def add(self, params: Sequence[Param]) -> None:
-        """Assigns those of `params` that are split to owners: in descending order of cost, each to the owner with the least
-        cost so far. All ranks pass the same parameters in the same order, and so agree on the owners.
+        """Assigns an owner to each split parameter in `params`: in descending order of cost, the rank with the least cost so
+        far. All ranks pass the same parameters in the same order, and so agree on the owners.
         """
         owned = set()
         for param in sorted(params, key=lambda param: -update_cost(param.shape)):
@@ -375,7 +376,7 @@ class MatrixOwners:
             self._memory.append((flat.data, free(flat.data)))
 
     def gather_values(self, parts: Mapping[Param, Tensor]) -> None:
-        """Copies the values of all split parameters to their owners. parts: this rank's parts; empty ones may be left out."""
+        """Copies the values of all split parameters to their owners. A collective. parts: this rank's parts, if not empty."""
         for memory, num_bytes in self._memory:
             reallocate(memory, num_bytes)
         parts = {param: parts.get(param, self._template) for param in self.params}
@@ -383,14 +384,14 @@ class MatrixOwners:
             self.owned_params[param].detach().copy_(value)
 
     def gather_gradients(self) -> None:
-        """Sets `grad` of each owned parameter to its full gradient, or to None if the parameter is frozen."""
+        """Sets `grad` of each owned parameter to its full gradient, or to None if the parameter is frozen. A collective."""
         parts = {param: self._store.part(param) for param in self.params if param in self._store}
         gradients = self._gather(parts, "the gradients of matrices for their owners")
         for param, parameter in self.owned_params.items():
             parameter.grad = gradients[param].to(parameter.dtype) if param in gradients else None
 
     def scatter_values(self) -> dict[Param, Tensor]:
-        """Returns this rank's flat part of the new values of all split parameters, and frees the owners' memory."""
+        """Returns this rank's flat parts of the owners' values, and frees the owners' memory. A collective."""
         parts = {param: parameter.detach() for param, parameter in self.owned_params.items()}
         for exchange in self._ordered_exchanges()[::-1]:
             parts |= exchange.scatter(parts, self._template, "the new values of matrices")
@@ -402,6 +403,7 @@ class MatrixOwners:
         return parts
 
     def _gather(self, parts: dict[Param, Tensor], label: str) -> dict[Param, Tensor]:
+        """Returns the full tensors that this rank owns, gathered over one axis after the other. Changes `parts`."""
         for exchange in self._ordered_exchanges():
             local = {param: parts.pop(param) for param in exchange.owners if param in parts}
             if local:
@@ -409,7 +411,7 @@ class MatrixOwners:
         return parts
 
     def _ordered_exchanges(self) -> list[PartExchange]:
-        """Returns the exchanges over the axes of reducers, then that over `wp`. The order is the same on all ranks."""
+        """Returns the exchanges over the axes of reducers, then the exchange over `wp`. The order is equal on all ranks."""
         return [self._exchanges[axis] for axis in sorted(self._exchanges, key=lambda axis: (axis == SHARD_AXIS, axis))]
 
     def _part_sizes(self, param: Param) -> dict[str, Sequence[int]]:

@@ -26,12 +26,11 @@ _cached_values: Any = WeakIdKeyDictionary()
 
 
 def once_per_field(field: Tensor, key: Hashable, compute: Callable[[], T]) -> T:
-    """Returns `compute()`, or its cached result; `compute` must depend only on `field` and `key`.
-
-    Use it for values that many layers compute from one field, such as a mask from `cu_seqlens`. An entry lives as long as the
-    tensor object of the field, which is one microbatch; a write to the field invalidates it. `compute` runs without gradients.
-    A compiled layer computes inside its graph instead. In inference mode, whose tensors have no version and may not enter a
-    graph later, every call computes.
+    """Returns `compute()`, or its cached result. `compute` must depend only on `field` and `key`, and runs without gradients.
+    Use it for values that many layers compute from one field, such as a mask from `cu_seqlens`. A cached result lives as long
+    as the tensor object `field`, which exists for one microbatch; a write to the field invalidates it. A compiled layer
+    computes inside its graph instead. In inference mode, whose tensors have no version and may not enter a graph later, every
+    call computes.
     """
     if torch.compiler.is_compiling() or field.is_inference() or torch.is_inference_mode_enabled():
         return compute()
@@ -50,7 +49,7 @@ def cached_values(field: Tensor) -> list[Any]:
 
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-"""The dtypes that flash kernels support."""
+"""The dtypes that flash attention kernels support."""
 
 
 class Attention(nn.Module):
@@ -66,12 +65,11 @@ class Attention(nn.Module):
         window: int | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Returns the context [b, s, h, d], in the dtype of q.
-
-        q: [b, s, h, d]. k, v: [b, s, h_kv, d], where h is a multiple of h_kv. cu_seqlens: [b, n + 1] integers: the starts of
-        each row's documents, 0 first, then padded with s; None: one document per row. scale: the factor of the scores; 1 /
-        sqrt(d) if None. window: the number of positions, including itself, to which a position attends; if None, it attends to
-        all earlier ones. dropout: the probability with which attention weights are dropped.
+        """Returns the context [b, s, h, d], in the dtype of q. q: [b, s, h, d]. k, v: [b, s, h_kv, d], where h is a multiple of
+        h_kv. cu_seqlens: [b, n + 1] integers: the starts of each row's documents, 0 first, then padded with s; None: one
+        document per row. scale: the factor of the scores; 1 / sqrt(d) if None. window: the number of positions, including
+        itself, to which a position attends; None: all up to itself. dropout: the probability with which attention weights are
+        dropped.
         """
         is_cuda = device_kind(q) == "cuda"
         if cu_seqlens is not None and is_cuda and not dropout and _has_varlen(q.dtype):
@@ -97,11 +95,10 @@ class Attention(nn.Module):
 
 
 def attention_mask(cu_seqlens: Tensor | None, window: int | None, x: Tensor) -> Tensor:
-    """Returns the additive attention mask of the s positions of x [b, s, ...], [b, 1, s, s] or [1, 1, s, s], in its dtype.
-
-    For each query, the mask is 0 at the last `window` positions of its document up to its own, and minus infinity elsewhere. It
-    is built once per microbatch (`once_per_field`). With a boolean mask, torch would build an additive mask in every layer, and
-    save each for the backward.
+    """Returns the additive attention mask for the s positions of `x` [b, s, ...], in its dtype: [b, 1, s, s], or [1, 1, s, s]
+    without `cu_seqlens`. In the row of a position, the mask is 0 at the last `window` positions of its document up to itself,
+    and minus infinity elsewhere. The mask is cached (`once_per_field`). With a boolean mask, torch would build an additive mask
+    in every layer, and save each of them for the backward.
     """
     if cu_seqlens is None:
         return _causal_mask(x.shape[1], window, x.dtype, x.device)
@@ -117,6 +114,7 @@ def _causal_mask(num_positions: int, window: int | None, dtype: torch.dtype, dev
 
 
 def _compute_mask(cu_seqlens: Tensor, window: int | None, x: Tensor) -> Tensor:
+    """Returns the mask that `attention_mask` describes, without a cache."""
     positions = torch.arange(x.shape[1], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     documents = torch.searchsorted(cu_seqlens.contiguous(), positions.expand(len(cu_seqlens), -1).contiguous(), right=True)
     is_hidden = documents[:, :, None] != documents[:, None, :]
@@ -133,19 +131,18 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""The backends of `F.scaled_dot_product_attention`, by their names in `[model] attention`."""
+"""Maps each name of `[model] attention`, except "auto", to the backend of `F.scaled_dot_product_attention`."""
 
 
 def use_attention_kernel(name: str) -> AbstractContextManager[Any]:
-    """Returns a context in which every attention uses the kernel `name` of `KERNELS`. For any other name, torch chooses."""
+    """Returns a context in which every attention uses the kernel `name`. If `name` is not in `KERNELS`, torch chooses."""
     return sdpa_kernel(KERNELS[name]) if name in KERNELS else nullcontext()
 
 
 def find_attention_kernel(name: str, head_dim: int, device: torch.device, dtype: torch.dtype, *, is_packed: bool) -> str:
-    """Returns the name of the kernel that computes causal attention with `[model] attention = name`, such as "flash".
-
-    is_packed: whether `cu_seqlens` is passed. Raises PlanError "attention-kernel" if the kernel `name` cannot compute heads of
-    `head_dim` in `dtype` on `device`.
+    """Returns the name of the kernel that computes causal attention with `[model] attention = name`, such as "flash". head_dim:
+    the number of elements of a head. is_packed: whether `cu_seqlens` is passed. Raises PlanError "attention-kernel" if the
+    kernel `name` cannot compute such heads in `dtype` on `device`.
     """
     with use_attention_kernel(name):
         if is_packed and device.type == "cuda" and _has_varlen(dtype):
@@ -174,9 +171,8 @@ _varlen_kernels: list[Any] = []
 
 
 def load_varlen_kernel() -> Any:
-    """Returns torch's `varlen_attn`, or None if it is missing or lacks windows or grouped queries, as in torch 2.10.
-
-    Imports it only when called, since the import loads torch's compiler.
+    """Returns torch's `varlen_attn`, or None if it is missing or lacks windows or grouped queries, as in torch 2.10. The first
+    call imports it, since the import loads torch's compiler.
     """
     if not _varlen_kernels:  # not `functools.cache`: torch's compiler warns about it
         kernel: Any = None
@@ -188,7 +184,7 @@ def load_varlen_kernel() -> Any:
 
 
 def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, window: int | None) -> Tensor:
-    """Computes attention with torch's varlen kernel, which skips pairs of positions in different documents."""
+    """Returns what `Attention.forward` returns, computed by `varlen_attn`, which skips pairs of positions in two documents."""
     batch, num_positions = q.shape[:2]
     bounds = flat_bounds(cu_seqlens, num_positions)
     context: Tensor = load_varlen_kernel()(
@@ -207,9 +203,8 @@ def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sca
 
 
 def flat_bounds(cu_seqlens: Tensor, num_positions: int) -> Tensor:
-    """Returns the document bounds of the concatenated rows, [b n + 1] int32; padding becomes empty documents.
-
-    cu_seqlens: [b, n + 1], as in `Attention`. The result is computed once per microbatch.
+    """Returns the bounds of all documents in the concatenated rows, [b n + 1] int32. Padding becomes empty documents. The
+    result is cached (`once_per_field`). cu_seqlens: [b, n + 1], as in `Attention`. num_positions: the length of a row.
     """
 
     def compute() -> Tensor:

@@ -39,10 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that is needed to call the model factory of a plan again.
-
-    seed: the seed of the factory's generators. adapters: the adapters of the plan, or None. meta_error: the error of the
-    factory on meta; "" if it runs there.
+    """The inputs of a plan's model factory, with which it can be called again. component: the factory. data: the argument of
+    the factory. seed: the seed of the factory's generators. adapters: the adapters of the plan, or None. meta_error: the error
+    of the factory on meta; "" if it runs there.
     """
 
     component: "Component"
@@ -52,7 +51,9 @@ class Recipe:
     meta_error: str = ""
 
     def call(self) -> Model:
-        """Calls the factory and returns its model. Does not call builders. Raises PlanError, or PluginError "plugin-failed"."""
+        """Calls the factory, but no builders, and returns its model. Raises PluginError "plugin-failed" if the factory fails,
+        and PlanError "model-factory" if it does not return layers.
+        """
         try:
             model = as_model(self.component.build(self.data))
         except SleyError:
@@ -66,10 +67,9 @@ class Recipe:
 
 
 def build_on_meta(component: "Component", data: "DataInfo", seed: int, adapters: "Component | None" = None) -> Model:
-    """Builds the model of a plan with parameters on meta, and sets the fields of its layers. Does not communicate.
-
-    Structures may depend on draws from `random` and numpy, seeded by `seed`, but not on torch's. Generators are restored.
-    Raises PlanError, or PluginError "plugin-failed" if a plugin's code fails.
+    """Returns the model of a plan with parameters on meta, and sets the fields of its layers. Does not communicate. The
+    structure may depend on draws from `random` and numpy, seeded by `seed`, but not on draws from torch. Restores all
+    generators. Raises PluginError "plugin-failed" if a plugin's code fails, and PlanError if the model is invalid.
     """
     recipe = Recipe(component, data, seed, adapters)
     try:
@@ -83,7 +83,9 @@ def build_on_meta(component: "Component", data: "DataInfo", seed: int, adapters:
 
 
 def _run_factory(recipe: Recipe, to_meta: "MetaParameters", *, on_meta: bool) -> Model:
-    """Runs the factory and its builders. on_meta: whether parameters move to meta when registered, or only afterwards."""
+    """Runs the factory and its builders, and returns the model with all parameters on meta. on_meta: whether a parameter moves
+    to meta when a module registers it; if False, it moves after its layer is built.
+    """
     context = _parameters_on_meta(to_meta) if on_meta else nullcontext()
     with use_program_seed(recipe.seed), _preserve_defaults(), context:
         model = recipe.call()
@@ -126,9 +128,8 @@ def _preserve_defaults() -> Iterator[None]:
 
 
 def _check_builders(model: Model) -> None:
-    """Raises PlanError for a builder whose result would depend on which other builders a rank has called.
-
-    "model-factory": a parameter is shared with another layer. "model-random": a generator was made outside the builder.
+    """Raises PlanError if the result of a builder would depend on which other builders a rank has called: "model-factory" if it
+    shares a parameter with another layer, "model-random" if it uses a generator that was made outside the builder.
     """
     holders: dict[nn.Parameter, tuple[Layer, str]] = {}
     for layer in model.layers:
@@ -146,11 +147,11 @@ def _check_builders(model: Model) -> None:
 
 
 _origins = WeakIdKeyDictionary()
-"""The `MetaParameters` that made each parameter on meta. A model must not use parameters of an earlier build."""
+"""Maps each parameter on meta to the `MetaParameters` that made it. A model must not use parameters of an earlier build."""
 
 
 class MetaParameters:
-    """Maps each real parameter to the one parameter on meta that replaces it in modules."""
+    """Maps each real parameter to the parameter on meta that replaces it in all modules, so that ties are preserved."""
 
     def __init__(self) -> None:
         self._replacements = WeakIdKeyDictionary()
@@ -160,6 +161,7 @@ class MetaParameters:
         return cast(Tensor | None, self._replacements.get(tensor))  # type: ignore[no-untyped-call]
 
     def __call__(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Returns the parameter on meta that replaces `parameter`. Creates it in the first call."""
         if parameter not in self._replacements:
             if parameter._backward_hooks is None:
                 parameter._backward_hooks = OrderedDict()  # the same dict, for hooks that the real one gets later
@@ -173,7 +175,7 @@ class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False: nothing compiled runs in this mode, and True would import torch's compiler."""
+        """Returns False, since no compiled code runs in this mode. If it returned True, torch would import its compiler."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -185,9 +187,8 @@ class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _parameters_on_meta(to_meta: MetaParameters) -> Iterator[None]:
-    """Within the block, moves parameters to meta when this thread registers them; preserves ties.
-
-    to_meta: maps each real parameter to its parameter on meta. torch's hook is global, so it ignores other threads.
+    """Within the block, registers the parameter `to_meta(parameter)` if this thread registers `parameter` in a module. torch's
+    hook for registrations is global, so other threads are ignored.
     """
     thread_id = threading.get_ident()
 
@@ -208,10 +209,8 @@ def _parameters_on_meta(to_meta: MetaParameters) -> Iterator[None]:
 
 
 def _check_parameters(name: str, module: nn.Module, build: MetaParameters | None = None) -> None:
-    """Raises PlanError for an unsupported parameter of the layer `name`.
-
-    "model-init": it is lazy, integer, sparse, of a tensor subclass or of an earlier build. "model-hook": its accumulated
-    gradient has a hook.
+    """Raises PlanError if `module`, the layer `name`, has an unsupported parameter: "model-init" if it is lazy, integer,
+    sparse, of a tensor subclass or of an earlier build than `build`; "model-hook" if its accumulated gradient has a hook.
     """
     for path, parameter in module.named_parameters(name):
         kind, code = type(parameter).__name__, "model-init"
@@ -233,10 +232,10 @@ def _check_parameters(name: str, module: nn.Module, build: MetaParameters | None
 
 
 class HostModel:
-    """A model with values on the host. The constructor initialises the layers without builders.
-
-    model: the result of `build_on_meta`. Raises PlanError "model-init" if a parameter shares memory without being tied,
-    "model-differs" if the factory's model differs from the one on meta, or the factory's own errors.
+    """A second build of a model, on the host, from which `load_values` takes parameters with values. model: the result of
+    `build_on_meta`. The constructor calls the factory and initialises the layers without builders. Raises PlanError
+    "model-init" if a parameter shares memory without being tied, "model-differs" if the new model differs from `model`, or the
+    factory's own errors.
     """
 
     def __init__(self, model: Model) -> None:
@@ -263,11 +262,11 @@ class HostModel:
                 self._first_locations.setdefault(id(parameter), (layer, name, parameter))
 
     def factory_module(self, layer: Layer) -> nn.Module:
-        """Returns the factory's module of `layer` on the host; an empty module if the layer has a builder."""
+        """Returns the module that the factory made on the host for `layer`; an empty module if the layer has a builder."""
         return self._factory_model[layer.name].module
 
     def build_module(self, layer: Layer) -> nn.Module:
-        """Returns the module of `layer` with values on the host. Calls the layer's builder, if it has one."""
+        """Returns the module of `layer` with values on the host. Calls the layer's builder each time, if it has one."""
         host_layer = self._factory_model[layer.name]
         if host_layer.builder is None:
             return host_layer.module
@@ -288,12 +287,11 @@ class HostModel:
         shard: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
         keep: Sequence[str] = (),
     ) -> dict[int, nn.Parameter]:
-        """Puts modules with values into the layers `layer_names`. Returns the new parameters by the id of those on meta.
-
-        dtype: the dtype of parameters, except those that match the patterns `keep`, which are fp32. shard: for each sharded
-        parameter, by the id of the parameter on meta, a function from the full value on the host to this rank's shard. Training
-        modes and `requires_grad` do not change. Does not communicate. Raises PlanError "model-init" for a parameter and
-        "model-buffer" for a buffer without values.
+        """Replaces the modules of the layers `layer_names` by modules with values on `device`. Returns the new parameters by
+        the id of the parameter on meta that each replaces. dtype: the dtype of parameters; parameters whose names match the
+        patterns `keep` have at least fp32. shard: by the id of a sharded parameter on meta, a function from its full value on
+        the host to this rank's shard. Training modes and `requires_grad` do not change. Does not communicate. Raises PlanError
+        "model-init" if a parameter has no value, and "model-buffer" if a buffer has none.
         """
         parameters: dict[int, nn.Parameter] = {}
         buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -322,9 +320,7 @@ class HostModel:
         return parameters
 
     def drop_other_layers(self, parameters: Mapping[int, nn.Parameter], layer_names: Collection[str]) -> None:
-        """Drops the values of all layers except `layer_names`; keeps `parameters`, a result of `load_values`. No load may
-        follow.
-        """
+        """Drops the values of all layers except `layer_names`, but keeps `parameters`, returned by the last `load_values`."""
         for layer in self.model.layers:
             if layer.name not in layer_names:
                 on_meta = [meta for _, _, _, meta in _parameter_locations(layer.name, layer.module)]
@@ -334,9 +330,8 @@ class HostModel:
                 layer.unreadable = {}
 
     def _initial_value(self, layer: Layer, name: str, meta: nn.Parameter, real: nn.Parameter) -> Tensor:
-        """Returns the value of a parameter on the host, from its first location, which may be in another layer.
-
-        Raises PlanError "model-init" if the parameter has no value.
+        """Returns the value of a parameter on the host, from its first location, which may be in another layer. Raises
+        PlanError "model-init" if the parameter has no value.
         """
         first_layer, first_name, _ = self._first_locations[id(meta)]
         if first_layer is not layer:
@@ -350,7 +345,7 @@ class HostModel:
         raise PlanError("model-init", message, path=MODEL, hint=hint)
 
     def _check_modules(self, modules: Mapping[str, nn.Module]) -> None:
-        """Checks `modules`, by layer, and records in the model's layers the tensors that a forward must not read."""
+        """Checks `modules`, by layer name, and records in the model's layers the tensors that a forward must not read."""
         _check_structure(self.model, modules)
         for name, module in modules.items():
             _check_parameters(name, module)
@@ -360,7 +355,7 @@ class HostModel:
 
 
 def _parameter_locations(name: str, module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Returns the name, module, attribute and parameter of every registration in `module`; a tied parameter has several."""
+    """Returns name, module, attribute and parameter of each registration of a parameter in `module`; ties have several."""
     return [
         (f"{path}.{attribute}", owner, attribute, parameter)
         for path, owner in module.named_modules(prefix=name, remove_duplicate=False)
@@ -383,8 +378,8 @@ def _emulate_plain_pytorch(seed: int) -> Iterator[None]:
 
 
 def _check_structure(model: Model, modules: Mapping[str, nn.Module]) -> None:
-    """Raises PlanError "model-differs" if the modules, parameters, buffers, shapes or ties in `modules`, by layer, differ from
-    those on meta in `model`, or if a parameter is frozen only in `modules`.
+    """Raises PlanError "model-differs" if the structure of `modules`, by layer name, differs from the structure of `model` on
+    meta: modules, parameters, buffers, shapes and ties; or if a parameter is frozen only in `modules`.
     """
     layers = [layer for layer in model.layers if layer.name in modules]
     declared_ties = {second for _, second in model.ties}
@@ -403,6 +398,7 @@ def _check_structure(model: Model, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _describe_structure(modules: Iterable[tuple[str, nn.Module]], declared_ties: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yields name and description of each submodule, buffer and parameter. Does not compare ties in `declared_ties`."""
     first_names: dict[nn.Parameter, str] = {}
     for layer_name, module in modules:
         for path, submodule in module.named_modules(prefix=layer_name, remove_duplicate=False):
@@ -427,8 +423,8 @@ def _differs_error(difference: str) -> PlanError:
 def _move_buffers(
     name: str, layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
-    """Moves the layer's buffers to `device`. moved: the (old, new) buffers by the old id; shared buffers stay shared.
-    Raises PlanError "model-buffer" for a buffer on meta.
+    """Moves the layer's buffers to `device`. moved: old and new buffer by the old buffer's id, to which this function adds, so
+    shared buffers stay shared. Raises PlanError "model-buffer" if a buffer is on meta.
     """
     for path, module in layer.named_modules(prefix=name):
         for attribute, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
@@ -441,8 +437,8 @@ def _move_buffers(
 
 
 def check_written_buffers(buffers: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raises PlanError "model-buffer-written" if there are `buffers`, the name and module of each written buffer. A running
-    mean, for example, is the mean of only this rank's samples, since it is not reduced.
+    """Raises PlanError "model-buffer-written" unless `buffers` is empty. buffers: the name and module of each buffer that
+    training has written. A running mean, for example, would be the mean of only this rank's samples, since it is not reduced.
     """
     if not buffers:
         return
@@ -462,11 +458,9 @@ def check_written_buffers(buffers: Sequence[tuple[str, nn.Module]]) -> None:
 
 def set_train_mode(model: Model) -> None:
     """Puts the layers of `model` into training mode, except two kinds of modules that the factory left in evaluation mode:
-    frozen ones within a module in training mode, and a BatchNorm whose statistics may not be written, since ranks do not share
-    them.
-
-    Calls torch's `train()`, which a module may override, because `from_pretrained` returns a model in evaluation mode, without
-    dropout. Afterwards, a program may call `eval()` on modules of a run.
+    frozen modules within a module in training mode, and each BatchNorm whose statistics may not be written, since ranks do not
+    share them. Calls torch's `train()`, which a module may override, because `from_pretrained` returns a model in evaluation
+    mode, without dropout. Afterwards, a program may call `eval()` on modules of a run.
     """
     is_training = any(layer.module.training for layer in model.layers)
     for layer in model.layers:
@@ -487,9 +481,8 @@ def evaluation_notes(layers: Sequence[Layer]) -> list[str]:
 
 
 def _modules_in_evaluation(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bool) -> Iterator[nn.Module]:
-    """Yields the modules that stay in evaluation mode. is_training: whether the parent is in training mode.
-
-    per_rank: patterns, as in `Model.per_rank_buffers`.
+    """Yields the submodules of `module`, or itself, that stay in evaluation mode. is_training: whether the parent is in
+    training mode. per_rank: patterns, as in `Model.per_rank_buffers`.
     """
     is_norm = isinstance(module, _NormBase) and not matches_any(f"{name}.running_mean", per_rank)
     flags = [parameter.requires_grad for parameter in module.parameters()]

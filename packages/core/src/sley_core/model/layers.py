@@ -1,8 +1,7 @@
-"""A model is an ordered list of named layers. This module defines what a factory may return, and which batch fields a layer
-receives.
+"""Defines a model as an ordered list of named layers, the values that a factory may return, and the batch fields of a layer.
 
-A layer is a module. It is called with the previous layer's output (any object: a tensor, a tuple, a dict) and with
-those batch fields that its `forward` names:
+A layer is a module. It is called with the previous layer's output (any object: a tensor, a tuple, a dict) and with the batch
+fields that its `forward` names:
 
     class Embed(nn.Module):                      # the first layer: every parameter is a field
         def forward(self, tokens): ...
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
 
 InitWeights: TypeAlias = Callable[[nn.Module, str], None]
-"""`init_weights(module, name)` sets the initial values of `module`, and of nothing outside it."""
+"""A function `init_weights(module, name)`, which sets the initial values of `module`, and changes nothing outside it."""
 
 Adapt: TypeAlias = Callable[[nn.Module, str], None]
-"""`adapt(module, name)` adds the adapters of `[adapters]` to the module of the layer `name`, in place."""
+"""A function `adapt(module, name)`, which adds the adapters of `[adapters]` to `module` of the layer `name`, in place."""
 
 Builder: TypeAlias = Callable[[], nn.Module]
 """A function that makes the module of a layer."""
@@ -47,16 +46,15 @@ Layers: TypeAlias = (
 )
 
 MODEL: KeyPath = ("model",)
-"""The path of the model's table, for errors."""
+"""The path of the table `[model]` in the plan, for errors."""
 
 
 @dataclass(eq=False)
 class Layer:
-    """A named layer of the model. A communicator or `torch.compile` may replace `module`; `name` never changes.
-
-    module: an empty module until the builder, if any, is called. fields: the names of the batch fields with which the module is
-    called, which `set_fields` sets. unreadable: the tensors that a forward must not read, by the attribute of the layer that
-    leads to them.
+    """A named layer of the model. A communicator or `torch.compile` may replace `module`; `name` never changes. module: an
+    empty module until the builder, if any, is called. fields: the names of the batch fields that the module receives;
+    `set_fields` sets them. builder: makes the module; None if the module exists. unreadable: the tensors that a forward must
+    not read, by the attribute of the layer through which it could reach them.
     """
 
     name: str
@@ -72,10 +70,11 @@ class Model:
     layers: modules, (name, module) pairs, an `nn.Sequential` or a mapping; an unnamed layer is named by its index. Instead of a
     module, a pair may have a builder: (name, builder), or (name, builder, count) for the layers `name.0`, `name.1`, and so on.
     init_weights: called with every module, children before their parent, after the layers are made; its values replace earlier
-    ones. Layers that it initialises completely may be made on meta. per_rank_buffers: patterns (`"*.running_mean"`) of buffers
-    that training may write, which then differ between ranks; all other buffers are constant. ties: pairs of parameter names,
-    `("embed.table.weight", "head.output.weight")`, of which the first must be in an earlier layer; the second is replaced by
-    the first. Layers with builders can be tied only in this way. Raises PlanError "model-factory" for invalid layers.
+    values. Layers that it initialises completely may be made on meta. per_rank_buffers: name patterns (`"*.running_mean"`) of
+    buffers that training may write, and that then differ between ranks; all other buffers are constant. ties: pairs of
+    parameter names, `("embed.table.weight", "head.output.weight")`; the first parameter, which must be in an earlier layer,
+    replaces the second. Layers with builders can be tied only in this way. Raises PlanError "model-factory" if a layer is
+    invalid.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Model:
         return iter(self.layers)
 
     def num_parameters(self) -> tuple[int, int]:
-        """Returns the numbers of all and of trained parameter elements; a tied parameter counts only once."""
+        """Returns two numbers of parameter elements: of all and of trained parameters. A tied parameter counts once."""
         parameters = {parameter for layer in self.layers for parameter in layer.module.parameters()}
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
@@ -110,7 +109,7 @@ class Model:
         return next(layer for layer in self.layers if layer.name == name)
 
     def build(self, seed: int = 0) -> "Model":
-        """Calls all builders and ties parameters; returns this model. Raises the same errors as `build_layer` and `tie`."""
+        """Calls all builders, ties parameters, and returns this model. Raises the errors of `build_layer` and `tie`."""
         for layer in self.layers:
             self.build_layer(layer, seed)
             layer.builder = None
@@ -128,7 +127,6 @@ class Model:
 
     def build_layer(self, layer: Layer, seed: int, *, initialises: bool = True) -> None:
         """Calls the layer's builder, if any, with generators seeded by `derive_seed(seed, layer.name)`, then `init_weights`.
-
         initialises: whether to call `init_weights`. Raises PlanError "model-factory" if the builder fails or does not return a
         module, and "model-init" if `init_weights` fails.
         """
@@ -152,9 +150,8 @@ class Model:
                 self._initialise(module, layer.name, set())
 
     def adapt_layer(self, layer: Layer, seed: int) -> None:
-        """Adds the layer's adapters, if any, with generators seeded by `derive_seed(seed, layer.name, "adapters")`.
-
-        Raises PlanError "model-adapters" if it fails.
+        """Adds the model's adapters, if any, to the layer, with generators seeded by `derive_seed(seed, layer.name,
+        "adapters")`. Raises PlanError "model-adapters" if adding them fails.
         """
         if self.adapt is None:
             return
@@ -177,7 +174,7 @@ class Model:
             setattr(target, second.rpartition(".")[2], getattr(source, first.rpartition(".")[2]))
 
     def _locate_parameter(self, name: str) -> tuple[int, nn.Module]:
-        """Returns the layer index and the module of the parameter `name`. Raises PlanError "model-factory"."""
+        """Returns the layer index and the module of the parameter `name`. Raises PlanError "model-factory" if none has it."""
         owner, _, attribute = name.rpartition(".")
         for index, layer in enumerate(self.layers):
             for path, module in layer.module.named_modules(prefix=layer.name):
@@ -187,6 +184,7 @@ class Model:
 
     @torch.no_grad()
     def _initialise(self, module: nn.Module, name: str, initialised_ids: set[int]) -> None:
+        """Calls `init_weights` for the children of `module`, then for `module`, except modules in `initialised_ids`."""
         if id(module) in initialised_ids:
             return
         assert self.init_weights is not None, name
@@ -203,10 +201,7 @@ class Model:
 
 
 def _allocate_parameters(module: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replaces the module's parameters on meta by uninitialised ones on the host.
-
-    replacements: maps old parameters to new ones; this function adds to it.
-    """
+    """Replaces parameters on meta by uninitialised parameters on the host. Adds old and new parameters to `replacements`."""
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
             if parameter is not None and parameter.is_meta:
@@ -218,12 +213,12 @@ def _allocate_parameters(module: nn.Module, replacements: dict[nn.Parameter, nn.
 
 
 def as_model(returned: Any) -> Model:
-    """Returns the result of a factory as a `Model`. Raises PlanError "model-factory" for anything but layers."""
+    """Returns a factory's result as a `Model`. Raises PlanError "model-factory" if it is neither a model nor layers."""
     return returned if isinstance(returned, Model) else Model(returned)
 
 
 def _make_layers(layers: Any) -> Iterator[Layer]:
-    """Yields a layer for each module, (name, module) pair or builder. Raises PlanError "model-factory" for anything else."""
+    """Yields a layer for each module, (name, module) pair or builder. Raises PlanError "model-factory" for other items."""
     for index, item in enumerate(_layer_items(layers)):
         name, module, *count = item if isinstance(item, tuple) and len(item) in (2, 3) else (str(index), item)
         is_builder = callable(module) and not isinstance(module, nn.Module) and isinstance(item, tuple)
@@ -240,6 +235,7 @@ def _make_layers(layers: Any) -> Iterator[Layer]:
 
 
 def _layer_items(layers: Any) -> Iterable[Any]:
+    """Returns the items of `layers`: modules, tuples, or others. Raises PlanError "model-factory" if it is not iterable."""
     if isinstance(layers, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         # named_children would silently leave out the second occurrence of a module
         named = layers.named_modules(remove_duplicate=False)
@@ -252,7 +248,7 @@ def _layer_items(layers: Any) -> Iterable[Any]:
 
 
 def _check_unique(layers: Sequence[Layer]) -> None:
-    """Raises PlanError "model-factory" for an empty list, a module that is used as two layers, or a repeated name."""
+    """Raises PlanError "model-factory" if `layers` is empty, two layers are one module, or a name occurs twice."""
     if not layers:
         raise _factory_error("the model's factory returned no layers")
     modules: dict[int, str] = {}
@@ -279,10 +275,9 @@ def _factory_error(message: str) -> PlanError:
 
 
 def set_fields(model: Model, data: "DataInfo") -> Model:
-    """Sets the batch fields of each layer from the signature of its `forward`; returns the same model.
-
-    A parameter without a default must be a field of the data; one with a default is passed if the data has that field;
-    `**kwargs` takes every field. No layer is called. Raises one PlanError with a "model-field" diagnostic for each mismatch.
+    """Sets the batch fields of each layer from the signature of its `forward`, and returns the same model. A parameter without
+    a default must be a field of the data. A parameter with a default receives the field if the data has it. `**kwargs` receives
+    all other fields. Calls no layer. Raises one PlanError with a "model-field" diagnostic for each mismatch.
     """
     problems: list[Diagnostic] = []
     for index, layer in enumerate(model.layers):
@@ -293,9 +288,8 @@ def set_fields(model: Model, data: "DataInfo") -> Model:
 
 
 def _accepted_fields(layer: Layer, is_first: bool, data: "DataInfo", problems: list[Diagnostic]) -> Iterator[str]:
-    """Yields the batch fields that `layer.forward` accepts; appends mismatches to `problems`.
-
-    The first parameter of every layer but the first is the previous layer's output, not a field.
+    """Yields the batch fields that the layer's `forward` accepts, and appends mismatches to `problems`. Except in the first
+    layer, the first parameter is the previous layer's output, not a field.
     """
     try:
         # torch.compile's wrapper takes any arguments; the wrapped module has the signature
@@ -340,11 +334,10 @@ def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
 
 
 class ForwardPatch:
-    """Makes `module(...)` call `forward`, from construction until `undo`.
-
-    A call of the module calls its latest patch; `__wrapped__` is the module's previous forward. Patches can be undone in any
-    order; after the last `undo` the module's `__dict__` is as before the first patch. If a program assigns another forward over
-    a patch, that forward stays. A copy or pickle of the module has the unpatched forward.
+    """Makes `module(...)` call `forward`, from construction until `undo`. If a module has several patches, it calls the latest;
+    `__wrapped__` is the previous forward. Patches can be undone in any order; after the last `undo` the module's `__dict__` is
+    as before the first patch. If a program assigns another forward over a patch, that forward stays. A copy or pickle of the
+    module has the unpatched forward.
     """
 
     __slots__ = ("_forward", "_previous", "module")
@@ -361,7 +354,7 @@ class ForwardPatch:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward below this patch. Through it, `inspect.signature` finds the signature of the module's own forward."""
+        """Returns the forward below this patch. Through it, `inspect.signature` finds the signature of the original forward."""
         if self._previous is not None:
             return self._previous
         forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)

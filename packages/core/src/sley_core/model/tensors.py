@@ -27,17 +27,17 @@ from sley_core.errors import PlanError
 CHUNK_WORDS = 1 << 20
 """The number of 8-byte words that `fingerprint` hashes at a time. Its scratch memory is a few times as large."""
 
-_FACTORS = (0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D)
-_LOW_BITS = 0xFFFFFFFF
+_FACTORS = (0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D)  # arbitrary odd numbers, which mix the bits of positions
+_LOW_BITS = 0xFFFFFFFF  # the lower half of an 8-byte word
 
 
 def version_of(tensor: Tensor) -> int:
-    """Returns the tensor's version counter, which counts writes; 0 for an inference tensor, which has no counter."""
+    """Returns the tensor's version counter, which counts writes, or 0 if it is an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor | None:
-    """Returns the `fingerprint`, which shows every write; None if it is not a plain strided tensor with memory."""
+    """Returns `fingerprint(tensor)`, or None if `tensor` is not a plain strided tensor with memory."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -47,16 +47,14 @@ def sum_of_bits(tensor: Tensor) -> Tensor | None:
 
 
 def flat_bytes(value: Tensor) -> Tensor:
-    """Returns the bytes of `value`, uint8 [bytes]. They share its memory if it is contiguous."""
+    """Returns the bytes of `value`, uint8 [bytes]. The result shares the memory of `value` if `value` is contiguous."""
     flat = value.detach().contiguous().reshape(-1)
     # A tensor of one element is contiguous with any stride, but only one with stride 1 can be viewed as another dtype.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def fingerprint(value: Tensor) -> Tensor:
-    """Returns a hash of the bytes of `value` and their positions, int64 [] on its device. Different values have equal hashes
-    with a probability of about 2^-32.
-    """
+    """Returns an int64 scalar on the device of `value`: a hash of its bytes. Values collide with a probability of 2^-32."""
     data = flat_bytes(value)
     num_word_bytes = data.numel() // 8 * 8
     word_data, tail = data[:num_word_bytes], data[num_word_bytes:].to(torch.int64)
@@ -69,8 +67,7 @@ def fingerprint(value: Tensor) -> Tensor:
 
 
 def _weighted_sum(words: Tensor, start: int) -> Tensor:
-    """Returns the sum of `words`, int64 [n], each multiplied by an odd pseudorandom factor of its position from `start` on.
-
+    """Returns the sum of `words`, int64 [n], each multiplied by an odd pseudorandom factor for its position from `start` on.
     The upper half of a word also changes its lower half. Otherwise two words that differ only in their highest bit, such as a
     sign, could swap positions undetected.
     """
@@ -90,17 +87,17 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def select_parameter_dtype(name: str, dtype: torch.dtype, keep: Sequence[str]) -> torch.dtype:
-    """Returns the dtype of the parameter `name`: `dtype`, or at least fp32 if it matches the patterns `keep`."""
+    """Returns the dtype of the parameter `name`: `dtype`, or at least fp32 if the name matches one of the patterns `keep`."""
     return torch.promote_types(dtype, torch.float32) if matches_any(name, keep) else dtype
 
 
 def select_buffer_dtype(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Returns the buffer's own dtype, except fp64 for fp32 buffers of a model of fp64 parameters."""
+    """Returns the dtype of `buffer` in a run: its own dtype, or fp64 if it is fp32 and parameters have `dtype` fp64."""
     return dtype if dtype is torch.float64 and buffer.dtype is torch.float32 else buffer.dtype
 
 
 def dtype_hint(error: BaseException) -> str:
-    """Returns a hint for an error of torch about mismatched dtypes; "" for any other error."""
+    """Returns a hint if `error` is an error of torch about dtypes that do not match; "" for other errors."""
     if not isinstance(error, RuntimeError) or not re.search(r"dtype|scalar type", str(error)):
         return ""
     return (
@@ -141,8 +138,7 @@ def assume_device_type(device_type: str) -> Iterator[None]:
 
 def uniform_items(items: Iterable[T]) -> Iterator[T]:
     """Yields `items`. For each item the caller must run the same operations on the same shapes; the last item may be smaller.
-
-    Within `estimate_bytes`, stops once an item leaves as many bytes in use as the item before, since further items would not
+    Within `estimate_bytes`, stops once an item leaves as many bytes in use as the previous item, since further items would not
     use more.
     """
     last_bytes = None
@@ -157,7 +153,7 @@ def uniform_items(items: Iterable[T]) -> Iterator[T]:
 
 @contextmanager
 def estimate_bytes(count_bytes: Callable[[], int]) -> Iterator[None]:
-    """Marks a block that only estimates memory. count_bytes: returns the number of bytes in use."""
+    """Lets `uniform_items` stop early within the block, which only estimates memory. count_bytes: returns the bytes in use."""
     _byte_counters.append(count_bytes)
     try:
         yield
@@ -166,19 +162,19 @@ def estimate_bytes(count_bytes: Callable[[], int]) -> Iterator[None]:
 
 
 MAX_OBJECTS = 100_000
-"""The largest number of objects that are searched from one attribute, which may be a tokenizer or a dataset."""
+"""The largest number of objects that a search from one attribute visits. An attribute may be a tokenizer or a dataset."""
 
 _META_ADDRESS_SHIFT = 64
 """The bits by which the imaginary addresses of tensors on meta are shifted, so that they do not overlap real addresses."""
 
-_REGISTRIES = {"_parameters", "_buffers", "_modules"}
+_REGISTRIES = {"_parameters", "_buffers", "_modules"}  # attributes of modules whose tensors follow a replacement
 _LEAF_TYPES: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
 _LEAF_TYPES += (torch.dtype, torch.device, torch.Generator, type(None))
-_CONTAINER_TYPES = (dict, OrderedDict)
+_CONTAINER_TYPES = (dict, OrderedDict)  # a search skips empty ones at once
 
 
 class ReferencedTensor(NamedTuple):
-    """A tensor to which a layer's attribute leads. is_in_module: whether it is a parameter of a module outside all layers."""
+    """A tensor that code can reach from a layer's attribute. is_in_module: whether a module outside all layers has it."""
 
     attribute: str
     tensor: Tensor
@@ -186,9 +182,8 @@ class ReferencedTensor(NamedTuple):
 
 
 def referenced_tensors(name: str, layer: nn.Module, layer_modules: set[int]) -> Iterator[ReferencedTensor]:
-    """Yields the tensors to which the layer `name` refers, each with the first attribute that leads to it.
-
-    layer_modules: the ids of the modules of all layers. A search from an attribute skips them.
+    """Yields the tensors that can be reached from attributes of the layer `name`, each with the first such attribute.
+    layer_modules: the ids of the modules of all layers, which the search skips.
     """
     visited: set[int] = set()
     for attribute, root in _search_roots(name, layer):
@@ -200,12 +195,10 @@ def referenced_tensors(name: str, layer: nn.Module, layer_modules: set[int]) -> 
 def check_references(
     modules: Mapping[str, nn.Module], replacement: Callable[[Tensor], Tensor | None] = lambda _: None
 ) -> dict[str, list[ReferencedTensor]]:
-    """Returns the tensors that a forward must not read, by the name of the layer that refers to them: tensors with an autograd
-    graph, and parameters of layers that a module outside all layers also has.
-
-    modules: the layers' modules by name. replacement: a function that returns the parameter on meta that is registered instead
-    of a real parameter, or None. Raises PlanError "model-init" if anything except a module refers to a parameter, or if a
-    trained parameter shares memory with another tensor.
+    """Returns, by layer name, the tensors that a forward can reach but must not read: tensors with an autograd graph, and
+    parameters of layers that a module outside all layers also has. modules: the layers' modules by name. replacement: returns
+    the parameter on meta that is registered instead of a real parameter, or None. Raises PlanError "model-init" if an object
+    that is not a module refers to a parameter, or if a trained parameter shares memory with another tensor.
     """
     layer_modules = {id(submodule) for module in modules.values() for submodule in module.modules()}
     registered = {id(tensor): (name, tensor) for name, tensor in reversed(list(_registered_tensors(modules)))}
@@ -242,7 +235,7 @@ def _registered_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str,
 
 
 class _Span(NamedTuple):
-    """A tensor, the address of its first byte, and the address after its last byte."""
+    """A tensor and its range of addresses, [start, end). is_registered: whether it is a parameter or buffer of a layer."""
 
     start: int
     end: int
@@ -276,7 +269,7 @@ def _check_memory(spans: Iterable[_Span]) -> None:
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Returns the addresses of the tensor's first byte and after its last; (0, 0) if it is empty; imaginary on meta."""
+    """Returns the half-open range of the tensor's addresses: (0, 0) if it is empty, imaginary addresses if it is on meta."""
     if not tensor.numel():
         return 0, 0
     itemsize = tensor.element_size()
@@ -288,6 +281,7 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _search_roots(name: str, layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields name and value of each attribute of the layer's modules and of their classes, except torch's registries."""
     types: dict[type, None] = {}
     for prefix, module in layer.named_modules(prefix=name):
         for attribute, value in vars(module).items():
@@ -311,6 +305,7 @@ def _is_from_torch(value: Any) -> bool:
 
 
 def _reachable_tensors(attribute: str, root: Any, visited: set[int], layer_modules: set[int]) -> Iterator[ReferencedTensor]:
+    """Yields the tensors that can be reached from `root`, the value of `attribute`. Skips objects in `visited`; adds to it."""
     pending = [root]
     num_visited = 0
     while pending and num_visited < MAX_OBJECTS:
@@ -335,7 +330,7 @@ def _reachable_tensors(attribute: str, root: Any, visited: set[int], layer_modul
 
 
 def _function_values(function: FunctionType) -> list[Any]:
-    """Returns a function's closure, defaults and attributes, and the tensors, containers and functions among its globals."""
+    """Returns the closure, defaults and attributes of `function`, and its globals that are tensors, containers or functions."""
     values = [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, function.__dict__]
     global_values = (function.__globals__.get(name) for name in function.__code__.co_names)
     return values + [value for value in global_values if isinstance(value, Tensor | list | tuple | dict | set | FunctionType)]
