@@ -166,7 +166,7 @@ class CanonicalAccumulator(Accumulator):
         self.rows: list[Tensor] = []
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Opens the leaf of `layer` and `micro`, and closes the leaf before. Raises RunError `canonical-again` if it was open."""
+        """Makes the leaf of `layer` and `micro` the open leaf. Raises RunError `canonical-again` if it has been closed."""
         layers = self.param.layers
         assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}, so the contribution must name its layer"
         leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.microbatch_index if micro is None else micro)
