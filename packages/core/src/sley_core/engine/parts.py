@@ -113,7 +113,7 @@ class StepState:
         self._settled = self.done_chunks | {action.chunk} if is_last else None
 
     def leave(self, action: Action) -> None:
-        """Ends `action`, and marks its chunk as done if no gradient action follows. The first call runs `after_first_action`."""
+        """Ends `action`. Marks its chunk as done if no gradient action follows. The first call runs `after_first_action`."""
         if self._last.get(action.chunk) == action:
             self.done_chunks |= {action.chunk}
         self.action = None
