@@ -90,4 +90,4 @@ def test_copies_cannot_have_other_options(small, own):
         assemble(plan_from_dict(tables, own), world)
     (problem,) = caught.value.diagnostics
     assert problem.code == "group-unmatched"
-    assert "`head.weight`, which is tied to `embed.weight` and has that name in groups" in problem.message
+    assert "`head.weight`, but groups must use the first name of this weight, `embed.weight`" in problem.message

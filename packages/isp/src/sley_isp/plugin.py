@@ -12,7 +12,7 @@ from sley_core.hookspecs import hookimpl
 from sley_core.records import LossRecord, Problem, Record, SequenceAttentionRecord, WeightCommunicatorRecord
 
 ANYWHERE = "*"
-"""The `launch` pattern that matches every sharded module."""
+"""The value of `launch` with which prefetches start before every sharded module."""
 
 FP8_BYTES = 1 + 4 / 128
 """The bytes sent per element with `gather_precision = "fp8"`: one e4m3 number, and 1/128 of the fp32 scale of its block."""

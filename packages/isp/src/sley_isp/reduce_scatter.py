@@ -88,8 +88,8 @@ class Reduction(NamedTuple):
 class GradientReducer:
     """Reduces full gradients over `group`, and adds this rank's rows to the store of `parts`.
 
-    max_in_flight: the maximum number of reductions in flight, or 0 to wait for each at once. If several groups share a
-    parameter, it is only in a bucket of the first group with one reduction per step, and in a bucket of each group otherwise.
+    max_in_flight: the maximum number of reductions in flight, or 0 to wait for each at once. A parameter that
+    several groups share is only in a bucket of the first group if gradients are reduced once per step, and otherwise of each.
     """
 
     def __init__(self, max_in_flight: int, parts: Parts, group: Group, counters: Counters) -> None:
@@ -170,7 +170,7 @@ class GradientReducer:
                 self._release(reduction)
 
     def discard(self) -> None:
-        """Discards the gradients and sums of a failed step. Waits until peers have received what this rank has sent."""
+        """Discards the gradients and sums of a failed step. Waits until peers have received this rank's data."""
         for bucket in self._open_buckets:
             bucket.lease.close()
         self._open_buckets.clear()

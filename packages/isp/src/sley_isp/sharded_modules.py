@@ -161,7 +161,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: ShardedModule, *_shards: Tensor) -> Tensor:
-        """Saves the input only if a weight is trainable. A recomputation holds the weights until its backward."""
+        """Returns the output. Saves the input if a weight is trainable. A recomputation holds the weights for its backward."""
         ctx.module = module
         is_held = any(ctx.needs_input_grad) and module.communicator.is_recomputing and module.group.has_linear
         output, inputs = module.compute(x, num_holds=int(is_held))

@@ -65,7 +65,7 @@ def _resolve_vocab_size(config: LlamaConfig, data: DataInfo) -> int:
         message = (
             f"vocab_size must be at least {data.vocab_size}, the number of token ids of the data, but is {config.vocab_size}"
         )
-        raise PlanError("model-vocabulary", message, path=path, hint="remove vocab_size to use that of the data")
+        raise PlanError("model-vocabulary", message, path=path, hint="remove `vocab_size` to use the vocabulary of the data")
     return config.vocab_size
 
 

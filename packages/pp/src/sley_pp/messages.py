@@ -164,7 +164,7 @@ class WalkCheck:
         return peer in self._confirmed_peers
 
     def confirm(self, peer: int, label: str) -> None:
-        """Blocks until the digest of `peer` has arrived. Raises RunError `stages-differ` if it differs from this stage's."""
+        """Waits for the digest of `peer`. Raises RunError `stages-differ` if it differs from the digest of this stage."""
         if peer in self._confirmed_peers:
             return
         if not self._channels.group.has_peers:
@@ -181,7 +181,7 @@ class WalkCheck:
         self._confirmed_peers.add(peer)
 
     def finish(self) -> None:
-        """Blocks until the digests of all peers have been compared and this stage's has been sent. Raises like `confirm`."""
+        """Waits until all digests of peers have been compared, and the own digest has been sent. Raises like `confirm`."""
         for peer, pending in self._sends.items():
             self.confirm(peer, f"the microbatches of stage {peer}")
             pending.wait()
@@ -288,7 +288,7 @@ class Message:
 
 
 def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Returns the number of owners of the memory, where `storage` counts only once, and of references to `storage`."""
+    """Returns the number of owners of the memory (`storage` counts once), and the number of references to `storage`."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count, sys.getrefcount(storage)
 

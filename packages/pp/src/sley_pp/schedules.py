@@ -106,7 +106,7 @@ def build_uniform(config: plugin.UniformConfig) -> Partitioner:
 
 def build_balanced(config: plugin.BalancedConfig | plugin.MeasuredConfig) -> Partitioner:
     """Returns a partitioner that balances the table's `layer_costs`, or its argument `costs` if the table has none. It raises
-    PlanError "partition-length" if `layer_costs` does not have one number per layer, and as `balanced_boundaries`.
+    PlanError "partition-length" unless `layer_costs` has one number per layer, or the error of `balanced_boundaries`.
     """
 
     def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
@@ -200,7 +200,7 @@ def interleaved(num_stages: int, num_chunks: int, num_microbatches: int) -> list
     own output. If M is not a multiple of P, some rounds are larger, which costs memory but no time. If M < P, stages idle.
 
     With rounds of P microbatches and C chunks per stage, stage s holds at most P x C + P - 1 - 2s chunk inputs, and the bubble
-    is a C-th of 1F1B's bubble.
+    is 1/C of 1F1B's bubble.
     """
     rounds = round_sizes(num_stages, num_microbatches)
     descending = range(num_chunks - 1, -1, -1)

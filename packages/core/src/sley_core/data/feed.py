@@ -329,7 +329,7 @@ def compute_digest(samples: Iterable[Any]) -> str:
 
 
 def update_digest(digest: blake2b, value: Any) -> None:
-    """Adds to `digest` a sample or value of dicts, tensors, numbers, text and bytes; of other values, adds only the type."""
+    """Adds a nest of dicts, tensors, numbers, text and bytes to `digest`; for any other value, adds only its type."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             digest.update(f"{key}=".encode())
@@ -383,7 +383,7 @@ class StreamReader:
             pass
         if replay and compute_digest(islice(samples, done - batch_start)) != replay["digest"]:
             message = "the data stream yields different samples than before the checkpoint"
-            add_note(f"{message}: its data have changed, or its order is random at each start")
+            add_note(f"{message}: its data has changed, or its order is random at each start")
         return samples
 
     def _read_samples_after(self, position: Mapping[str, Any], start: int) -> Iterator[Sample]:

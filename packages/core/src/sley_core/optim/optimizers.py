@@ -57,7 +57,7 @@ def build_from_factory(config: FactoryOptimizerConfig, groups: ParameterGroups, 
         message = f"`{path}` evaluates the loss again within a step, which a run cannot do"
         raise _factory_error(message, hint="choose an optimizer whose `step()` needs no closure")
     if reserved := {"params", "lr", "weight_decay"} & config.options.keys():  # the groups' values would silently replace them
-        raise _factory_error(f"`{min(reserved)}` belongs in [optimizer] itself", "options")
+        raise _factory_error(f"`{min(reserved)}` must be a key of [optimizer], not of its options", "options")
     parameters = inspect.signature(optimizer_class).parameters
     accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if "weight_decay" not in parameters and not accepts_any:
@@ -170,8 +170,8 @@ def _unmatched_diagnostic(
         return Diagnostic("group-unmatched", message, path, hint="put the narrower pattern first")
     for alias in aliases:
         if fnmatchcase(alias, pattern):
-            message = f"`{pattern}` matches `{alias}`, which is tied to `{aliases[alias]}` and has that name in groups"
-            return Diagnostic("group-unmatched", message, path, hint=f"write `{aliases[alias]}`: copies have one rate")
+            message = f"`{pattern}` matches `{alias}`, but groups must use the first name of this weight, `{aliases[alias]}`"
+            return Diagnostic("group-unmatched", message, path, hint=f"match `{aliases[alias]}`, for all copies of the weight")
     examples = get_close_matches(pattern, names, n=3, cutoff=0.4) or list(names[:3])
     hint = "names look like " + ", ".join(f"`{name}`" for name in examples) if examples else None
     return Diagnostic("group-unmatched", f"`{pattern}` matches no parameter", path, hint=hint)

@@ -108,7 +108,7 @@ def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
 
 
 SCOPE_DESCRIPTIONS = {"per_matrix": "needs whole matrices", "global": "needs all gradients at once"}  # for messages
-SCOPE_HINT = ', or set `scope = "elementwise"` or "matrix" if an update reads only its own gradient, or those of its parameter'
+SCOPE_HINT = ', or set `scope` to "elementwise" or "matrix" if an update reads only gradients of its element or parameter'
 
 
 def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
@@ -158,14 +158,14 @@ def check_canonical(plan: Plan) -> Iterator[records.Problem]:
         message = f"kernels round the powers of the {config.clip_kind:g}-norm differently"
         yield _canonical_problem(("optimizer", "clip_kind"), message, 'use 1, 2 or "inf"')
     if isinstance(config, FactoryOptimizerConfig) and config.options.get("fused"):
-        message = "a fused optimizer rounds the last elements of a tensor differently, so shards differ from full tensors"
+        message = "a fused optimizer rounds the last elements of a shard or full tensor differently"
         yield _canonical_problem(("optimizer", "options"), message, "remove `fused`")
     for number, handler in enumerate(plan.gradient_handlers):
         record = handler.record
         if not isinstance(record, records.GradientHandlerRecord) or record.role == "observer":
             continue
         if not record.fixed_order or record.tolerance_for(handler.config):
-            message = f"`{handler.name}` does not sum in a fixed order, or not exactly"
+            message = f"`{handler.name}` does not compute exact sums in a fixed order"
             hint = "use `core.each`, `dp.bucketed` or `dp.sharded`"
             yield _canonical_problem(("gradient_handlers", number, "use"), message, hint)
     weights = plan.weights

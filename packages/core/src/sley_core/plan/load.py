@@ -189,7 +189,7 @@ class _Resolver:
         """Records a problem for a wrong format number `plan`, and for each unknown key at the top level."""
         version = self.tables.get("plan", FORMAT)
         if version != FORMAT or isinstance(version, bool):
-            message = f"the format `plan` must be {FORMAT}, not {describe_value(version)}"
+            message = f"the number `plan` of the format must be {FORMAT}, not {describe_value(version)}"
             self._add_problem("plan-format", message, ("plan",))
         for key in [key for key in self.tables if key not in TOP_LEVEL_KEYS]:
             owners = [name for name, model in TABLES.items() if key in model.model_fields]

@@ -342,7 +342,7 @@ def _change_diagnostic(change: PlanChange) -> Diagnostic:
     path, old, new = change
     new_run = "or start a run with another name; `run.load_weights` loads only weights"
     if path == ("data", "samples_per_epoch") and _ABSENT not in (old, new):  # the run writes this key, not its user
-        message = f"the data have changed: an epoch has {new} samples, but had {old} in the checkpoint's run"
+        message = f"the data has changed: an epoch has {new} samples, but had {old} in the checkpoint's run"
         return Diagnostic("data-changed", message, path=path[:1], hint=f"restore the data, {new_run}")
     old_text = f"no `{format_path(path)}`" if old == _ABSENT else f"`{format_path(path)} = {old}`"
     message = f"the checkpoint's run had {old_text}, but the plan has {new}"

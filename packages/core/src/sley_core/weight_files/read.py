@@ -69,7 +69,7 @@ class WeightFiles:
             self._stored |= {name: (folder / file, kind) for name, kind in tensors.items()}
         if index is not None and (differences := sorted({name for name, _ in locations ^ set(index.items())})):
             names = shorten_names(list(map(repr, differences)))
-            raise weight_files_error(f"`{folder / INDEX_FILE}` does not name the file of each tensor and no other: {names}")
+            raise weight_files_error(f"`{folder / INDEX_FILE}` does not fit the tensors in the files: {names}")
 
     @property
     def names(self) -> Sequence[str]:
