@@ -369,9 +369,7 @@ class SavePreparation:
             return ["", "", f"the folder {folder.uri} cannot be read: {format_cause(error)}"]
 
     def _agree_on_assignment(self, digests: list[str], infos: "list[PieceInfo]") -> "WriteAssignment":
-        """Returns the assignment of pieces to ranks. digests: the digest of each rank's pieces. infos: this
-        rank's pieces.
-        """
+        """Returns the assignment of pieces to ranks. digests: of all ranks' lists of pieces. infos: this rank's pieces."""
         if self._assignment is None or self._assignment[0] != digests:
             # All ranks join this exchange or none: they compare the same digests with those of the last save.
             lists = self._control.gather_objects(infos, label="the tensors of all ranks")

@@ -171,9 +171,9 @@ class Inbox:
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + SLOTS * _OFFER_WORDS + slot
 
 
-_YIELD_S = 1e-3
-_MIN_SLEEP_S = 50e-6
-_MAX_SLEEP_S = 5e-4
+_YIELD_S = 1e-3  # seconds; see `_SLEEP_DIVISOR`
+_MIN_SLEEP_S = 50e-6  # seconds; see `_SLEEP_DIVISOR`
+_MAX_SLEEP_S = 5e-4  # seconds; see `_SLEEP_DIVISOR`
 _SLEEP_DIVISOR = 64
 """A waiting rank yields its core for the first millisecond. Then it repeatedly sleeps for 1/64 of the time that it has waited,
 from 50 us to 0.5 ms, which delays it little. Polling always at 50 us would use 15% of a core, which the peer may need.

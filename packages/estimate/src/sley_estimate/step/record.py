@@ -214,7 +214,9 @@ class Recording:
             self._events = self._closing
 
     def _record_operator(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Records one call of torch's `func`, except within transfers. key: equal for equal work, or None."""
+        """Records one call of torch's `func`, except within transfers. key: equal for calls with equal work; None
+        if unknown.
+        """
         if isinstance(self._entry, Transfer):
             return
         try:
