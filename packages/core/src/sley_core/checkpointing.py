@@ -445,7 +445,7 @@ class SavedWeights:
 
 
 class BaseWeights:
-    """Reads the initial parameters of the model of `plan`. Builds one layer at a time, and keeps only the last one."""
+    """Reads the initial parameters of the model of `plan`. Keeps at most one layer that has a builder in memory."""
 
     def __init__(self, plan: Plan) -> None:
         info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info

@@ -32,7 +32,7 @@ def format_path(path: KeyPath) -> str:
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A position in a file. `line` and `column` start at 1; 0 means that only the file is known."""
+    """The place of `length` characters in a file. `line` and `column` start at 1; 0 means that only the file is known."""
 
     file: str
     line: int = 0

@@ -10,9 +10,7 @@ from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, Problem, ProcessGroupRecord
 
 BF16_TOLERANCE = 2**-7
-"""The allowed relative error of a bf16 sum. Each term and the sum are rounded to bf16 once, by at most 2^-8. If terms cancel,
-the error can be larger.
-"""
+"""The allowed relative error of a bf16 sum if no terms cancel: each term and the sum are rounded once, by at most 2^-8."""
 
 
 class ReducerConfig(Table):

@@ -82,7 +82,7 @@ class Communicator(WeightCommunicator):
         return int(self.config.embedding == "hidden" and isinstance(locations[0][0], nn.Embedding))
 
     def attach(self, parts: Parts) -> None:
-        """Replaces the forwards of all sharded modules, and their weights by stand-ins. Restores them after an error."""
+        """Replaces the forwards of all sharded modules, and their weights by stand-ins. Restores forwards after an error."""
         config = self.config
         self._parts = parts
         self._group = parts.groups["wp"]

@@ -87,7 +87,7 @@ def _read_run(folder: Path, plan: Path) -> HFConfig:
 
 
 def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
-    """Converts the content of a `config.json`. Raises ValueError if `models.llama` does not support it."""
+    """Returns the config for the content of a `config.json`. Raises ValueError if `models.llama` does not support it."""
     model_type = content.get("model_type")
     if model_type not in ARCHITECTURES:
         raise ValueError(f"model_type must be one of {', '.join(ARCHITECTURES)}, but is {model_type!r}")

@@ -354,6 +354,7 @@ def copy_attributes(optimizer: Optimizer) -> SharedValues:
 def _find_containing_dict(
     optimizer: Optimizer, owners: Mapping[str, Optimizer], location: tuple[str, Any, Any]
 ) -> dict[Any, Any]:
+    """Returns the live dict that contains the value at `location`, under the key `location[2]`."""
     kind, owner_path, _ = location
     if kind == "attribute":
         return vars(owners[owner_path])
@@ -421,6 +422,7 @@ def _wrapped_optimizers(optimizer: Optimizer, path: str = "") -> Iterator[tuple[
 
 @cache
 def _torch_attributes() -> set[str]:
+    """Returns the names of the attributes that torch sets on optimizers."""
     names = {"_step_count", "_opt_called", "step", "grad_scale", "found_inf"}
     names |= {"_need_device_dtype_check_for_fused", "_step_supports_amp_scaling"}
     return names | vars(SGD([nn.Parameter(torch.zeros(()))], lr=0.0)).keys()

@@ -80,7 +80,7 @@ def _check_parts(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
-    """Returns the problems of the pipeline schedule; none if the batch does not divide, which `_check_batch` reports."""
+    """Returns the problems of the schedule; none without a schedule, or if `_check_batch` yields a problem."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
     # Imported only if there is a schedule, so that other plans are checked faster.

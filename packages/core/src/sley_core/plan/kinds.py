@@ -27,7 +27,7 @@ RECORD_TYPE_NAMES: dict[type[records.Record], str] = {
 """The names in messages of record classes whose names `record_type_name` cannot derive."""
 
 CHECKPOINTER = "checkpoint.any_layout"
-"""The default checkpointer."""
+"""The record of the default checkpointer."""
 
 
 class ModelFactory(ModelConfig, FactoryTable):

@@ -194,7 +194,7 @@ class PluginLoader:
         return self._loaded[name]
 
     def record(self, record_type: type[AnyRecord], name: str) -> AnyRecord:
-        """Returns the record with the full name `name`. Raises PlanError "unknown-record" or the errors of `load`."""
+        """Returns the `record_type` with the full name `name`. Raises PlanError "unknown-record" or the errors of `load`."""
         plugin = self.load(name.partition(".")[0])
         records = plugin.records_of(record_type)
         if name in records:
