@@ -215,7 +215,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(group: Group, is_by_heads: bool, label: str, contents: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Exchanges slices of all heads, [b, s/n, ..., h, d], for full sequences of this rank's heads, [b, s, ..., h/n, d], if
+    """Returns full sequences of this rank's heads, [b, s, ..., h/n, d], for slices of all heads, [b, s/n, ..., h, d], if
     `is_by_heads`, or does the reverse otherwise. Packing and unpacking take one copy each. contents: a checksum, which must be
     equal on all ranks. tensors: tensors of one dtype.
     """
@@ -236,8 +236,8 @@ def _exchange(group: Group, is_by_heads: bool, label: str, contents: int, tensor
 
 
 def repeat_heads(tensor: Tensor, num_ranks: int) -> Tensor:
-    """Repeats each head of `tensor` [b, s, ..., h, d], so that there are lcm(h, num_ranks) heads and all ranks get the same
-    number. Copies of a head are adjacent, so each query head still matches a copy of its key head. Autograd sums the copies'
+    """Returns `tensor` [b, s, ..., h, d] with repeated heads: lcm(h, num_ranks) heads, so that all ranks get the same number.
+    Copies of a head are adjacent, so each query head still matches a copy of its key head. Autograd sums the copies'
     gradients.
     """
     num_copies = math.lcm(tensor.shape[-2], num_ranks) // tensor.shape[-2]

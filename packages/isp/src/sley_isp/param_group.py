@@ -185,8 +185,8 @@ class PublishedShards:
             self._published = self._group.transport("gather").publish(shards, label=label)
 
     def gather(self, group: ParamGroup, *, is_unchanged: bool) -> UnshardedGroup:
-        """Starts the all-gather of `group`, from its published shards if its version and the data are unchanged. is_unchanged:
-        whether an equal version proves that the data are unchanged. All ranks of `wp` must make the same choice.
+        """Starts the all-gather of `group` and returns its target. Sends published shards if version and data are unchanged.
+        is_unchanged: whether an equal version proves that the data are unchanged. All ranks of `wp` must make the same choice.
         """
         version, shards = self._shards.get(group, (None, []))
         if is_unchanged and self._published is not None and version == group.version:

@@ -101,7 +101,7 @@ class ShardedModule:
         return [param for param in self.params if param.trainable]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Computes the linear or embedding with gathered weights. All ranks of `wp` must call modules in the same order."""
+        """Returns the module's output, with gathered weights. All ranks of `wp` must call modules in the same order."""
         if self.has_replaced_weights:
             return type(self.module).forward(cast(Any, self.module), input)
         x = input if self.is_embedding else autocast_input(input)
@@ -247,7 +247,7 @@ class ShardedLayer:
         self._modules = set(layer.module.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the layer with full parameters. All ranks of `wp` must call layers in the same order. Raises RunError
+        """Returns the layer's output. All ranks of `wp` must call layers in the same order. Raises RunError
         "sharded-weight-written" if the layer writes to a parameter, and "sharded-weight-returned" if it returns a view of one.
         """
         with self.communicator.unshard_layer(self) as unsharded_groups:

@@ -48,7 +48,7 @@ class TokenGather:
         self.counters = counters
 
     def gather_with_padding(self, tensors: Sequence[Tensor], fill_values: Sequence[int], label: str) -> list[Tensor]:
-        """Gathers `tensors` [n, ...] of all ranks as [size x largest n, ...], padded with `fill_values`. Blocks."""
+        """Returns `tensors` [n, ...] of all ranks as [size x largest n, ...], padded with `fill_values`. Blocks."""
         num_tokens, device = len(tensors[0]), self.device.torch_device
         counts = torch.empty(self.group.size, dtype=torch.int64, device=device)
         self.gather([counts], [torch.full((1,), num_tokens, dtype=torch.int64, device=device)], "numbers of tokens")

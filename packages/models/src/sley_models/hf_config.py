@@ -39,8 +39,8 @@ class HFConfig:
 
 
 def read_config(folder: Path) -> HFConfig:
-    """Reads the `config.json` in `folder`, or the plan if `folder` belongs to a run. Raises ValueError if the file cannot be
-    read, or if `models.llama` does not support the model.
+    """Returns the config from `config.json` in `folder`, or from the plan if `folder` belongs to a run. Raises ValueError if a
+    file cannot be read, or if `models.llama` does not support the model.
     """
     path = find_config_path(folder)
     if path.name != CONFIG_NAME:
@@ -67,8 +67,8 @@ def find_config_path(folder: Path) -> Path:
 
 
 def _read_run(folder: Path, plan: Path) -> HFConfig:
-    """Reads the sizes of a run's model from its plan. Raises ValueError unless the model is `models.llama`. folder: the folder
-    of the run or of one of its checkpoints.
+    """Returns the config of a run's model, from its plan. Raises ValueError unless it is `models.llama`. folder: the folder of
+    the run or of one of its checkpoints.
     """
     try:
         table = tomllib.loads(plan.read_text("utf-8"))["model"]

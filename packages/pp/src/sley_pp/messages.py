@@ -105,11 +105,11 @@ class Channels:
         return self._start_message("receive", pieces, peer, label)
 
     def send_host(self, tensor: Tensor, peer: int, label: str) -> Work:
-        """Starts to send a host `tensor` to stage `peer`."""
+        """Starts to send a host `tensor` to stage `peer`, and returns the handle."""
         return self._start("send", tensor, peer, label, on_host=True)
 
     def receive_host(self, tensor: Tensor, peer: int, label: str) -> Work:
-        """Starts to receive a host tensor that stage `peer` sends with `send_host`, into `tensor`."""
+        """Starts to receive a tensor that stage `peer` sends with `send_host` into `tensor`, and returns the handle."""
         return self._start("receive", tensor, peer, label, on_host=True)
 
     def _start_message(self, operation: Operation, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
@@ -120,7 +120,7 @@ class Channels:
         return pending
 
     def _start(self, operation: Operation, tensor: Tensor, peer: int, label: str, *, on_host: bool) -> Work:
-        """Starts to send or receive `tensor`. on_host: whether it is a host tensor, or is sent through the host."""
+        """Starts to send or receive `tensor`. on_host: whether it is on the host, or is sent through it. Returns the handle."""
         sender, receiver = (self.stage, peer) if operation == "send" else (peer, self.stage)
         if on_host and self.separate_header:
             group, channel, coord = self._control, "main", self._control.ranks.index(self.group.ranks[peer])
@@ -300,7 +300,7 @@ def boundary_mismatch_error(fault: str) -> RunError:
 
 
 def send_description(channels: Channels, description: Description, peer: int, label: str) -> list[Work]:
-    """Starts to send `description` to stage `peer` as two messages: the length in bytes and the JSON text."""
+    """Starts to send `description` to stage `peer` as the length in bytes and the JSON text; returns the handles."""
     leaves = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.has_gradient] for leaf in description.leaves]
     json_text = json.dumps({"leaves": leaves, "structure": description.structure})
     content = torch.frombuffer(bytearray(json_text.encode()), dtype=torch.uint8)

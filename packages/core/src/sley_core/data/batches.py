@@ -233,7 +233,7 @@ def collate_function(dataset: Any) -> Collate:
 
 
 def stack_samples(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Batch:
-    """Stacks each field of `samples` along its `batch_dim`. Raises RunError "data-sample" for a wrong field, dtype or shape."""
+    """Returns the batch of `samples`. Raises RunError "data-sample" for a wrong field or dtype, or different shapes."""
     for row, sample in enumerate(samples):
         if not isinstance(sample, Mapping):
             message = f"row {row} of the batch is a {type(sample).__name__}, not a dict of tensors"

@@ -26,7 +26,7 @@ from sley_core.table import PartTable, Table, describe_type, describe_value, esc
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = (), *, loader: PluginLoader | None = None) -> Plan:
-    """Loads the plan in the file `path`. overrides: texts as for `--set`. loader: by default, loads the installed plugins.
+    """Returns the plan in the file `path`. overrides: texts as for `--set`. loader: by default, loads the installed plugins.
     Raises PlanError or PluginError with all problems. Does not import torch.
     """
     return resolve_plan(read_file(path, overrides), loader or PluginLoader())
@@ -40,14 +40,14 @@ def plan_from_text(
     *,
     loader: PluginLoader | None = None,
 ) -> Plan:
-    """Loads the plan in `text`, as `load_plan` does. file: its name in messages. folder: where relative paths start."""
+    """Returns the plan in `text`, as `load_plan` does. file: its name in messages. folder: where relative paths start."""
     return resolve_plan(read_text(text, file, folder, overrides), loader or PluginLoader())
 
 
 def plan_from_dict(
     tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = (), *, loader: PluginLoader | None = None
 ) -> Plan:
-    """Loads the plan in `tables`, as `load_plan` does. `tables` has the types of parsed TOML. A value None is ignored."""
+    """Returns the plan in `tables`, as `load_plan` does. `tables` has the types of parsed TOML. A value None is ignored."""
     return resolve_plan(read_tables(tables, folder, overrides), loader or PluginLoader())
 
 

@@ -71,7 +71,7 @@ class Spec(NamedTuple):
 
 
 def split_by_size(items: Iterable[Item], size_of: Callable[[Item], float], cap: float) -> list[list[Item]]:
-    """Splits `items`, in order, into lists whose sizes sum to at most `cap`. An item larger than `cap` is a list by itself."""
+    """Returns `items`, in order, in lists whose sizes sum to at most `cap`. An item larger than `cap` is a list by itself."""
     parts: list[list[Item]] = []
     remaining = -1.0
     for item in items:
