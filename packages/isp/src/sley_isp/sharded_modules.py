@@ -303,7 +303,7 @@ class ShardedLayer:
     @contextmanager
     def _save_positions(self, unsharded_groups: Sequence[UnshardedGroup]) -> Iterator[None]:
         """Makes autograd save positions in place of tensors that lie in the buffers of groups. The backward gathers the weights
-        again, maybe into another buffer. Other tensors go to the surrounding hooks, such as hooks of an activation policy.
+        again, possibly into another buffer. Other tensors go to the surrounding hooks, such as hooks of an activation policy.
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         outer_pack, outer_unpack = outer or (lambda tensor: tensor, lambda value: value)

@@ -203,12 +203,12 @@ class Placement:
         return self._holders[position]
 
     def previous(self, stage: int, chunk: int) -> StageChunk | None:
-        """Returns the chunk whose output is this chunk's input, maybe on the same stage; None at the first position."""
+        """Returns the chunk whose output is this chunk's input, possibly on the same stage; None at the first position."""
         position = self.position(stage, chunk)
         return self.holder(position - 1) if position > 0 else None
 
     def next(self, stage: int, chunk: int) -> StageChunk | None:
-        """Returns the chunk whose input is this chunk's output, maybe on the same stage; None at the last position."""
+        """Returns the chunk whose input is this chunk's output, possibly on the same stage; None at the last position."""
         position = self.position(stage, chunk)
         return self.holder(position + 1) if position + 1 < self.num_positions else None
 

@@ -472,9 +472,9 @@ def copy_gradients_first(optimizer: Optimizer, step: Callable[[], Any]) -> Calla
 
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:
-    """Returns whether `step_if` can skip a step of `optimizer`. It can for torch's fused optimizers.
+    """Returns whether `step_if` can skip a step of `optimizer`, which is true for torch's fused optimizers.
 
-    However, `step_if` cannot skip the first step, in which SGD creates its momentum buffers from the kernel's output.
+    Even then, `step_if` cannot skip the first step, in which SGD creates its momentum buffers from the kernel's output.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 

@@ -288,7 +288,7 @@ def _format_key(key: str) -> str:
 
 
 FIXED_KEYS = (("model",), ("adapters",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
-"""Tables and keys that a resumed run must not change. It may change all others, such as the layout and the learning rate."""
+"""Tables and keys that a resumed run must not change. All others, such as the layout and the learning rate, may change."""
 
 UNREPORTED_KEYS = (
     *(("source_folder",), ("run", "name"), ("run", "folder")),
