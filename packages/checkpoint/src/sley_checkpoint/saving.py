@@ -369,7 +369,7 @@ class SavePreparation:
             return ["", "", f"the folder {folder.uri} cannot be read: {format_cause(error)}"]
 
     def _agree_on_assignment(self, digests: list[str], infos: "list[PieceInfo]") -> "WriteAssignment":
-        """Returns the assignment of pieces to ranks. digests: of all ranks' lists of pieces. infos: this rank's pieces."""
+        """Returns the assignment of pieces to ranks. digests: the digest of each rank's list. infos: this rank's list."""
         if self._assignment is None or self._assignment[0] != digests:
             # All ranks join this exchange or none: they compare the same digests with those of the last save.
             lists = self._control.gather_objects(infos, label="the tensors of all ranks")
@@ -378,7 +378,7 @@ class SavePreparation:
 
 
 def _find_writing_attempt(folder: Folder, name: str) -> str:
-    """Returns the id of the attempt that wrote the unfinished checkpoint `name`; `DELETED_SUFFIX` during its deletion."""
+    """Returns the id of the attempt that wrote checkpoint `name`, DELETED_SUFFIX during a deletion, or "" if unknown."""
     if name.startswith(STAGING_PREFIX):
         return name.rpartition("-")[2].partition(".")[0]
     with suppress(Exception):  # an object store has no staging folders; a file system may raise any error

@@ -85,9 +85,9 @@ class AllReduceQueue:
 
 
 class AllReduce(Work):
-    """A sum of the contiguous host `tensor` over the group of `queue`, in place. Each rank adds its slices in the order in
-    which the all-reduces start, so that offers have the same numbers on all ranks. If the marks of ranks differ, `wait` raises
-    RunError `ranks-differ` on all ranks before any data are read.
+    """A sum of the contiguous host `tensor` over the group of `queue`, in place. Each rank offers its summed slices in the
+    order in which the all-reduces start, so that offers have the same numbers on all ranks. If the marks of ranks differ,
+    `wait` raises RunError `ranks-differ` on all ranks before any data are read.
     """
 
     def __init__(self, queue: AllReduceQueue, tensor: Tensor, mark: Mark) -> None:
@@ -298,7 +298,7 @@ class PublishedOffer(Published):
         self._tables: dict[int, Sequence[int]] = {}
 
     def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        """Gathers `shards`, which must be among the published shards."""
+        """Returns a gather of `shards`, which must be among the published shards, into `outputs`."""
         return _PublishedGather(self, outputs, shards, [self._indices[shard.data_ptr()] for shard in shards])
 
     def read(self, peer: int, indices: Sequence[int], local: Sequence[MemorySpan]) -> None:

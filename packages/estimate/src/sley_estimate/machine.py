@@ -47,7 +47,7 @@ class MatmulTable(Table):
 
 
 class MatmulsTable(Table):
-    """The speed of matrix products by the dtype of their inputs, as in `[device.matmul.bf16]`. None means not measured."""
+    """The speed of matrix products by the dtype of their inputs, as in `[device.matmul.bf16]`; None if not measured."""
 
     fp64: MatmulTable | None = None
     fp32: MatmulTable | None = None  # includes the effect of TF32 where torch uses it
@@ -151,7 +151,7 @@ class HostTable(Table):
 
 
 class EngineTable(Table):
-    """The host's time in a step outside the layers, if it runs ahead of its device. Measured with clipping and AdamW."""
+    """The host's time outside the layers in a step with clipping and AdamW, if the host runs ahead of its device."""
 
     step_s: Latency
     """Seconds per step, independent of its size."""

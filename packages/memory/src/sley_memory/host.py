@@ -240,7 +240,7 @@ def build_written_error(layer: str, fault: str = "since its forward saved it") -
 
 
 class AddressRanges:
-    """The address ranges of the storages of `tensors`. `address in ranges` tests whether one contains the address."""
+    """The address ranges of the storages of `tensors`. `address in ranges` tests whether a range contains `address`."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}

@@ -40,7 +40,9 @@ from sley_memory.plugin import SelectiveConfig, match_layers
 
 
 class AttentionResults:
-    """The attention results of one call of a layer, in order, for all its backwards. None is a result to recompute."""
+    """The attention results of one call of a layer, in order, for all its backwards. None stands for a result to
+    recompute.
+    """
 
     def __init__(self, stats: "AttentionStats") -> None:
         self.stats = stats
@@ -122,7 +124,7 @@ class AttentionStats:
 
 
 def _detach(tensor: Tensor) -> Tensor:
-    """Returns the tensor without its history. In a dispatch mode, only the guard makes both share a version counter."""
+    """Returns the tensor without its history. The guard makes both share a version counter, even in a dispatch mode."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

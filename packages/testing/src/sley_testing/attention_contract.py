@@ -131,7 +131,7 @@ class SequenceAttentionContract:
         assert_same_sequence([[call for calls in rank.calls for call in calls] for rank in recorded])
 
     def test_dropout_is_repeatable_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
-        """Compares two equal runs. One process drops other elements than the slices, so only its evaluation is compared."""
+        """Compares two equal runs. One process drops different elements, so only its evaluation is compared."""
         initial_loss = record(sequence_plan(None, dropout=0.3), 0).held_out
         results = ranks(2, 120)(train_twice, sequence_plan(self.sequence, dropout=0.3))
         for rank_initial_loss, first, second in results:

@@ -241,7 +241,7 @@ class GradientHandlerContract:
         return ranks(2).once(observe, handlers or self._handlers(), num_microbatches, False, self._has_unreduced_layer())
 
     def _handlers(self) -> list[Tables]:
-        """Returns the handlers of the plan: the tested one, and `core.each` if the tested one is not a reducer."""
+        """Returns the handlers of the plan: the tested handler, and `core.each` if the tested handler is not a reducer."""
         record, _ = self._handler_record()
         if record.role == "reducer":
             return [self.handler]

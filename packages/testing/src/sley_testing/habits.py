@@ -266,7 +266,7 @@ def init(module: nn.Module, name: str) -> None:
 
 
 class Embed(nn.Embedding):
-    """Names its input `tokens`, so that the run passes that field of the batch."""
+    """An embedding whose input is named `tokens`, so that a run passes this field of the batch."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens)

@@ -135,7 +135,7 @@ class OptimizerContract:
     only_matrices: ClassVar[bool] = False
 
     def test_optimizer_probe_passes(self) -> None:
-        """Runs the check of a run's start: full and partial parameters, joint and separate steps, a resume, and rates."""
+        """Runs the check at a run's start: full and partial parameters, joint and separate steps, a resume, and rates."""
         for dtype in (torch.float32, torch.float64):
             _, faults = self._run_probe(dtype)
             messages = "; ".join(f"{fault.message} ({fault.hint})" for fault in faults)

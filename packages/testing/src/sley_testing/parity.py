@@ -71,7 +71,7 @@ def _assert_same_names_and_shapes(reference: Mapping[str, Tensor], actual: Mappi
 
 
 def relative_error(reference: Tensor, actual: Tensor, floor: float = 0.0) -> float:
-    """Returns ||actual - reference|| / max(||reference||, floor) in float64; inf if that is not finite."""
+    """Returns ||actual - reference|| / max(||reference||, floor) in float64: 0 for equal tensors, inf if not finite."""
     expected, actual = (tensor.detach().to("cpu", torch.float64) for tensor in (reference, actual))
     difference = (actual - expected).norm().item()
     if difference == 0.0:

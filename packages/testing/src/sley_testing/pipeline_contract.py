@@ -87,7 +87,7 @@ class ScheduleContract:
             simulate(lower(forwards, placement, num_microbatches, training=False), placement, costs)
 
     def test_each_micro_batch_visits_each_chunk_once(self) -> None:
-        """Expects one forward, then a full backward, or an input-gradient action and then a weight-gradient action."""
+        """Expects for each microbatch and chunk a forward, then either a backward or an input and a weight gradient."""
         for num_stages, num_microbatches, _ in self._sizes():
             placement, lists = self._placement_and_lists(num_stages, num_microbatches)
             chunks = placement.num_positions // num_stages
@@ -152,7 +152,7 @@ class TieContract:
     tables: ClassVar[Tables] = {}
 
     def test_tied_weight_matches_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Compares with one process. Gradients are not clipped, since clipping would hide a common factor of all gradients."""
+        """Compares with one process. Does not clip gradients, since clipping would hide a common factor of all gradients."""
         plan = _decoder_plan(2, 2, model__tie_embeddings=True, optimizer__clip_norm=None)
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
@@ -225,7 +225,7 @@ def run_mismatched_walks(link: Tables) -> list[str]:
 
 
 def time_aborts(link: Tables, timeout_s: float) -> float:
-    """Begins and aborts two walks on the first stage only. Returns the elapsed seconds. timeout_s: a collective's limit."""
+    """Begins and aborts two walks on the first stage only, and returns the seconds. timeout_s: a collective's time limit."""
     placement, key = Placement((0, 1, 1, 0)), ("tokens", (2, 3))
     steps = lower(random_action_lists(placement, 2, Random(1)), placement, 2)[0]
     with open_link(link, timeout_s) as (stage_link, stage):
@@ -362,7 +362,7 @@ class Walker:
         self._boundaries.send(flow, action.chunk, action.micro, (description, tensors))
 
     def _keep(self, tensors: list[Tensor], expected: list[Tensor], micro_batch: int) -> None:
-        """Keeps the received tensors, to check them later. If `micro_batch` is odd, overwrites the first tensor before that."""
+        """Keeps the received tensors for later checks. If `micro_batch` is odd, overwrites the first tensor before that."""
         versions = [tensor._version for tensor in tensors[1:]]
         if tensors and micro_batch % 2:
             tensors[0].fill_(7)

@@ -371,7 +371,7 @@ def _end_with_parent() -> None:
 
 
 def _pickle_error(error: BaseException) -> bytes:
-    """Returns a pickle of `error` that loads as an exception of the same type and text, or b"" if it cannot be pickled so."""
+    """Returns a pickle of `error` that loads as an exception of the same type and text, or b"" if there is none."""
     try:
         data = pickle.dumps(error)
         loaded = pickle.loads(data)

@@ -86,7 +86,7 @@ class Comparison:
 
 @dataclass
 class RankFindings:
-    """Holds the comparisons of one rank in order. skipped_steps: the steps that it skipped because of non-finite gradients."""
+    """Holds the comparisons of one rank in order. skipped_steps: the steps that were skipped for non-finite gradients."""
 
     rank: int
     stage: int

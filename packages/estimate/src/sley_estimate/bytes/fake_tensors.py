@@ -55,8 +55,8 @@ class Allocation:
 
 
 class Ledger:
-    """Records the memory of storages. locate: returns the current position. allocations: all so far, in order. current_bytes:
-    the bytes of live allocations. num_events: the number of allocations and frees so far.
+    """Records the memory of storages. locate: a function that returns the current position. allocations: all allocations so
+    far, in order. current_bytes: the bytes of live allocations. num_events: the number of allocations and frees so far.
     """
 
     def __init__(self, locate: Callable[[], StepPosition] = lambda: START) -> None:
@@ -96,7 +96,7 @@ class Ledger:
         self._ignored_references[key] = weakref.ref(storage, partial(self._remove_ignored, key))
 
     def poll(self, storage: torch.UntypedStorage) -> None:
-        """Makes each `track` check whether `storage` is free, which weak references do not notice while torch holds its own."""
+        """Makes each `track` check whether `storage` is free. Weak references miss this while torch has its own."""
         key = storage._cdata
         if key not in self._references:
             self._keys_to_poll.add(key)
@@ -279,7 +279,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run_in_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Lets torch run an operation. Returns None if torch cannot run it on fake tensors, but it has no results."""
+        """Lets torch run an operation. Returns None for an operation without results that needs values to run."""
         self._depth += 1
         try:
             return super().dispatch(func, types, args, kwargs)

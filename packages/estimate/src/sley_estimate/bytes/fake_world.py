@@ -234,8 +234,8 @@ class StepSimulation(Simulation):
     def transports(
         self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool
     ) -> dict[str, Transport]:
-        """Returns a transport for each of `channels`, which allocates the same memory as the real one. cross_memory: whether
-        the ranks may attach each other's memory; on a CPU, the result then imitates the first installed transport.
+        """Returns a transport for each of `channels`, which allocates the same memory as the real transport. cross_memory:
+        whether the ranks may attach each other's memory; on a CPU, the result then imitates the first installed transport.
         """
         records = installed_transports() if cross_memory and self.device_type == "cpu" else ()
         path = records[0].scratch if records else None
@@ -281,8 +281,8 @@ class StepSimulation(Simulation):
 
 def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> list[Description]:
     """Returns the description of the output at each position except the last. Layers run on meta, and each distinct layer runs
-    once. stage: any stage of the run, since each knows all layers of the model. dtype: the dtype of the parameters. Raises
-    RunError `estimate-layer` if a layer fails.
+    once. stage: any stage of the run, since every stage knows all layers of the model. dtype: the dtype of the parameters.
+    Raises RunError `estimate-layer` if a layer fails.
     """
     fields = meta_micro_batch(plan, dataset)
     output_by_signature: dict[str, Any] = {}

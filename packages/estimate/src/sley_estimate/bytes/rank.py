@@ -245,9 +245,9 @@ def stage_bytes(plan: Plan, world_size: int, cores: int = 1) -> list[RankBytes]:
 def run_stages(
     plan: Plan, world_size: int, stages: Sequence[int], draft: Draft, cores: int, *, max_bytes: int | None = None
 ) -> list[tuple[RankBytes, RankRecord]]:
-    """Runs the steps of the first rank of each of `stages`. Returns their bytes and their recorded steps, in order. draft: is
-    not consumed. cores: the number of parallel processes. Raises the errors of `run_rank` and `run_calls`, and
-    StageTooLargeError for a stage whose peak exceeds `max_bytes`.
+    """Runs the steps of the first rank of each of `stages`. Returns their bytes and their recorded steps, in order. draft: the
+    draft of rank 0, which is not consumed. cores: the number of parallel processes. Raises the errors of `run_rank` and
+    `run_calls`, and StageTooLargeError for a stage whose peak exceeds `max_bytes`.
     """
     ranks_per_stage = plan.topology(world_size).ranks_per_stage
 
@@ -305,13 +305,13 @@ def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[
 
 
 def max_pending_forwards(steps: Sequence[Step]) -> int:
-    """Returns the largest number of pending forwards in an action list. A split backward ends with its second half."""
+    """Returns the maximum number of forwards in an action list whose backward, with both halves, is not yet complete."""
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
     return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
 
 
 def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashable]:
-    """Returns, by layer name, the texts in the plan that match names in the layer, each with its name relative to the layer."""
+    """Returns for each layer, by name, the pairs of a text in the plan and a name in the layer that matches the text."""
     values = (value if isinstance(value, list) else [value] for _, value in iterate_values(plan.tables))
     patterns = {text for texts in values for text in texts if isinstance(text, str)}
     return {

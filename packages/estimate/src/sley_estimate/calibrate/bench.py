@@ -176,7 +176,7 @@ class LayerBench:
     def _time_call(
         self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None, outputs: list[Any], launch_s: Sequence[float]
     ) -> Parts:
-        """Times the parts of one call. launch_s: the host's seconds to launch each part; 0 if unknown."""
+        """Runs one call, and returns the seconds of its parts. launch_s: the host's seconds to launch each; 0 if unknown."""
         in_flight, args, named = trace.start_call(layer, value, self._fields)
         outputs.clear()
 
@@ -237,7 +237,7 @@ class LayerBench:
 
 
 def time_empty_backward(device: Device) -> float:
-    """Returns the host's median seconds for a backward without operators, which the time to launch a layer excludes."""
+    """Returns the host's median seconds for a backward without operators, which are not part of a layer's time."""
     value = torch.ones(1, device=device.torch_device)
     description, tensors = describe_output(value.requires_grad_())
     seconds = []

@@ -136,7 +136,7 @@ class Lead:
             self._write_s = device.seconds_between(start, device.moment()) / 20
 
     def __call__(self, host_s: float = 0.0) -> None:
-        """Launches at least one write, and on a device with a queue as many as take longer than `host_s` seconds."""
+        """Launches at least one write. On a device with a queue, the writes take longer than `host_s` seconds."""
         for _ in range(1 + (ceil(LEAD_FACTOR * host_s / self._write_s) if self._write_s else 0)):
             self._memory.zero_()
 
@@ -332,7 +332,7 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
 
 
 def solve_engine_table(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
-    """Returns the four figures, none of them negative. seconds: the seconds of a step by (weights, microbatches)."""
+    """Returns the four figures of the engine, with 0 for negative ones. seconds: of a step, by (weights, microbatches)."""
     min_count, max_count = MICRO_BATCH_COUNTS
     micro_s, gradient_s = _fit_line(
         {n: (seconds[n, max_count] - seconds[n, min_count]) / (max_count - min_count) for n in WEIGHT_COUNTS}
@@ -363,7 +363,7 @@ def _engine_plan(device: Device, precision: Mapping[str, str], num_weights: int,
 
 
 def mean_step_s(run: Run, num_steps: int) -> float:
-    """Returns the mean seconds of `num_steps` steps, each started before the totals of the previous one are read."""
+    """Returns the mean seconds of `num_steps` steps. Each step starts before the totals of the previous step are read."""
     device = run.world.device
     current = run.launch(None)
     device.wait_until(device.moment())

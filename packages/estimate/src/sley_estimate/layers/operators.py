@@ -232,7 +232,7 @@ def imitate_cuda(record: RecordOperator | None = None) -> Iterator[None]:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Makes attention, RMSNorm and dropout one kernel per direction. record: called with kernels of several torch operators."""
+    """Makes attention, RMSNorm and dropout one kernel per direction. record: called with kernels of several operators."""
 
     def __init__(self, record: RecordOperator | None = None) -> None:
         super().__init__()

@@ -156,7 +156,7 @@ Result = TypeVar("Result")
 
 
 def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes `method` compute once for each tuple of positional arguments. The object stores its results and SleyErrors."""
+    """Makes `method` compute each result once for equal positional arguments. The object keeps results and SleyErrors."""
 
     @wraps(method)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -239,7 +239,7 @@ class LayerPrices:
 
     @memoize
     def _price_layer(self, work: LayerWork, key: str, measured: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
-        """Returns the seconds of a layer and their source. key: the layer's key, or "". measured: another variant of it."""
+        """Returns the seconds of a layer and their source. key: its key, or "". measured: its measured variant, if any."""
         if key in self._measured_seconds:
             return self._measured_seconds[key], "measured"
         if measured is not None:

@@ -50,8 +50,8 @@ def trace_layers(
     plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str], traced: TracedLayers | None = None
 ) -> list[LayerWork]:
     """Returns the work of each layer under the plan's activation policy, in order. Traces layers with equal keys and inputs
-    once. fields: a microbatch on meta. keys: the layers' keys. traced: earlier results, which are reused; new results are added
-    to it. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
+    once. fields: a microbatch on meta. keys: the layers' keys. traced: earlier results to reuse, to which new results are
+    added. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
     """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
     weight_dtype, gradient_dtype = weight_dtypes(plan)[0], DTYPES[plan.precision.gradients]

@@ -66,8 +66,8 @@ class RooflineEstimate(NamedTuple):
 
 
 class LayerCosts(NamedTuple):
-    """The costs of layers on one microbatch, each of shape [layers]. forward, backward: seconds on the device. host: the
-    seconds to launch both. saved_bytes: saved for the backward. backward_bytes: further bytes that the backward needs.
+    """The costs of layers on one microbatch, each [layers]. forward, backward: seconds on the device. host: the seconds to
+    launch both. saved_bytes: the bytes saved for the backward. backward_bytes: further bytes that the backward needs.
     """
 
     forward: Floats
@@ -262,7 +262,7 @@ class Roofline:
 
     @memoize
     def _split_stages(self, pp: int, schedule: Choice | None) -> StageSplit:
-        """Returns how `schedule` divides the model. Raises PlanError "partition-empty" for fewer layers than stages."""
+        """Returns the division of the model by `schedule`. Raises PlanError "partition-empty" for too few layers."""
         reducer = self.choices.reducers[0] if self.world_size > pp else None
         plan = Layout(pp, 1, 1, 1, schedule, self.choices.policies[0], reducer).apply(self.plan, self.world_size)
         if pp > len(self.model.layers):

@@ -249,9 +249,9 @@ class Recording:
 
 def expand_step(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
     """Returns `step` with the compute actions `actions` instead of its own. Each action gets the events of a recorded action of
-    its kind and chunk, preferably with the same neighbours and also first or last of its chunk. A wait still refers to an
-    exchange by its distance from the end of the queue. Raises PlanError "estimate-seconds" if no action of that kind and chunk
-    was recorded.
+    its kind and chunk, preferably of an action with the same neighbours that is also first or last of its chunk. A wait still
+    refers to an exchange by its distance from the end of the queue. Raises PlanError "estimate-seconds" if no action of that
+    kind and chunk was recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step
