@@ -124,7 +124,7 @@ def test_a_store_of_an_earlier_start_is_refused(port: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"the plan": "xyz"}, "rank 2 on host2 has another plan than rank 0 on host0: `optimizer.lr` is 0.5, not 0.1"),
+        ({"the plan": "xyz"}, "rank 2 on host2 has a different plan from rank 0 on host0: `optimizer.lr` is 0.5, not 0.1"),
         ({"torch": "2.12.0"}, "rank 2 on host2 has torch 2.12.0, but rank 0 on host0 has 2.13.0"),
     ],
 )

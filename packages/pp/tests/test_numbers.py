@@ -108,7 +108,7 @@ def test_all_stages_name_the_stage_with_a_nan(ranks, own, small):
     (message, step), other = ranks(2)(run_with_nan, small("pp.one_f_one_b", 2), own)
     assert (message, step) == other
     assert "error[not-finite]: step 2: loss " in message
-    assert f", first in the gradient of '{NAME}' (stage 0); samples " in message
+    assert f"; the gradient of '{NAME}' (stage 0) is not finite; samples " in message
     assert step == 3
 
 

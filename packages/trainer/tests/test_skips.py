@@ -207,7 +207,7 @@ def test_after_too_many_in_a_row_the_run_ends_on_all_ranks_alike(ranks, own, sma
     first, second = ranks(2)(go_on, skipping(small, most=2), own, (0, 1, 3, 4, 5), 8)
     assert first[0] == second[0]
     assert first[0][0].startswith("error[not-finite]: step 6: loss ")
-    assert "gradient norm nan; the 2 steps before were skipped, first in the gradient of " in first[0][0]
+    assert "gradient norm nan; the 2 steps before were skipped; the gradient of " in first[0][0]
     for told, rows, _ in (first, second):
         assert [row["skipped"] for row in rows] == [1, 1, 0, 1, 1, 0, 0]
         assert len(told) == 1
@@ -260,8 +260,8 @@ def test_after_a_loss_that_is_no_number_a_program_can_go_on(own, small, ranks):
         assert message.startswith("error[not-finite]: step 2: loss nan, gradient norm nan")
         assert [row["step"] for row in rows] == [1, 3, 4, 5], "a step that was not taken keeps its number"
         assert all(torch.isfinite(value).all() for value in after.values())
-    assert "first in the gradient of 'head.bias'; samples 4, 5, 6, 7\n" in layouts[0][0][0]
-    assert "; the loss of rank 1 is NaN, first in the gradient of 'head.bias'; samples 6, 7\n" in layouts[1][0][0]
+    assert "the gradient of 'head.bias' is not finite; samples 4, 5, 6, 7\n" in layouts[0][0][0]
+    assert "; the loss of rank 1 is NaN; the gradient of 'head.bias' is not finite; samples 6, 7\n" in layouts[1][0][0]
     assert layouts[1][0] == layouts[2][0], "all ranks say the same"
     assert_same_bits(layouts[1][2], layouts[2][2])
 

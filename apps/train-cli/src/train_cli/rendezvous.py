@@ -197,7 +197,7 @@ class Rendezvous:
             if value != expected:
                 message = f"{rank_name} has {name} {value}, but {rank_0_name} has {expected}"
                 if name in details and (differences := describe_differences(details[name], rank_0["details"][name])):
-                    message = f"{rank_name} has another {name.removeprefix('the ')} than {rank_0_name}: {differences}"
+                    message = f"{rank_name} has a different {name.removeprefix('the ')} from {rank_0_name}: {differences}"
                 return {"message": message, "hint": "install the same versions and use the same plan on every host"}
         return {}
 

@@ -185,4 +185,4 @@ def refused(tables, odd):
 def test_a_rank_with_another_plan_is_named_everywhere_with_the_key(ranks):
     for code, message in ranks(3)(refused, PLAN, PLAN | {"evaluation": {"every": 1}}):
         assert code == "ranks-disagree"
-        assert message.startswith("rank 1 has another plan than rank 0: `evaluation.every` is 1, not unset, ")
+        assert message.startswith("rank 1 has a different plan from rank 0: `evaluation.every` is 1, not unset, ")

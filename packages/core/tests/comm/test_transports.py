@@ -248,10 +248,10 @@ def test_exchanges_of_rows_that_differ(ranks, memory):
     first, second = ranks(2)(rows_that_differ, memory)
     assert first[0] == "ranks-differ: rank 0 exchanges gradients (96 bytes), but rank 1 exchanges gradients (120 bytes)"
     assert second[0] == "ranks-differ: rank 1 exchanges gradients (120 bytes), but rank 0 exchanges gradients (96 bytes)"
-    assert first[1] == "ranks-differ: rank 0 exchanges gradients (96 bytes), but rank 1 exchanges other parts of it"
+    assert first[1] == "ranks-differ: rank 0 exchanges gradients (96 bytes), but rank 1 exchanges other tensors of this size"
     assert "rank 1 exchanges weights (8 bytes)" in first[2]
     assert "rank 1 exchanges other weights (16 bytes)" in first[3]
-    assert "rank 1 exchanges other parts of it" in first[4], "as many bytes of another type"
+    assert "rank 1 exchanges other tensors of this size" in first[4], "as many bytes of another type"
     assert "rank 1 exchanges weights (32 bytes)" in first[5]
     assert len(second) == 6
 
@@ -280,7 +280,7 @@ def test_sums_of_other_lengths_and_contents(ranks):
         sizes = [f"({4 * (1000 + one)} bytes)" for one in (rank, 1 - rank)]
         assert f"rank {rank} exchanges the bucket of w over stage[0, 1] {sizes[0]}" in said[0]
         assert f"but rank {1 - rank} exchanges the bucket of w over stage[0, 1] {sizes[1]}" in said[0]
-        assert "other parts of it" in said[1]
+        assert "other tensors of this size" in said[1]
 
 
 def others() -> list[str]:

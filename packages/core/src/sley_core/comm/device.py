@@ -129,7 +129,7 @@ def storage_id(tensor: Tensor) -> int:
 
 def free(tensor: Tensor) -> int:
     """Frees the memory of `tensor` and all its views, and returns the number of bytes freed. The tensors stay valid objects,
-    but no operation may read or write them until `reallocate` is called: on a CPU, it would crash the process.
+    but no operation may read or write them until `reallocate` is called: on a CPU, the process would crash.
     """
     storage = tensor.untyped_storage()
     num_bytes = storage.nbytes()
@@ -146,7 +146,7 @@ _host_memories: "weakref.WeakSet[HostMemory]" = weakref.WeakSet()
 
 
 class HostMemory:
-    """Allocates zeroed host memory. `data` is a uint8 tensor of the requested size in bytes. The allocation is rounded up to
+    """A block of zeroed host memory: `data`, a uint8 tensor of the requested size in bytes. The allocation is rounded up to
     whole pages, and its size is the attribute `num_bytes`; torch would round pinned memory up to a power of two. lock: whether
     to page-lock the memory for CUDA, so that copies do not block the host. is_locked: whether locking succeeded; if it failed,
     a RuntimeWarning is given. The pages stay locked while this object lives, and are freed with the last view of `data`.
@@ -186,8 +186,8 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Device:
-    """The device on which a rank runs. `Device.pick` returns it. is_shared: whether several ranks of this machine use the
-    device. stream: the CUDA stream of the run; None without CUDA.
+    """The device on which a rank runs, as `Device.pick` chooses it. is_shared: whether several ranks of this machine use the
+    device. stream: the CUDA stream on which the run works; None on other devices.
     """
 
     torch_device: torch.device
@@ -315,14 +315,14 @@ class Device:
         return tensor.to(self.torch_device, non_blocking=True)
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Returns a page-locked copy of a CUDA `tensor`, complete at a later `moment`; on other devices, `tensor` itself."""
+        """On CUDA, returns a page-locked copy of `tensor`, complete after a later `moment`; else returns `tensor` itself."""
         if not self.is_async:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def alias(self, memory: Tensor) -> Tensor:
-        """Returns a tensor in the memory of `memory`, with its own storage. This storage's reference count shows its users."""
+        """Returns a detached tensor that shares `memory`, but has its own storage, whose use count tells if it is in use."""
         return from_dlpack(to_dlpack(memory.detach()))  # does not reference the tensor object
 
     def bytes_of(self, memory: Tensor) -> memoryview:

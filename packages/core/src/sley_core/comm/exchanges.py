@@ -264,7 +264,7 @@ MISMATCH_HINT = (
 
 
 class Mark(NamedTuple):
-    """Identifies an exchange by a label, a 31-bit checksum and the bytes of this rank's tensors, so ranks can compare it."""
+    """The identity of an exchange, for comparison by its ranks: a label, a checksum below 2^31, and the size in bytes."""
 
     label: str
     checksum: int
@@ -284,7 +284,7 @@ class Mark(NamedTuple):
         peer: global ranks. peer_exchange: the peer's `encoded_text`, decoded.
         """
         local_text = self.encoded_text.decode()
-        peer_text = "other parts of it" if peer_exchange == local_text else peer_exchange or "something else"
+        peer_text = "other tensors of this size" if peer_exchange == local_text else peer_exchange or "something else"
         return RunError(
             "ranks-differ", f"rank {rank} exchanges {local_text}, but rank {peer} exchanges {peer_text}", hint=MISMATCH_HINT
         )

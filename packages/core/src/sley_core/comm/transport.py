@@ -327,7 +327,7 @@ def uses_messages(backend: str, device: torch.device) -> bool:
 def make_transport(
     members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog, device: torch.device
 ) -> Transport:
-    """Returns a new transport for tensors on `device` over the channel `name`, whose exchanges `log` records if needed."""
+    """Returns a new transport over `channel`, called `name`, for tensors on `device`. log: records exchanges without marks."""
     if uses_messages(dist.get_backend(channel), device):
         return MessageTransport(members, name, channel)
     return CollectiveTransport(members, name, channel, log)

@@ -439,7 +439,7 @@ def _pick_device(device: str | Device, local_rank: int = 0, local_size: int = 1)
 
 
 def _environment_integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """Returns the variable `name`. Raises RunError `rendezvous-failed` if it is not a number, or unset without `default`."""
+    """Returns the environment variable `name`, or `default`. Raises RunError `rendezvous-failed` if it is not a number."""
     value = environ.get(name, default)
     if value is None or not value.isdecimal():
         message = f"the environment variable {name} must be a number, but is {'not set' if value is None else repr(value)}"

@@ -118,7 +118,7 @@ class Agreement:
         return self
 
     def check(self) -> None:
-        """Waits for the sum, and sets `weight` and `counts`. Raises RunError on all ranks if they differ or a rank refuses."""
+        """Waits for the sum, and sets `weight` and `counts`. Raises RunError on all ranks if ranks differ or one refuses."""
         if self._pending is None:
             if self._refusal is not None:
                 raise self._refusal
@@ -164,7 +164,7 @@ class Agreement:
         return dict.fromkeys(axes, (descriptions, number))
 
     def _mismatch_error(self) -> RunError:
-        """Returns the same error `ranks-differ` on all ranks. A blocking collective on `control`."""
+        """Returns the error `ranks-differ` about the first differing fact, equal on all ranks. A collective on `control`."""
         # Views are keyed by the label of the group that must agree, and travel as JSON: [description, checksum].
         local_views = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
         views = self._control.gather_objects(local_views, label="the differences between ranks")
@@ -189,18 +189,18 @@ def _mismatch_message(fact: int, views: Mapping[int, FactView]) -> str:
         pairs = zip_longest(rank_value, peer_value, fillvalue="none")
         rank_field, peer_field = next(((left, right) for left, right in pairs if left != right), ("", ""))
         if not rank_field:
-            return f"rank {rank} received other samples than rank {peer}"
+            return f"rank {rank} and rank {peer} received different samples"
         return f"rank {rank} received the batch field {rank_field}, but rank {peer} received {peer_field}"
     differing = [name for name in (*rank_value, *peer_value) if (name in rank_value) != (name in peer_value)]
     if not differing:
-        return f"rank {rank} reduces its gradients in another order, or in other buffers, than rank {peer}"
+        return f"rank {rank} and rank {peer} reduce their gradients in different orders or in different buffers"
     trains, freezes = (rank, peer) if differing[0] in rank_value else (peer, rank)
     suffix = f" ({len(differing) - 1} more parameters differ)" if len(differing) > 1 else ""
     return f"{differing[0]} is trained on rank {trains}, but frozen on rank {freezes}{suffix}"
 
 
 def _odd_and_usual_ranks(values: Mapping[int, Any]) -> tuple[list[int], int]:
-    """Returns the ranks without the most common value, and the first rank with it. values: by rank."""
+    """Returns the ranks without the most common value, and the first rank with it. values: each rank's value."""
     usual_value, _ = Counter(values.values()).most_common(1)[0]
     odd_ranks = [rank for rank, value in values.items() if value != usual_value]
     return odd_ranks, next(rank for rank, value in values.items() if value == usual_value)
@@ -228,7 +228,7 @@ def check_agreement(
             parts_of = dict(zip(control.ranks, all_parts, strict=True))
             if differences := describe_differences(parts_of[odd_rank], parts_of[usual_rank]):
                 thing = name.removeprefix("the ")
-                message = f"rank {odd_rank}{suffix} has another {thing} than rank {usual_rank}: {differences}"
+                message = f"rank {odd_rank}{suffix} has a different {thing} from rank {usual_rank}: {differences}"
         raise RunError("ranks-disagree", message, hint="install the same versions and use the same plan on every node")
 
 
@@ -333,7 +333,7 @@ class CopyComparison:
 
 
 def _compare_fingerprints(label: str, names: Sequence[str], fingerprints: Tensor, group: Group) -> str:
-    """Returns a text that names two ranks of `group` with different `fingerprints` [len(names)], or "". Blocks all ranks."""
+    """Returns a text that names two ranks of `group` whose `fingerprints` [len(names)] differ, or "". A blocking collective."""
     extremes = torch.stack([fingerprints, ~fingerprints])  # the maximum of ~x is ~(the minimum of x)
     group.all_reduce(extremes, "max", label=f"the fingerprints of {label}").wait()
     is_odd = extremes[0] != ~extremes[1]
@@ -447,7 +447,7 @@ class WriteWatch:
 
 
 def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:
-    """Raises RunError "field-written" if `layers` have written to a batch field. before: the versions of `fields` before."""
+    """Raises RunError "field-written" if `layers` have written to a batch field. before: the earlier versions of `fields`."""
     for (name, field), version in zip(fields.items(), before, strict=True):
         if version_of(field) != version:
             readers = ", ".join(layer.name for layer in layers if name in layer.fields) or "no layer of this stage"

@@ -94,8 +94,8 @@ def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> 
 
 
 def copy_containers(value: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Returns a copy of `value` and of nested containers and objects, with the same tensors and modules. A value that
-    `copy.copy` cannot copy is not copied. copies: the copies that exist already, by the ids of their originals.
+    """Returns a copy of `value` and of nested containers and objects, with the same tensors and modules. If `copy.copy` refuses
+    a value, the copy contains the value itself. copies: the copies that exist already, by the ids of their originals.
     """
     copies = {} if copies is None else copies
     if id(value) in copies:

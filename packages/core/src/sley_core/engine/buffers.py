@@ -162,8 +162,8 @@ class Layout(NamedTuple):
 
 
 class NormGroup(NamedTuple):
-    """The gradients of this rank, of one dtype, whose squares enter a norm with the same factor. stages: the stages that have a
-    copy of each gradient. num_shards: the number of ranks of the reduce group that divide one copy among themselves.
+    """The gradients of this rank, of one dtype, that enter a norm with the same factor. stages: the stages that have a copy of
+    each gradient. num_shards: the number of ranks of the reduce group that divide one copy among themselves.
     """
 
     tensors: list[Tensor]

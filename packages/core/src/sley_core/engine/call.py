@@ -109,7 +109,7 @@ def build_keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPoli
 
 
 def build_recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for the first `config.fraction` of the layers between the model's first and last layer."""
+    """Builds `core.recompute` for the first `config.fraction` (rounded half up) of the layers except the first and the last."""
     blocks = layer_names[1:-1]
     # The decimal number in the plan: the float 0.285 is slightly less, so 0.285 x 100 would round to 28.
     share = Decimal(str(config.fraction)) * len(blocks)

@@ -42,8 +42,8 @@ class TreeLeaf(NamedTuple):
 
 
 class CanonicalReduction(Reduction):
-    """Sums in the order of one tree over all microbatches of the step. Each `dp` rank has a contiguous run of the global batch,
-    in the order of the ranks, and `wp` ranks are neighbours, so the ranks of every reduce group have contiguous runs.
+    """Adds gradients and losses in the order of one tree over all microbatches of a step. Each `dp` rank has a contiguous part
+    of the global batch, in the order of the ranks, and `wp` ranks are neighbours, so each reduce group has contiguous parts.
     """
 
     has_fixed_order = True
@@ -60,7 +60,7 @@ class CanonicalReduction(Reduction):
 
     @property
     def microbatch_index(self) -> int:
-        """Returns the global number of the running microbatch; if no action runs, that of this rank's first microbatch."""
+        """Returns the global number of the running microbatch, or of this rank's first microbatch if no action runs."""
         action = self.state.action
         return self.state.first_micro + (0 if action is None else action.micro)
 
@@ -216,7 +216,7 @@ class CanonicalAccumulator(Accumulator):
         add_at(self._sum, indices, rows.to(self.dtype))
 
     def finalize(self) -> None:
-        """Sets `rows` to sums of the nodes, and the view to the first row. No contribution may follow."""
+        """Sets `rows` to the sums of this rank's nodes, and the view to the first of them. No contribution may follow."""
         self._close_leaf()
         view = self._allocated_view()
         sums = self._partial_sums()

@@ -96,8 +96,8 @@ def leaf_range(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
 
 
 class SumMemory:
-    """Allocates and reuses the memory of partial sums within one step. created: the tensors allocated since `clear`. unused:
-    the tensors of these that may be reused, by shape and dtype.
+    """Allocates and reuses the memory of partial sums within one step. created: all tensors allocated since the last `clear`.
+    unused: the tensors that may be reused, by shape and dtype.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class PartialSums:
         return sorted(self._sums_by_node)
 
     def put(self, use: int, node: Node, value: Tensor) -> None:
-        """Stores `value`, the sum of `node`, and takes over its memory. Replaces stored siblings by the sum of their parent."""
+        """Stores `value`, the sum of `node`, and takes over its memory. Adds up siblings as soon as both sums are stored."""
         while (other := sibling(node, self.num_leaves)) is not None and (use, other) in self._sums_by_node:
             value = self._add_pair(self._sums_by_node.pop((use, other)), value)
             node = parent(node, other)
@@ -163,12 +163,12 @@ class PartialSums:
 
 
 def sum_uses(sums: list[Tensor]) -> Tensor:
-    """Adds the sums of a parameter's uses into the first one, in layer order, and returns it."""
+    """Adds the sums of a parameter's uses, in layer order, into the first sum, and returns the first sum."""
     return reduce(Tensor.add_, sums)
 
 
 MAX_IN_FLIGHT = 2
-"""The maximum number of sums in flight: while one is gathered, the next is exchanged. Each takes memory for its gradients."""
+"""The maximum number of sums in flight: while one is gathered, the next is exchanged. Each sum needs its own memory."""
 
 
 class TreeSums(Sums):
@@ -220,7 +220,7 @@ class _TreeSum:
         self._sent.add(self._outgoing_rows, group, passes=1)
 
     def sum_rows(self) -> None:
-        """Waits for the exchange, and adds rows in the order of the tree. Starts to gather the sum if it is not sharded."""
+        """Waits for the exchange, and adds rows in the order of the tree. Gathers the sum if the buffer is not sharded."""
         if self._is_summed:
             return
         self._is_summed = True

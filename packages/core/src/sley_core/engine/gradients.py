@@ -51,7 +51,7 @@ class GradientStore:
     """Accumulates the gradients of all trainable parameters of `registry`, in `dtype` on `device`. planner: makes the first
     layout; a reducer may call `lay_out` with another planner. on_ready: called with each parameter once per step, when its
     gradient is complete. on_chunk_done: called with each chunk once per step. `begin_step` makes a new layout if parameters
-    were frozen or unfrozen between steps; if the layout is fixed, it sets `refusal` to an error. num_layouts: their number.
+    were frozen or unfrozen between steps, or sets `refusal` to an error if the layout is fixed. num_layouts: layouts so far.
     """
 
     def __init__(

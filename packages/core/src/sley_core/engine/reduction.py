@@ -153,7 +153,7 @@ class Accumulator:
             torch.mm(left.t(), right, out=self.view)
 
     def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
-        """Adds `rows` [n, ...] to the view at `indices` [n] along dim 0. The first call in a step zeroes the view before."""
+        """Adds `rows` [n, ...] to the view at `indices` [n] along dim 0. A step's first contribution first zeroes the view."""
         if not self.num_contributions:
             self.view.zero_()
         add_at(self.view, indices, rows.to(self.dtype))
@@ -226,8 +226,8 @@ class UnbufferedAccumulator(Accumulator):
 
 
 def mark_varying_passes(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
-    """Marks the number of passes of each gradient that a nested backward reached as varying. tasks: for each gradient, the
-    action and the number of the autograd graph task that reached it.
+    """Marks, for each gradient that a nested backward has reached, the number of passes as varying. tasks: for each gradient,
+    the action and the number of the autograd graph task that reached it.
     """
     outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
     for action, task in tasks.values():

@@ -35,7 +35,7 @@ from sley_core.plan.tables import LossScaleTable
 
 
 class Votes(NamedTuple):
-    """This rank's requests to all ranks, for the end of a step. stop: to stop the run. save: to save a checkpoint."""
+    """This rank's requests at the end of a step. stop: whether to stop the run. save: whether to save a checkpoint."""
 
     stop: bool = False
     save: bool = False
@@ -266,7 +266,7 @@ def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
         # each rank of a stage may have its own part of every gradient
         if bad_gradients := [report.bad for report in reports[stage * size : (stage + 1) * size] if report.bad is not None]:
             _, name = min(map(tuple, bad_gradients))
-            text += f", first in the gradient of {name!r}" + (f" (stage {stage})" if parts.topology.pp > 1 else "")
+            text += f"; the gradient of {name!r}" + (f" (stage {stage})" if parts.topology.pp > 1 else "") + " is not finite"
             break
     return text + _describe_samples(bad or range(len(reports)), reports)
 

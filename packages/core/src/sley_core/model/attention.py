@@ -184,7 +184,7 @@ def load_varlen_kernel() -> Any:
 
 
 def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, window: int | None) -> Tensor:
-    """Returns what `Attention.forward` returns, computed by `varlen_attn`, which skips pairs of positions in two documents."""
+    """Computes `Attention.forward` by torch's `varlen_attn`, which skips pairs of positions in different documents."""
     batch, num_positions = q.shape[:2]
     bounds = flat_bounds(cu_seqlens, num_positions)
     context: Tensor = load_varlen_kernel()(
