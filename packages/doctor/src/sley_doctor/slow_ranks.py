@@ -22,7 +22,7 @@ MIN_BLOCK_SHARE = 0.75  # the share of the steps that must be in blocks with the
 
 MIN_STEPS = 8  # the number of recorded steps below which no rank is judged
 
-MAX_START_DIFFERENCE_S = 600.0  # records whose start times differ by more, by the clocks of their hosts, have different starts
+MAX_START_DIFFERENCE_S = 600.0  # if the start times of two records differ by more, the records are of different starts
 
 MISSING_RECORD_REASONS = (  # why a rank may have no record
     "it was stopped before the end of its first window, its disk was full, or its host does not share the run's folder"
@@ -270,7 +270,7 @@ _LOCATIONS: dict[str, str] = {  # descriptions of the locations that are not act
     Location.BETWEEN: "time between steps (metrics, checkpoints, listeners)",
     Location.EVALUATION: "evaluation",
 }
-_REMEDIES: dict[str, str] = {  # remedies by location; that of "F" is for all other locations
+_REMEDIES: dict[str, str] = {  # remedies by location; all locations that are not listed have the remedy of "F"
     "F": "check the machine of that rank (other processes, clock, temperature), and the share of the layers in its stage",
     Location.DATA: "check the storage of its data and the dataset's `__getitem__`: one thread reads one batch ahead",
     Location.UPDATE: "check the optimizer and its hooks on that rank",

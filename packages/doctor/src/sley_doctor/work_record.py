@@ -179,7 +179,7 @@ def _parse_lines(lines: Iterable[bytes]) -> Iterator[Start | Window]:
 
 
 WINDOW_SHARE = 1 / 20  # the number of steps in a window, as a share of the steps so far
-MIN_WINDOW_STEPS, MAX_WINDOW_STEPS = 8, 256  # limits of that number; quartiles of fewer steps mean little
+MIN_WINDOW_STEPS, MAX_WINDOW_STEPS = 8, 256  # limits of the steps in a window; quartiles of fewer steps mean little
 
 
 @contextmanager

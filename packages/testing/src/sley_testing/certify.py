@@ -32,7 +32,7 @@ CONTRACTS: dict[type[records.Record], tuple[str, str, str]] = {
     records.SequenceAttentionRecord: ("attention_contract", "SequenceAttentionContract", "sequence"),
     records.CheckpointerRecord: ("state_contract", "CheckpointerContract", "checkpoint"),
 }
-"""For each class of records: the module and the class of its contract, and the attribute for the record's table."""
+"""Maps a class of records to the module and the class of its contract, and the contract's attribute for a record's table."""
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def _describe_first_difference(all_differences: Sequence[tuple[RankFindings, Com
 
 
 NOISE = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 2.0**-13, "bf16": 2.0**-10}
-"""By precision: a gradient is rounding noise if its norm is below this share of the model's largest gradient norm.
+"""Maps a precision to a share of the model's largest gradient norm. A gradient with a smaller norm is rounding noise.
 
 An example is the bias of a key projection, which softmax cancels. Adam turns noise into full-size steps in random directions,
 so the weight of such a gradient cannot be compared. In a fused weight of queries, keys and values, only some elements of the

@@ -52,17 +52,17 @@ from train_cli.main import disable_gc
 from train_cli.meta_model import meta_micro_batch, micro_batch
 
 STEPS = 3
-"""The number of steps to run. The first creates the optimizer states. Steps before the last have as few microbatches as the
-schedule allows. If the first has the highest peak, all run again, and the first has as many microbatches as the last."""
+"""The number of steps to run. The first step creates the optimizer states. Steps before the last have as few microbatches as
+the schedule allows. If the first step has the highest peak, all steps run again, and the first has as many as the last."""
 
 OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # parts that are on the host if the optimizer steps there
-BATCHES = 2  # the batch of the step, and the next batch, which the feed has loaded
+BATCHES = 2  # batches in memory: the batch of the step, and the next batch, which the feed has loaded
 
 MIN_MICRO_BATCHES = 3
-"""The first microbatch, which allocates the gradients, one in the middle, and the last, which reduces the gradients."""
+"""Enough for a first microbatch, which allocates the gradients, a last one, which reduces them, and one in between."""
 
 MIN_MICRO_BATCHES_BETWEEN_STAGES = 12
-"""Enough to fill a link between stages, which allows eight pending messages, while others are written, used and expected."""
+"""Enough to fill a link between stages, which allows eight pending messages, while more messages are written and used."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from train_cli.meta_model import meta_micro_batch
 NUM_CALLS, NUM_CALIBRATION_CALLS = 5, 15  # timed calls of each layer, for a partition and for a machine file
 NUM_HOST_CALLS = 3  # calls on an idle device, which show how long a lead must keep the device busy
 
-HOST_S = 0.03  # seconds of timing the host per timed call; other work can slow a host by a third for a tenth of a second
+HOST_S = 0.03  # seconds to time the host per timed call, since other work can slow a host by a third for a tenth of a second
 
 HOST_BOUND_SHARE = 0.5
 """The host is timed in rows if it needs more than this share of the device's seconds. Other layers are so large that memory has

@@ -257,7 +257,7 @@ MICRO_BATCH_COUNTS = 1, 5  # the numbers of microbatches per step in the measure
 
 STEPS_PER_TURN, NUM_TURNS = 4, 7  # the result is the median over turns, since other work sometimes slows a host
 
-WARMUP_STEPS = 3  # the number of steps before the timed ones, in which optimizer states are created
+WARMUP_STEPS = 3  # the number of steps before the timed steps, in which optimizer states are created
 
 
 class IndexDataset:
