@@ -40,9 +40,7 @@ from sley_memory.plugin import SelectiveConfig, match_layers
 
 
 class AttentionResults:
-    """The attention results of one call of a layer, in order, for all its backwards. None stands for a result to
-    recompute.
-    """
+    """The attention results of one call of a layer, in order, for all its backwards. A result to recompute is None."""
 
     def __init__(self, stats: "AttentionStats") -> None:
         self.stats = stats

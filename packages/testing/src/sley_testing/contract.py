@@ -248,7 +248,9 @@ class GradientHandlerContract:
         return [self.handler, EACH] if "reducer" in record.before else [EACH, self.handler]
 
     def _has_unreduced_layer(self) -> bool:
-        """Returns whether tests may change the reduce group of the first layer, which the layout of shards would fix."""
+        """Returns whether tests may change the first layer's reduce group: not if the handler leaves shards,
+        which fix it.
+        """
         return self._handler_record()[0].result == "full"
 
     def _handler_record(self) -> tuple[GradientHandlerRecord, Table]:

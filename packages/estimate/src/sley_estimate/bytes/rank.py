@@ -305,7 +305,7 @@ def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[
 
 
 def max_pending_forwards(steps: Sequence[Step]) -> int:
-    """Returns the maximum number of forwards in an action list whose backward, with both halves, is not yet complete."""
+    """Returns the maximum number of pending forwards. A forward is pending until all its gradients are computed."""
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
     return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
 

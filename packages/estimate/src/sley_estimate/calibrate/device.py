@@ -332,7 +332,7 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
 
 
 def solve_engine_table(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
-    """Returns the four figures of the engine, with 0 for negative ones. seconds: of a step, by (weights, microbatches)."""
+    """Returns the four figures, raised to 0 if negative. seconds: the seconds of a step by (weights, microbatches)."""
     min_count, max_count = MICRO_BATCH_COUNTS
     micro_s, gradient_s = _fit_line(
         {n: (seconds[n, max_count] - seconds[n, min_count]) / (max_count - min_count) for n in WEIGHT_COUNTS}

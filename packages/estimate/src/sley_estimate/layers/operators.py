@@ -73,7 +73,7 @@ FREE_OPS = {
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 """The fused attention that `FusedKernels` calls, since it accepts tensors of any dtype."""
 
-ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward  # the backward of `ATTENTION`
 
 BACKWARD_FACTOR = 2.5  # FLOPs of an attention's backward per FLOP of its forward: 5 products to 2, as it computes scores again
 

@@ -293,8 +293,8 @@ class LayerPrices:
 
 
 ATTENTION = "attention"  # the name of the operator that stands for an attention
-NUM_ATTENTION_TENSORS = 4  # q, k, v, output
-BYTES_PER_COPIED_BYTE = 3  # the bytes that `describe_operator` counts for a copy
+NUM_ATTENTION_TENSORS = 4  # attention over slices copies q, k, v and the output
+BYTES_PER_COPIED_BYTE = 3  # `describe_operator` counts the source of a copy once, and the target twice
 
 
 def scale_work(single: LayerWork, double: LayerWork, samples: float) -> LayerWork:

@@ -153,7 +153,7 @@ class ProgramSimulator:
         self.ends_s[rank] = now_s
 
     def _finish_wait(self, exchange: Exchange, rank: int, wait_start_s: float, now_s: float) -> None:
-        """Ends a wait since `wait_start_s`, and starts the rank's work on the exchange. Records both as exposed time."""
+        """Ends a wait that began at `wait_start_s`, and starts the rank's work, if any. Records both as exposed time."""
         end_s = now_s + exchange.member_work_s
         if end_s > wait_start_s:
             self.exposed_waits.append(ExposedWait(rank, exchange.channel, exchange.key, wait_start_s, end_s))
