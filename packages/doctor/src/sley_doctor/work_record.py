@@ -102,8 +102,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a rank in a run of `world` ranks. time: seconds since the epoch. device: "cpu" or "cuda". trained: the
-    number of elements in its trainable weights.
+    """The start of a rank in a run of `world` ranks. time: seconds since the epoch. device: its type, such as "cuda". trained:
+    the number of elements in its trainable weights.
     """
 
     rank: int

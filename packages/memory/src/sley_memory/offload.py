@@ -371,7 +371,7 @@ class HostOffloadManager(OffloadManager):
             self._hooks.clear()
 
     def _check_layers(self, label: str = "a layer's forward") -> None:
-        """Raises StateError `memory-away` if weights or buffers are away. label: the use of the layer, for the message."""
+        """Calls `require` for weights and buffers. label: the use of the layer, for the error."""
         for part in LAYER_PARTS:
             if part in self._movers:
                 self.require(part, label)

@@ -248,8 +248,8 @@ class GradientHandlerContract:
         return [self.handler, EACH] if "reducer" in record.before else [EACH, self.handler]
 
     def _has_unreduced_layer(self) -> bool:
-        """Returns whether tests may change the first layer's reduce group: not if the handler leaves shards,
-        which fix it.
+        """Returns whether tests may change the first layer's reduce group, which must not happen after shards are
+        laid out.
         """
         return self._handler_record()[0].result == "full"
 

@@ -279,9 +279,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run_in_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Lets torch run an operation. Returns None for an operation without results that torch cannot run
-        without values.
-        """
+        """Lets torch run an operation. Returns None for an operation without results that torch cannot run this way."""
         self._depth += 1
         try:
             return super().dispatch(func, types, args, kwargs)
