@@ -221,7 +221,7 @@ def check_agreement(
             continue
         odd_rank, usual_value = odd_ranks[0], values[usual_rank]
         suffix = f" (and {len(odd_ranks) - 1} more)" if len(odd_ranks) > 1 else ""
-        message = f"rank {odd_rank}{suffix} has {name} {values[odd_rank]}, rank {usual_rank} has {usual_value}"
+        message = f"rank {odd_rank}{suffix} has {name} {values[odd_rank]}, but rank {usual_rank} has {usual_value}"
         if name in parts:
             # All ranks get here, since they compare the same values.
             all_parts = control.gather_objects(dict(parts[name]()), label=f"the parts of {name}")

@@ -85,7 +85,7 @@ class CanonicalReduction(Reduction):
         faults = [*_tie_faults(stages)]
         if per_rank_buffers:
             message = f"each rank updates its own {', '.join(per_rank_buffers)} from its own samples"
-            hint = f"{FAST_HINT}, or modules without such buffers"
+            hint = f"{FAST_HINT}, or use modules without such buffers"
             faults.append(Diagnostic("canonical-buffers", message, path=MODEL, hint=hint))
         if faults:
             raise PlanError.from_diagnostics(faults)
@@ -178,7 +178,7 @@ class CanonicalAccumulator(Accumulator):
             message = (
                 f"the gradient of {name!r} has interleaved contributions of microbatch {leaf.microbatch}, in no fixed order"
             )
-            hint = f'{FAST_HINT}, or checkpoint with `use_reentrant=False`, and `unit = "layer"` in [weights]'
+            hint = f'{FAST_HINT}, or use `use_reentrant=False` in checkpoints, and `unit = "layer"` in [weights]'
             raise RunError("canonical-again", message, hint=hint)
         self._leaf, self._is_fresh = leaf, True
 

@@ -99,7 +99,7 @@ class Accumulator:
             if self.state is State.COMPLETE:
                 self.state = State.OPEN
                 return
-            message = f"a nested backward, the first so far, reaches the parameter {name!r} while its gradient is being reduced"
+            message = f"the first nested backward reaches the parameter {name!r} while its gradient is being reduced"
             hint = "use torch.utils.checkpoint with `use_reentrant=False`, or use `core.recompute`"
             raise RunError("gradient-late", message, hint=hint)
         message = f"a backward between two steps reaches the parameter {name!r}, whose gradient belongs to the previous step"

@@ -138,7 +138,7 @@ class BatchSplitter:
         whole = [batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)
         counts = [self._count(piece) for piece in whole]
         if whole is batch and set(counts) != {1}:  # it came in microbatches
-            message = f"each list item must be a microbatch ([batch] micro_size = {self.micro_size}), but they have {counts}"
+            message = f"each list item must be 1 microbatch ([batch] micro_size = {self.micro_size}), but the items have {counts}"
             raise RunError("batch-size", message, hint="pass one or more microbatches of that size")
         for piece in whole:
             check_tokens(piece, self.info)
@@ -221,7 +221,7 @@ def _require_micro_batches(batch: object) -> Sequence[Mapping[str, Tensor]]:
     type_text = f"a {type(batch).__name__}"
     if isinstance(batch, list | tuple):
         type_text += f" of {', '.join(sorted({type(micro).__name__ for micro in batch}))}"
-    message = f"run.step expects a dict of tensors, or a list of such microbatches, but got {type_text}"
+    message = f"run.step expects a dict of tensors, or a list of such dicts, but got {type_text}"
     raise RunError("batch-fields", message, hint="pass one tensor for each field that the data declares")
 
 
@@ -301,7 +301,7 @@ def gather_output(output: Any, positions: DimSize, sp: Group) -> Any:
     for tensor in tensors:
         if not _has_dim(tensor, positions):
             dim, length = positions
-            message = f"an output of shape {list(tensor.shape)} needs {length} positions along dim {dim}, like the slice"
+            message = f"an output of shape {list(tensor.shape)} lacks the {length} positions of its slice along dim {dim}"
             hint = 'remove `join` or [loss] sequence = "whole"; only outputs with a value for every position can be joined'
             raise RunError("outputs-apart", message, hint=hint)
     return unflatten([gather_along_dim(tensor, positions[0], sp, "the outputs of slices") for tensor in tensors], structure)
