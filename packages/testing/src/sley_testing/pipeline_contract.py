@@ -51,7 +51,7 @@ from sley_trainer.assemble import build_parts
 from sley_trainer.execute import StageBoundaries
 
 NUM_STEPS = 2  # optimizer steps of the runs on two stages
-NUM_MICRO_BATCHES = 5  # microbatches per step of these runs
+NUM_MICRO_BATCHES = 5  # microbatches per step of the runs on two stages
 
 
 class ScheduleContract:
