@@ -11,8 +11,8 @@
 
 Packages are found on disk: a new folder under packages/, apps/ or examples/plugins/ gets all sessions.
 
-torch is large, so it is installed into four environments only: `dev` (all packages, editable; used by tests,
-typecheck, plans, bench and campaign), `isolated` (wheels), `quickstart` (what a user has) and `floor`. They are kept between
+torch is large, so it is installed into three environments only: `dev` (all packages, editable; used by tests, isolated,
+typecheck, plans, bench and campaign), `quickstart` (what a user has) and `floor`. They are kept between
 calls: `nox -R` skips installing, `nox --reuse-venv=never` makes them anew. The backend is virtualenv with pip, which
 follows the user's own index settings: with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu the small CPU build
 of torch comes, where the public index has the CUDA build for Linux.
@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,6 @@ from manifests import (
     Package,
     alone_program,
     assert_licensed,
-    external_requirements,
     external_test_requirements,
     selected_packages,
     torch_floor,
@@ -90,9 +90,14 @@ def install_editable(
     session.install("--no-build-isolation", "-c", constraints, *editable, *others)
 
 
+def dev_environment(session: nox.Session) -> Path:
+    """Returns the folder of the environment `dev`."""
+    return Path(session.cache_dir).parent / "dev"
+
+
 def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] = (0,), **env: str) -> None:
     """Run a command of the environment `dev`; another exit code than `success_codes` ends the session."""
-    bin_dir = Path(session.cache_dir).parent / "dev" / ("Scripts" if os.name == "nt" else "bin")
+    bin_dir = dev_environment(session) / ("Scripts" if os.name == "nt" else "bin")
     path = f"{bin_dir}{os.pathsep}{os.environ['PATH']}"
     changes = {"PATH": path, **env}
     session.run(str(bin_dir / command[0]), *command[1:], external=True, success_codes=success_codes, env=changes)
@@ -111,7 +116,7 @@ def quickstart(session: nox.Session) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-@nox.session(venv_backend="none", requires=[] if selected_packages(sys.argv) else ["dev"])
+@nox.session(venv_backend="none", requires=["dev"])
 def tests(session: nox.Session) -> None:
     """All tests of all packages in one environment; with the folder of a package those of that package, with only
     what they need installed.
@@ -144,29 +149,29 @@ def typecheck(session: nox.Session) -> None:
     in_dev(session, "mypy", *(package.source for package in PACKAGES))
 
 
-@nox.session
+@nox.session(requires=["dev"])
 def isolated(session: nox.Session) -> None:
     """Each package from its wheel, made from its sdist: it imports with nothing beside it but what it requires, and passes its
     tests with what these name.
 
-    A few tests of each file, the first case of each: what a wheel lacks, it lacks for all. With folders of packages, all tests
-    of these; other arguments go to pytest. The example plugins are otherwise those of `thirdparty`.
+    One test of each file, its first case: what a wheel lacks, it lacks for all. With folders of packages, all tests of these;
+    other arguments go to pytest. The example plugins are otherwise those of `thirdparty`.
 
-    All wheels and their requirements are installed once. Each package gets an environment of links to the ones it requires.
+    Each package gets an environment of links: to the wheels that it requires, and to other distributions in `dev`.
     """
     chosen = selected_packages(session.posargs)
     folders = [package.folder for package in chosen]
     options = [argument for argument in session.posargs if argument.rstrip("/") not in folders]
     packages = chosen or [package for package in PACKAGES if not package.is_example]
-    required = external_requirements(need for package in PACKAGES for need in package.requirements())
-    session.install(*CONSTRAINTS, "build", "pytest-xdist", *BACKENDS, *required, *external_test_requirements())
+    session.install(*CONSTRAINTS, "build", *BACKENDS)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as lanes:
         needed = list({other.module: other for package in packages for other in with_dependencies(package)}.values())
         wheels = list(lanes.map(lambda package: checked_wheel(session, package, Path(folder, package.module)), needed))
         together = Path(folder, "site-packages")  # a folder of this name holds no user's code
         session.run("python", "-m", "pip", "install", "-q", "--no-deps", "--target", str(together), *wheels)
         python = Path(session.bin, "python")
-        installed = Installed([Path(str(session.run("python", "-c", WHERE, silent=True)).strip()), together])
+        of_dev = sysconfig.get_path("purelib", "venv", {"base": str(dev_environment(session))})
+        installed = Installed([Path(of_dev), together])  # the wheels of `together` take the place of editable packages
 
         def passes(package: Package) -> bool:
             """Whether all of the package imports, and its tests pass."""
@@ -192,10 +197,6 @@ def isolated(session: nox.Session) -> None:
         failed = [package.folder for package, passed in zip(largest_first, verdicts, strict=True) if not passed]
     if failed:
         session.error(f"tests fail in {', '.join(failed)}")
-
-
-WHERE = "import sysconfig; print(sysconfig.get_path('purelib'))"
-"""A program that prints where the modules of its environment are."""
 
 
 def checked_wheel(session: nox.Session, package: Package, out: Path) -> str:

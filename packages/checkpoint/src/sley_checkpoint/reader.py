@@ -24,18 +24,8 @@ import torch
 from torch import Tensor
 
 from sley_checkpoint.folders import STAGING_PREFIX, FileDigest, Folder, compute_crc, open_folder
+from sley_core.api import state
 from sley_core.api.files import TensorKind
-from sley_core.api.state import (
-    BY_NAME,
-    WEIGHTS,
-    CheckpointReader,
-    Rectangle,
-    SavedRun,
-    Spec,
-    TensorPiece,
-    build_header,
-    bytes_of,
-)
 from sley_core.errors import RunError, format_cause
 
 INDEX_NAME = "checkpoint.json"  # the file name of the index
@@ -48,11 +38,11 @@ class TensorInfo:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: list[tuple[str, Rectangle]]
+    pieces: list[tuple[str, state.Rectangle]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointIndex(SavedRun):
+class CheckpointIndex(state.SavedRun):
     """All data of a checkpoint except its tensors. token: a text that is unique to each save, and begins with the id of the
     attempt that saved. files: the digest of each file. tensors: the description of each tensor, by name.
     """
@@ -96,7 +86,7 @@ def read_index(folder: Folder) -> CheckpointIndex:
 
 
 def _parse_tensor_info(fields: Mapping[str, Any]) -> TensorInfo:
-    pieces = [(file, Rectangle(tuple(offsets), tuple(sizes))) for file, (offsets, sizes) in fields["pieces"]]
+    pieces = [(file, state.Rectangle(tuple(offsets), tuple(sizes))) for file, (offsets, sizes) in fields["pieces"]]
     return TensorInfo(fields["dtype"], tuple(fields["shape"]), pieces)
 
 
@@ -108,16 +98,16 @@ class StoredTensor(NamedTuple):
     """A rectangle of a tensor in a file. Its row-major data are the bytes [start, end) of the file."""
 
     dtype: torch.dtype
-    rectangle: Rectangle
+    rectangle: state.Rectangle
     start: int
     end: int
 
 
-def build_file_header(pieces: Sequence[TensorPiece], info: Mapping[str, Any]) -> bytes:
+def build_file_header(pieces: Sequence[state.TensorPiece], info: Mapping[str, Any]) -> bytes:
     """Returns the header of a file with `pieces`, sorted from wide to narrow dtypes. info: JSON data about the file."""
-    specs = [Spec.from_dtype(piece.name, piece.tensor.dtype, piece.rectangle.sizes) for piece in pieces]
+    specs = [state.Spec.from_dtype(piece.name, piece.tensor.dtype, piece.rectangle.sizes) for piece in pieces]
     offsets = {piece.name: {"saved_offsets": list(piece.rectangle.offsets)} for piece in pieces}
-    header, starts = build_header(
+    header, starts = state.build_header(
         specs, {"sley": json.dumps(info), "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     )
     assert list(starts) == [piece.name for piece in pieces], "pieces must be sorted from wide to narrow dtypes"
@@ -135,9 +125,9 @@ def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredTensor], dic
         offsets, info = json.loads(metadata["DCP_SHARDING_INFO"]), json.loads(metadata["sley"])
         tensors = {}
         for name, fields in header.items():
-            rectangle = Rectangle(tuple(offsets[name]["saved_offsets"]), tuple(fields["shape"]))
+            rectangle = state.Rectangle(tuple(offsets[name]["saved_offsets"]), tuple(fields["shape"]))
             start, end = fields["data_offsets"]
-            tensors[name] = StoredTensor(BY_NAME[fields["dtype"]], rectangle, data_start + start, data_start + end)
+            tensors[name] = StoredTensor(state.BY_NAME[fields["dtype"]], rectangle, data_start + start, data_start + end)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError("checkpoint-damaged", f"the header of {folder.uri}/{file} cannot be read: {error}") from error
     return tensors, info
@@ -145,7 +135,7 @@ def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredTensor], dic
 
 def split_into_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yields the row-major bytes of `tensor` in chunks. Does not copy a contiguous tensor on the host."""
-    data = bytes_of(tensor.detach().cpu().contiguous())
+    data = state.bytes_of(tensor.detach().cpu().contiguous())
     for start in range(0, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
 
@@ -195,12 +185,12 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and the value of each parameter for `run.load_weights`: its master weight, if it has one."""
-        return ((name.removeprefix(WEIGHTS), self[name]) for name in self.names if name.startswith(WEIGHTS))
+        return ((name.removeprefix(state.WEIGHTS), self[name]) for name in self.names if name.startswith(state.WEIGHTS))
 
     def __getitem__(self, name: str) -> Tensor:
         info = self.index.tensors[name]
-        tensor = torch.empty(info.shape, dtype=BY_NAME[info.dtype])
-        self.read_into(name, Rectangle.from_shape(info.shape), tensor)
+        tensor = torch.empty(info.shape, dtype=state.BY_NAME[info.dtype])
+        self.read_into(name, state.Rectangle.from_shape(info.shape), tensor)
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -213,7 +203,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self.index.tensors)
 
     @torch.no_grad()
-    def read_into(self, name: str, requested: Rectangle, target: Tensor) -> None:
+    def read_into(self, name: str, requested: state.Rectangle, target: Tensor) -> None:
         """Reads the rectangle `requested` of the tensor `name` into `target`, a tensor of the same sizes and any dtype. Raises
         RunError `checkpoint-damaged` if the files do not match the index.
         """
@@ -226,7 +216,7 @@ class Checkpoint(Mapping[str, Tensor]):
         if num_missing:
             raise self._build_damage_error(f"{num_missing} elements of {name!r} are in no file")
 
-    def _read_common(self, file: str, name: str, rectangle: Rectangle, common: Rectangle, target: Tensor) -> None:
+    def _read_common(self, file: str, name: str, rectangle: state.Rectangle, common: state.Rectangle, target: Tensor) -> None:
         """Copies the part `common` of the file's `rectangle` to `target`. Always reads full rows of `rectangle`. Reads them
         directly into `target` if `common` is as wide as the rows and the dtypes match.
         """
@@ -245,7 +235,7 @@ class Checkpoint(Mapping[str, Tensor]):
             and tuple(sizes) == common.sizes
         )
         rows = target if is_direct else torch.empty(sizes, dtype=stored.dtype)
-        memory = bytes_of(rows)
+        memory = state.bytes_of(rows)
         if self.folder.read_into(file, stored.start + row_offset, memory) != len(memory):
             raise self._build_damage_error(f"{file} is truncated")
         if not is_direct:
@@ -389,7 +379,7 @@ class CheckpointFileReader:
     def is_intact(self, path: str) -> bool:
         return not examine(open_folder(path))[1]
 
-    def open(self, path: str) -> CheckpointReader | None:
+    def open(self, path: str) -> state.CheckpointReader | None:
         folder = open_folder(path)
         if INDEX_NAME in folder.names():
             if damages := verify(path):

@@ -22,7 +22,6 @@ from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from sley_checkpoint import reader
 from sley_checkpoint.folders import DELETED_SUFFIX, STAGING_PREFIX, FileDigest, Folder, compute_crc, open_folder
@@ -167,7 +166,7 @@ class HostCopies:
         self._memory: HostMemory | None = None
         self._stream: CopyStream | None = None
 
-    def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], CopyEvent]:
+    def start(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], CopyEvent]:
         """Starts to copy `tensors`. Returns the contiguous copies and an event that is done once the copies are complete.
         Invalidates earlier copies.
         """

@@ -16,18 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import annotated_types as limits
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PrivateAttr,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    model_serializer,
-)
+import pydantic
 
 from sley_core.errors import make_printable
 
@@ -38,10 +27,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Table(BaseModel):
+class Table(pydantic.BaseModel):
     """The base class of the plan's tables. pydantic builds the validators of a table when a plan first uses the table."""
 
-    model_config = ConfigDict(
+    model_config = pydantic.ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
     )
 
@@ -79,7 +68,7 @@ def escape_path(text: str) -> str:
 _URL = re.compile("[a-z][a-z0-9]+:/")  # the beginning of a URL
 
 
-def _parse_path(value: Any, info: ValidationInfo, *, quote: Callable[[str], str] = str) -> Any:
+def _parse_path(value: Any, info: pydantic.ValidationInfo, *, quote: Callable[[str], str] = str) -> Any:
     """Returns a Path for a string; a relative path starts in the plan's folder, a URL does not. Keeps other values."""
     folder = (info.context or {}).get("folder")
     if not isinstance(value, str):
@@ -88,7 +77,7 @@ def _parse_path(value: Any, info: ValidationInfo, *, quote: Callable[[str], str]
     return Path(quote(str(folder)), text) if folder and not _URL.match(text) else Path(text)
 
 
-def _serialize_path(value: Path, info: SerializationInfo, *, quote: Callable[[str], str] = str) -> str:
+def _serialize_path(value: Path, info: pydantic.SerializationInfo, *, quote: Callable[[str], str] = str) -> str:
     """Returns the plan text of a path, relative to the plan's folder if the path is inside this folder."""
     folder = (info.context or {}).get("folder")
     is_inside = folder and value.is_relative_to(quote(str(folder)))
@@ -102,14 +91,16 @@ class ValueDescription:
     text: str
 
 
-Array = Annotated[tuple[T, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+Array = Annotated[tuple[T, ...], pydantic.BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 """The type of a TOML array, which is stored as a tuple: `Array[int]`."""
 
-PlanPath = Annotated[Path, BeforeValidator(_parse_path), PlainSerializer(_serialize_path)]
+PlanPath = Annotated[Path, pydantic.BeforeValidator(_parse_path), pydantic.PlainSerializer(_serialize_path)]
 """A path in which `~` and `$NAME` are expanded. A relative path starts in the plan's folder."""
 
 PlanPattern = Annotated[
-    Path, BeforeValidator(partial(_parse_path, quote=escape)), PlainSerializer(partial(_serialize_path, quote=escape))
+    Path,
+    pydantic.BeforeValidator(partial(_parse_path, quote=escape)),
+    pydantic.PlainSerializer(partial(_serialize_path, quote=escape)),
 ]
 """A `PlanPath` with the wildcards `*`, `?`, `[...]` and `**`. In the plan's folder and in expanded values, these characters are
 escaped by `glob.escape`.
@@ -117,15 +108,15 @@ escaped by `glob.escape`.
 
 PlanFolder = Annotated[
     str,
-    Field(min_length=1),
-    BeforeValidator(lambda value: expand_path(value) if isinstance(value, str) else value),
-    PlainSerializer(escape_path),
+    pydantic.Field(min_length=1),
+    pydantic.BeforeValidator(lambda value: expand_path(value) if isinstance(value, str) else value),
+    pydantic.PlainSerializer(escape_path),
 ]
 """The path or URL of a folder, in which `~` and `$NAME` are expanded. A relative path starts in the current folder."""
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, pydantic.Field(ge=0, le=1)]
 FactoryPath = Annotated[
-    str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"), ValueDescription('a path to code, "package.module:name"')
+    str, pydantic.Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"), ValueDescription('a path to code, "package.module:name"')
 ]
 """`"package.module:attribute"`, the only form in which a plan can name the user's code."""
 
@@ -137,7 +128,7 @@ class PartTable(Table):
     record_type: the class of the records. shared: keys of the enclosing table, which each record gets if its config has them.
     """
 
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+    model_config = pydantic.ConfigDict(json_schema_extra={"additionalProperties": True})
 
     record_type: ClassVar[type[Record]]
     shared: ClassVar[tuple[str, ...]] = ()
@@ -145,7 +136,7 @@ class PartTable(Table):
     use: Annotated[str, ValueDescription('the name of a record, "plugin.record"')] | None = None
     """The record, whose keys the table then has; for your own code, write `factory` instead."""
 
-    _component: Any = PrivateAttr(None)
+    _component: Any = pydantic.PrivateAttr(None)
 
     @property
     def component(self) -> Component:
@@ -157,8 +148,10 @@ class PartTable(Table):
         """Sets the component. The resolver of the plan calls this once."""
         self._component = component
 
-    @model_serializer(mode="wrap")
-    def _serialize_component(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+    @pydantic.model_serializer(mode="wrap")
+    def _serialize_component(
+        self, write: pydantic.SerializerFunctionWrapHandler, info: pydantic.SerializationInfo
+    ) -> dict[str, Any]:
         config: Table = self.component.config
         record_keys = config.model_dump(exclude_none=True, exclude=set(self.shared), context=info.context)
         return {**write(self), **record_keys}

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
 from sley_core.api.comm import Group, SentBytes, Transport, Work
 from sley_core.api.parts import GradientBuffer, Sums, round_up
@@ -120,7 +119,7 @@ class ShardSums(Sums):
         self._groups = groups
         self._is_async = is_async
         self._sums: list[_ShardSum] = []
-        self._scratch_users: list[tuple[Tensor, _ShardSum]] = []
+        self._scratch_users: list[tuple[torch.Tensor, _ShardSum]] = []
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         """Starts to sum `buffer` over `group`, the ranks that share a copy. Only this rank's shard remains defined."""
@@ -151,7 +150,7 @@ class ShardSums(Sums):
     def discard(self) -> None:
         self.finish()  # a collective that has started cannot be cancelled
 
-    def _acquire_scratch(self, buffer: GradientBuffer, numel: int) -> Tensor:
+    def _acquire_scratch(self, buffer: GradientBuffer, numel: int) -> torch.Tensor:
         """Returns `numel` elements of scratch memory for peers' data. If MAX_ACTIVE sums use scratch memory, waits for the
         oldest sum and reuses its memory if that is large enough.
         """

@@ -7,7 +7,6 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
@@ -22,7 +21,7 @@ class Generator:
     folder, or None. max_length: the maximum number of positions, or None if it is unknown.
     """
 
-    def __init__(self, folder: Path, state: Mapping[str, Tensor] | None = None, stop: Sequence[int] = ()) -> None:
+    def __init__(self, folder: Path, state: Mapping[str, torch.Tensor] | None = None, stop: Sequence[int] = ()) -> None:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         config = AutoConfig.from_pretrained(folder)
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
@@ -117,7 +116,7 @@ class _Streamer(BaseStreamer):
         self._cancelled = cancelled
         self._has_prompts = False
 
-    def put(self, value: Tensor) -> None:
+    def put(self, value: torch.Tensor) -> None:
         """Queues the ids `value`, one per text. Ignores the first call, which passes the prompts."""
         if self._cancelled.is_set():
             raise InterruptedError

@@ -13,14 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
 
 from sley_core.api.files import TensorKind, TensorReader, open_weights
 from sley_core.api.state import BY_NAME, DTYPES, shorten_names
@@ -44,7 +38,7 @@ class FileInitializer:
             diagnostic = error.diagnostics[0]
             raise PlanError("model-weights", diagnostic.message, path=WEIGHTS_KEY_PATH, hint=diagnostic.hint) from None
         self._causal = causal
-        self._converters: dict[str, WeightConverter] = {}  # keyed by source pattern
+        self._converters: dict[str, core_model_loading.WeightConverter] = {}  # keyed by source pattern
         self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)  # stored names and patterns, keyed by target
         self._targets: dict[str, str] = {}  # the key in `_sources` of each name that its conversion yields
         self._find_sources({to_layer_name(name, structure): name for name in causal.state_dict()})
@@ -67,12 +61,12 @@ class FileInitializer:
     def _find_sources(self, names_in_runs: Mapping[str, str]) -> None:
         """Finds the stored tensors of each tensor of the model. names_in_runs: transformers' names, keyed by Sley's names."""
         transforms = get_model_conversion_mapping(self._causal)
-        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        renamings = [transform for transform in transforms if isinstance(transform, core_model_loading.WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, core_model_loading.WeightConverter)]
         self._converters = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         prefix, state = self._causal.base_model_prefix, self._causal.state_dict()
-        for stored in sorted(self._weights.names, key=dot_natural_key):
-            target, pattern = rename_source_key(stored, renamings, converters, prefix, state)
+        for stored in sorted(self._weights.names, key=core_model_loading.dot_natural_key):
+            target, pattern = core_model_loading.rename_source_key(stored, renamings, converters, prefix, state)
             if stored in names_in_runs or (target not in state and stored in state):
                 target, pattern = names_in_runs.get(stored, stored), None
             self._sources[target].append((stored, pattern))
@@ -125,7 +119,7 @@ class ExportedWeights:
     def _convert(self, layer: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """Returns the tensors of one layer as files store them. read: returns the tensor of the run with a given name."""
         state = {hf_name: read(name) for hf_name, name in self._weights[layer].items()}
-        tensors: dict[str, Tensor] = revert_weight_conversion(self._causal, state)
+        tensors: dict[str, Tensor] = core_model_loading.revert_weight_conversion(self._causal, state)
         return tensors
 
     def _empty(self, name: str) -> Tensor:

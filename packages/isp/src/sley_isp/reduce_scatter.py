@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from sley_core.api.comm import Group, SentBytes, Work, checksum
 from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout, Param, Parts
 from sley_isp.param_group import ParamGroup, padded_shape, remove_padding
 
-WriteGradient = Callable[[Tensor, bool], None]
+WriteGradient = Callable[[torch.Tensor, bool], None]
 """A function `(full, accumulate)` that writes a gradient into `full`, of the store's dtype, or adds it if `accumulate`."""
 
 MAX_IN_FLIGHT = 2
@@ -69,7 +68,7 @@ class Bucket:
     group: ParamGroup
     chunks: frozenset[int]
     users: dict[Param, set[ParamGroup]] = field(default_factory=dict)
-    full_gradients: dict[Param, Tensor] = field(default_factory=dict)
+    full_gradients: dict[Param, torch.Tensor] = field(default_factory=dict)
     written_params: set[Param] = field(default_factory=set)
     lease: ExitStack = field(default_factory=ExitStack)
 
@@ -82,7 +81,7 @@ class Reduction(NamedTuple):
     handles: list[Work]
     add_sums: Callable[[], None]
     lease: ExitStack
-    sent: Tensor | None = None
+    sent: torch.Tensor | None = None
 
 
 class GradientReducer:
@@ -259,7 +258,7 @@ class GradientReducer:
 
         return Reduction(handles, add_sums, bucket.lease)
 
-    def _lease(self, group: ParamGroup, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
+    def _lease(self, group: ParamGroup, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[torch.Tensor]:
         """Leases a buffer of the store's dtype from the pool of `group` until `lease` closes. Returns a view per shape."""
         dtype, device = self.store.dtype, self.store.device
         layout = FlatLayout(shapes, ALIGNMENT_BYTES // dtype.itemsize)

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from sley_core.api.comm import CopyEvent, CopyStream
 from sley_core.api.memory import MemoryInventory, Moved, OptimizerParam, StorageEntry, Where, is_plain, storage_id
@@ -29,7 +28,7 @@ _UNSHARED_USE_COUNT = 3
 ListStorages = Callable[[], Sequence[StorageEntry]]
 """A function that returns the storages to move. They may differ between calls."""
 
-StorageCopy = tuple[StorageEntry, Tensor]
+StorageCopy = tuple[StorageEntry, torch.Tensor]
 """A storage, and the host memory of equal size that holds its bytes while it is offloaded."""
 
 _MAX_PACKED_BYTES = 1 << 20
@@ -81,7 +80,7 @@ def _merge_storages(storages: Sequence[StorageEntry]) -> StorageEntry:
     """Moves the tensors of `storages` into one new storage and returns it; the tensor objects stay the same."""
     sizes = [round_up(storage.memory.numel(), ALIGNMENT_BYTES) for storage in storages]
     flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=storages[0].memory.device)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     start = 0
     for storage, size in zip(storages, sizes, strict=True):
         flat[start : start + storage.memory.numel()].copy_(storage.memory)
@@ -160,7 +159,7 @@ class Mover:
     def wait(self) -> None:
         """Blocks the host until copies in flight are done."""
 
-    def host(self) -> Mapping[int, Tensor]:
+    def host(self) -> Mapping[int, torch.Tensor]:
         """Returns host copies, uint8 [bytes], of storages not on the device, by `storage_id`. Waits for the copies."""
         return {}
 
@@ -222,7 +221,7 @@ class HostCopyMover(Mover):
         self._arena = arena
         self._bucket_bytes = bucket_bytes
         self._reserves_segment = reserves_segment
-        self._host_memory: dict[int, Tensor] = {}
+        self._host_memory: dict[int, torch.Tensor] = {}
         self._offloaded: list[StorageCopy] = []
         self._copies: TimedCopies | None = None
         self._num_freed_bytes = 0
@@ -305,7 +304,7 @@ class HostCopyMover(Mover):
         if self._copies is not None:
             self._finish_move()
 
-    def host(self) -> Mapping[int, Tensor]:
+    def host(self) -> Mapping[int, torch.Tensor]:
         if self._where is Where.LEAVING:
             self.wait()
         elif self._offloaded:  # coming: the copies to the host may be unfinished

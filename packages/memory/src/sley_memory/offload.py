@@ -8,7 +8,6 @@ from math import inf
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from sley_core.api.comm import HostMemory
@@ -72,7 +71,7 @@ class BucketedStateMover(movers.Mover):
         for _, states in self._buckets:
             states.wait()
 
-    def host(self) -> Mapping[int, Tensor]:
+    def host(self) -> Mapping[int, torch.Tensor]:
         return {key: copy for _, states in self._buckets for key, copy in states.host().items()}
 
     def _start_step(self) -> None:
@@ -146,8 +145,8 @@ class OptimizerBucket(NamedTuple):
     """
 
     params: Sequence[OptimizerParam]
-    gradients: Sequence[Tensor]
-    weights: list[Tensor]
+    gradients: Sequence[torch.Tensor]
+    weights: list[torch.Tensor]
 
 
 class HostOptimizer(movers.Mover):
@@ -246,7 +245,7 @@ class HostOptimizer(movers.Mover):
         self._gradient_counters.host_bytes = sum(memory.num_bytes for memory in self._host_memories)
         self._buckets = [OptimizerBucket(*fields) for fields in zip(buckets, gradients, weights, strict=True)]
 
-    def _allocate_views(self, buckets: Sequence[Sequence[OptimizerParam]], dtype: torch.dtype) -> list[list[Tensor]]:
+    def _allocate_views(self, buckets: Sequence[Sequence[OptimizerParam]], dtype: torch.dtype) -> list[list[torch.Tensor]]:
         """Returns host tensors of `dtype` in the shapes of each bucket's weights. Every second bucket uses the same memory."""
         alignment = ALIGNMENT_BYTES // dtype.itemsize
         layouts = [FlatLayout([param.parameter.shape for param in bucket], alignment) for bucket in buckets]
@@ -328,7 +327,7 @@ class HostOffloadManager(OffloadManager):
         self._unhook_layers()
         return self._movers[part].wait
 
-    def host(self, part: Part) -> Mapping[int, Tensor]:
+    def host(self, part: Part) -> Mapping[int, torch.Tensor]:
         return self._movers[part].host()
 
     def require(self, part: Part, caller: str) -> None:

@@ -20,17 +20,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks  # private: there is no public access to a checkpoint's hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _StopRecomputationError,  # private: ends a recomputation early
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from sley_core.api.memory import version_of
 from sley_core.api.model import Recompute
@@ -60,11 +54,11 @@ class AttentionResults:
             self.stats.num_recomputed += 1
             self._results.append(None)
             return
-        num_bytes = sum(value.untyped_storage().nbytes() for value in result if isinstance(value, Tensor))
+        num_bytes = sum(value.untyped_storage().nbytes() for value in result if isinstance(value, torch.Tensor))
         self.num_bytes += num_bytes
         self.stats.add(num_bytes)
         # Detached: the autograd history would keep the graph alive.
-        self._results.append([(_detach(v), version_of(v)) if isinstance(v, Tensor) else (v, 0) for v in result])
+        self._results.append([(_detach(v), version_of(v)) if isinstance(v, torch.Tensor) else (v, 0) for v in result])
 
     def mark_needed(self) -> None:
         """Marks all results so far as needed by a recomputation. Call it when the checkpoint saves a tensor."""
@@ -84,11 +78,11 @@ class AttentionResults:
         self._index += 1
         if result is None:
             return None
-        if any(isinstance(value, Tensor) and version_of(value) != version for value, version in result):
+        if any(isinstance(value, torch.Tensor) and version_of(value) != version for value, version in result):
             message = "a layer writes in place to the output of its attention, which `memory.selective` saves"
             hint = "use a new tensor in the layer (`h = h * g`), or use `core.recompute`"
             raise RunError("saved-in-place", message, hint=hint)
-        return [_detach(value) if isinstance(value, Tensor) else value for value, _ in result]
+        return [_detach(value) if isinstance(value, torch.Tensor) else value for value, _ in result]
 
     def check_all_reused(self) -> None:
         """Raises RunError `attention-differs` if the recomputation had fewer attentions, and may have used wrong results."""
@@ -121,7 +115,7 @@ class AttentionStats:
         self.num_kept += 1
 
 
-def _detach(tensor: Tensor) -> Tensor:
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor without its history. The guard makes both share a version counter, even in a dispatch mode."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
@@ -191,7 +185,7 @@ class _AttentionMode(TorchFunctionMode):
             # These are the checkpoint's hooks, which were entered just before. Hooks within the layer save other tensors.
             pack, unpack = _top_saved_tensors_default_hooks(False)
 
-            def save(tensor: Tensor) -> Any:
+            def save(tensor: torch.Tensor) -> Any:
                 kept.mark_needed()
                 return pack(tensor)
 
@@ -205,14 +199,14 @@ class _AttentionMode(TorchFunctionMode):
         if self.is_first_forward:
             self._hooks.__exit__(kind, *error)
             del self._hooks  # they refer to the kept results, which must be freed with the graph
-        elif kind is None or kind is _StopRecomputationError:
+        elif kind is None or kind is checkpoint._StopRecomputationError:
             self._kept.check_all_reused()
 
 
-def _choose_policy(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+def _choose_policy(_context: Any, operator: Any, *_args: Any, **_options: Any) -> checkpoint.CheckpointPolicy:
     """Tells torch to save the results of attention operators in a compiled layer, and to recompute all other results."""
     is_attention = operator in ATTENTION_OPERATORS or operator.name() == VARLEN_OPERATOR
-    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+    return checkpoint.CheckpointPolicy.MUST_SAVE if is_attention else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class SelectiveRecompute(Recompute):
@@ -232,8 +226,8 @@ class SelectiveRecompute(Recompute):
         if name not in self.names:
             return forward
         self._compiled_names.add(name)
-        contexts = partial(create_selective_checkpoint_contexts, _choose_policy)
-        return lambda *args, **fields: checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **fields)
+        contexts = partial(checkpoint.create_selective_checkpoint_contexts, _choose_policy)
+        return lambda *args, **fields: checkpoint.checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **fields)
 
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep

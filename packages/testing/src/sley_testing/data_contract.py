@@ -27,7 +27,6 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import pytest
 import torch
-from torch import Tensor
 
 from sley_core.data.batches import check_tokens, collate_function, open_dataset
 from sley_core.data.dataset import AnyDataset, Batch, DataContext, Dataset, Field, Sample, Split, is_stream
@@ -179,7 +178,7 @@ class _FedBatch(NamedTuple):
     state: dict[str, Any]
 
 
-def _check_field(name: str, value: Tensor, field: Field, num_samples: int, sequence: int | None) -> None:
+def _check_field(name: str, value: torch.Tensor, field: Field, num_samples: int, sequence: int | None) -> None:
     """Asserts that a tensor of a batch has the dtype, the number of samples and the sequence length of its `field`."""
     dtype = str(value.dtype).removeprefix("torch.")
     assert dtype == field.dtype, f"the field `{name}` is {dtype}, but {field.dtype} is declared"
@@ -190,7 +189,7 @@ def _check_field(name: str, value: Tensor, field: Field, num_samples: int, seque
             assert declared in (None, size), f"the field `{name}` has {size} {label}, but {declared} are declared"
 
 
-def _are_equal_samples(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+def _are_equal_samples(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
@@ -202,7 +201,7 @@ class LossContract:
 
     loss: ClassVar[Tables]
 
-    def batch(self) -> tuple[Tensor, Batch]:
+    def batch(self) -> tuple[torch.Tensor, Batch]:
         """Returns an fp64 model output and its batch. Dim 0 of each tensor is the samples: an even number, at least four."""
         raise NotImplementedError("implement `batch`: the output and batch to test the loss with")
 
@@ -318,7 +317,7 @@ class LossContract:
         assert is_valid, f"`batch` must have an even number of samples, at least four, but has {num_samples}"
         return 1, num_samples // 2
 
-    def _loss_and_gradient(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, Tensor]:
+    def _loss_and_gradient(self, output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
         """Returns the loss of an output, and the gradient of the output. Asserts that the loss is a scalar with a graph."""
         leaf = output.detach().clone().requires_grad_()
         loss = self._loss().loss(leaf, batch)

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -62,7 +61,7 @@ class DrawnDevice(Device):
         self.copies.detector.mark_host_memory(memory.data)
         return memory
 
-    def mark_host_memory(self, tensor: Tensor) -> None:
+    def mark_host_memory(self, tensor: torch.Tensor) -> None:
         """Marks the memory of `tensor` as host memory, as `host_memory` does for new memory."""
         self.copies.detector.mark_host_memory(tensor.detach())
 
@@ -118,7 +117,7 @@ class DrawnCopies:
                 self.has_broken_rule = True
                 raise
 
-    def add_copy(self, stream: int, target: Tensor, source: Tensor) -> None:
+    def add_copy(self, stream: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Adds a copy to the end of a stream. Fills `target` with NaN unless a pending copy reads it."""
         assert target.shape == source.shape, (target.shape, source.shape)
         assert target.dtype == source.dtype, (target.dtype, source.dtype)
@@ -209,7 +208,7 @@ class DrawnStream(CopyStream):
         else:
             event.wait()
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copies.add_copy(self._number, target, source)
 
     def record(self) -> "DrawnEvent":
@@ -255,7 +254,7 @@ class _CopyWatch(happens_before.MemoryWatch):  # type: ignore[no-untyped-call]
         super().before_operation(name, accesses)
         self._copies.apply_rule(self._copies.detector.record_operation, name, accesses)
 
-    def after_allocation(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def after_allocation(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         self._copies.apply_rule(
             self._copies.detector.record_operation, name, [happens_before.Access(tensor, writes=True) for tensor in tensors]
         )
@@ -276,13 +275,13 @@ class _CopyWatch(happens_before.MemoryWatch):  # type: ignore[no-untyped-call]
 class Span:
     """Refers to a tensor without keeping its memory alive."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._dtype = tensor.dtype
         self._geometry = int(tensor.storage_offset()), tensor.shape, tensor.stride()
         self._byte_range = happens_before.byte_range(tensor)
 
-    def tensor(self) -> Tensor | None:
+    def tensor(self) -> torch.Tensor | None:
         """Returns a tensor over the same memory without autograd, or None if the memory was freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.nbytes() < self._byte_range[1]:
@@ -296,7 +295,7 @@ class Span:
         return self._storage.cdata == span._storage.cdata and first < end and start < last
 
 
-def fill_with_nan(tensor: Tensor) -> None:
+def fill_with_nan(tensor: torch.Tensor) -> None:
     """Fills `tensor` in place with NaN, or with the maximum of its dtype if that is an integer. Leaves bools unchanged."""
     with torch.no_grad(), _disable_current_modes():
         if tensor.is_floating_point() or tensor.is_complex():
@@ -307,10 +306,10 @@ def fill_with_nan(tensor: Tensor) -> None:
 
 def tensor_from_storage(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
-) -> Tensor:
+) -> torch.Tensor:
     """Returns a tensor over `storage`, which it keeps alive. offset, stride: in elements."""
     empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor: Tensor = empty.set_(storage, offset, shape, stride)
+    tensor: torch.Tensor = empty.set_(storage, offset, shape, stride)
     return tensor
 
 
@@ -324,15 +323,15 @@ def storage_guard() -> AbstractContextManager[None]:
 def patch_tensor_repr() -> AbstractContextManager[object]:
     """Returns a context manager in which tensors with freed memory can be printed, for example in tracebacks."""
 
-    original_repr: Callable[..., str] = Tensor.__repr__
+    original_repr: Callable[..., str] = torch.Tensor.__repr__
 
-    def safe_repr(tensor: Tensor, *args: object, **kwargs: object) -> str:
+    def safe_repr(tensor: torch.Tensor, *args: object, **kwargs: object) -> str:
         needed, allocated = happens_before.needed_and_allocated_bytes(tensor)
         if allocated < needed:
             return f"<{happens_before.describe_tensor(tensor)}, freed>"
         return original_repr(tensor, *args, **kwargs)
 
-    return mock.patch.object(Tensor, "__repr__", safe_repr)
+    return mock.patch.object(torch.Tensor, "__repr__", safe_repr)
 
 
 WAITS = ((DrawnStream, "wait_for_device"), (DrawnStream, "wait_for"), (DrawnEvent, "hold_device"), (DrawnEvent, "wait"))

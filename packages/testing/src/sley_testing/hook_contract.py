@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 from sley_core.comm.world import World
 from sley_core.engine.parts import MicroStep, Phase
@@ -68,7 +67,7 @@ def observe(hooks: Sequence[Tables], folder: Path, *, fails: bool = False) -> Ob
     def inspect(run: Run, num_steps_done: int) -> None:
         if num_steps_done > 0:
             gc.collect()
-            tensors = [tensor for tensor in gc.get_objects() if type(tensor) is Tensor and tensor.grad_fn is not None]
+            tensors = [tensor for tensor in gc.get_objects() if type(tensor) is torch.Tensor and tensor.grad_fn is not None]
             observation.graph_tensors.append(
                 [f"{tuple(tensor.shape)} of {type(tensor.grad_fn).__name__}" for tensor in tensors]
             )

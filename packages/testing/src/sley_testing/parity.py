@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from sley_core.checkpointing import Rectangle
 from sley_core.comm.world import World
@@ -22,7 +21,9 @@ from sley_trainer.run import Run
 _MAX_LINES = 5  # the maximum number of parameters that a message lists
 
 
-def relative_errors(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor], *, floor: float = 0.0) -> dict[str, float]:
+def relative_errors(
+    reference: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], *, floor: float = 0.0
+) -> dict[str, float]:
     """Returns the relative error of each tensor by name, in the order of `reference`. The error is inf if it is not finite.
     floor: errors are relative to at least this norm, for gradients that are rounding noise. Raises AssertionError if names or
     shapes differ.
@@ -32,7 +33,7 @@ def relative_errors(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor
 
 
 def assert_close_gradients(
-    reference: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, *, floor: float = 0.0
+    reference: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], tolerance: float, *, floor: float = 0.0
 ) -> None:
     """Asserts that the relative error of each tensor is at most `tolerance`. The message lists the largest errors. floor: see
     `relative_errors`. Raises AssertionError if names or shapes differ.
@@ -46,7 +47,7 @@ def assert_close_gradients(
         raise AssertionError("\n".join([title, *lines, *omitted]))
 
 
-def assert_same_bits(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
+def assert_same_bits(reference: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]) -> None:
     """Asserts that names, shapes, dtypes and bits of all tensors are equal. The message lists tensors that differ."""
     _assert_same_names_and_shapes(reference, actual)
     differing_names = [name for name, value in reference.items() if not have_same_bits(value, actual[name])]
@@ -62,7 +63,7 @@ def assert_same_bits(reference: Mapping[str, Tensor], actual: Mapping[str, Tenso
         raise AssertionError("\n".join([f"{len(differing_names)} of {len(reference)} differ", *lines]))
 
 
-def _assert_same_names_and_shapes(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
+def _assert_same_names_and_shapes(reference: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]) -> None:
     unmatched = sorted(reference.keys() ^ actual.keys())
     assert not unmatched, f"not the same names: {', '.join(unmatched)}"
     shapes = {name: (tuple(reference[name].shape), tuple(actual[name].shape)) for name in reference}
@@ -70,7 +71,7 @@ def _assert_same_names_and_shapes(reference: Mapping[str, Tensor], actual: Mappi
     assert not unequal, f"not the same shapes: {unequal}"
 
 
-def relative_error(reference: Tensor, actual: Tensor, floor: float = 0.0) -> float:
+def relative_error(reference: torch.Tensor, actual: torch.Tensor, floor: float = 0.0) -> float:
     """Returns ||actual - reference|| / max(||reference||, floor) in float64: 0 for equal tensors, inf if not finite."""
     expected, actual = (tensor.detach().to("cpu", torch.float64) for tensor in (reference, actual))
     difference = (actual - expected).norm().item()
@@ -81,18 +82,18 @@ def relative_error(reference: Tensor, actual: Tensor, floor: float = 0.0) -> flo
     return error if math.isfinite(error) else math.inf
 
 
-def have_same_bits(reference: Tensor, actual: Tensor) -> bool:
+def have_same_bits(reference: torch.Tensor, actual: torch.Tensor) -> bool:
     """Returns whether two tensors have the same shape, dtype and bytes."""
     is_same_type = (reference.shape, reference.dtype) == (actual.shape, actual.dtype)
     return is_same_type and tensor_bytes(reference) == tensor_bytes(actual)
 
 
-def noise_floor(gradients: Mapping[str, Tensor]) -> float:
+def noise_floor(gradients: Mapping[str, torch.Tensor]) -> float:
     """Returns the norm below which a gradient is rounding noise: 1e-6 of the largest norm among `gradients`."""
     return 1e-6 * max((float(gradient.double().norm()) for gradient in gradients.values()), default=0.0)
 
 
-def train_tensors(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> dict[str, Tensor]:
+def train_tensors(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> dict[str, torch.Tensor]:
     """Takes `num_steps` steps of the plan in `tables`. Returns `full_tensors`, and losses and norms as scalar tensors, by names
     that do not depend on the layout. All ranks must call it.
     """
@@ -105,7 +106,7 @@ def train_tensors(tables: Mapping[str, Any], num_steps: int, *, folder: Path | N
         return {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()} | full_tensors(run)
 
 
-def full_tensors(run: Run) -> dict[str, Tensor]:
+def full_tensors(run: Run) -> dict[str, torch.Tensor]:
     """Returns full tensors by their names in a checkpoint: the trained weights (or master weights, if any), their averages, and
     the optimizer states. All ranks must call it. Raises AssertionError if ranks hold different bits of the same part.
     """
@@ -118,14 +119,14 @@ def full_tensors(run: Run) -> dict[str, Tensor]:
     pieces_by_rank = [pieces] * run.world.size
     if run.world.size > 1:
         dist.all_gather_object(pieces_by_rank, pieces)  # uses the default group, to which all ranks belong
-    tensors: dict[str, Tensor] = {}
-    parts: dict[tuple[str, Rectangle], Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    parts: dict[tuple[str, Rectangle], torch.Tensor] = {}
     for name, shape, rectangle, part in (piece for rank_pieces in pieces_by_rank for piece in rank_pieces):
         assert have_same_bits(parts.setdefault((name, rectangle), part), part), f"ranks have different bits of {name}"
         tensors.setdefault(name, torch.zeros(shape, dtype=part.dtype))[rectangle.slices] = part
     return tensors
 
 
-def tensor_bytes(value: Tensor) -> bytes:
+def tensor_bytes(value: torch.Tensor) -> bytes:
     """Returns the bytes of the elements of a tensor on any device, in row-major order."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

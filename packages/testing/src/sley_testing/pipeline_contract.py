@@ -29,7 +29,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from sley_core.actions.action import INPUT_GRADIENT_KINDS, Action, Flow, Kind, Placement, Transfer, select_forwards
 from sley_core.actions.lower import lower
@@ -289,9 +288,9 @@ class Walker:
         self._boundaries = StageBoundaries(placement, stage, link)
         self._walk_number = 0
         self._lengths: Sequence[int] = ()
-        self._sent: dict[tuple[Flow, int, int], list[Tensor]] = {}
+        self._sent: dict[tuple[Flow, int, int], list[torch.Tensor]] = {}
         self._received: dict[tuple[int, int], Description] = {}
-        self._kept_tensors: list[tuple[Any, Tensor]] = []  # each with its expected value
+        self._kept_tensors: list[tuple[Any, torch.Tensor]] = []  # each with its expected value
 
     def walk(self, lists: Sequence[Sequence[Action]], lengths: Sequence[int], *, training: bool = True) -> None:
         """Executes this stage's list of `lists`. Raises AssertionError if a received message differs from the sent one.
@@ -357,11 +356,11 @@ class Walker:
             self._keep(tensors, sent, action.micro)
         return description
 
-    def _send(self, flow: Flow, action: Action, description: Description, tensors: list[Tensor]) -> None:
+    def _send(self, flow: Flow, action: Action, description: Description, tensors: list[torch.Tensor]) -> None:
         self._sent[flow, action.chunk, action.micro] = tensors
         self._boundaries.send(flow, action.chunk, action.micro, (description, tensors))
 
-    def _keep(self, tensors: list[Tensor], expected: list[Tensor], micro_batch: int) -> None:
+    def _keep(self, tensors: list[torch.Tensor], expected: list[torch.Tensor], micro_batch: int) -> None:
         """Keeps the received tensors for later checks. If `micro_batch` is odd, overwrites the first tensor before that."""
         versions = [tensor._version for tensor in tensors[1:]]
         if tensors and micro_batch % 2:
@@ -373,7 +372,7 @@ class Walker:
             for index, (tensor, value) in enumerate(zip(tensors, expected, strict=True))
         ]
 
-    def _output(self, position: int, micro_batch: int) -> tuple[Description, list[Tensor]]:
+    def _output(self, position: int, micro_batch: int) -> tuple[Description, list[torch.Tensor]]:
         """Returns the output of the chunk at `position`: tensors of several dtypes, including an empty tensor, a repeated
         tensor, and two tensors that overlap in memory.
         """
@@ -387,7 +386,7 @@ class Walker:
         leaves[5] = Leaf(counts.dtype, (2,), has_gradient=False, same_as=1)
         return Description(tuple(leaves), {"tuple": list(range(6))}), tensors
 
-    def _gradients(self, position: int, micro_batch: int, description: Description) -> list[Tensor]:
+    def _gradients(self, position: int, micro_batch: int, description: Description) -> list[torch.Tensor]:
         """Returns random input gradients for the chunk at `position`, with the dtypes and shapes in `description`."""
         generator = self._generator(position, micro_batch, 1)
         return [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in description.leaves]

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 from sley_core.comm.world import World
 from sley_core.errors import RunError, StateError
@@ -157,7 +156,7 @@ def _num_copied(manager: OffloadManager, part: Part) -> int:
     return stats.copied_out + stats.copied_in
 
 
-def _copy_tensors(run: Run, parts: Sequence[Part]) -> dict[str, Tensor]:
+def _copy_tensors(run: Run, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
     return {f"{part} {name}": value.clone() for part in parts for name, value in run.memory.host(part)}
 
 

@@ -17,7 +17,6 @@ from typing import Any, Literal, cast
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from sley_core.errors import RunError
@@ -272,7 +271,7 @@ class StepComparer:
         # Names of parameters whose gradient norm was below the noise floor in a step so far. Noise determines their weights.
         self._noise_parameters: set[str] = set()
         # By name of the other parameters: the elements whose gradient differed in a step so far.
-        self._noise_masks: dict[str, Tensor] = {}
+        self._noise_masks: dict[str, torch.Tensor] = {}
 
     def compare(self, num_steps: int) -> RankFindings:
         """Takes `num_steps` steps and returns the findings. All ranks must call it, since sharded tensors are gathered."""
@@ -293,7 +292,7 @@ class StepComparer:
         return findings
 
     def _compare_tensors(
-        self, quantity: Quantity, step: int, actual_tensors: Mapping[str, Tensor], file_name: str
+        self, quantity: Quantity, step: int, actual_tensors: Mapping[str, torch.Tensor], file_name: str
     ) -> list[Comparison]:
         with safe_open(tensor_file(self._folder, step, file_name), "pt") as expected_tensors:
             return [
@@ -301,7 +300,9 @@ class StepComparer:
                 for name, tensor in actual_tensors.items()
             ]
 
-    def _compare_tensor(self, quantity: Quantity, step: int, name: str, expected: Tensor, actual: Tensor) -> Comparison:
+    def _compare_tensor(
+        self, quantity: Quantity, step: int, name: str, expected: torch.Tensor, actual: torch.Tensor
+    ) -> Comparison:
         """Compares one tensor. If its error exceeds the limit, compares it again without elements whose gradient is noise."""
         assert actual.shape == expected.shape, f"{name} has the shape {list(actual.shape)}, not {list(expected.shape)}"
         error = relative_error(expected, actual)
@@ -315,7 +316,7 @@ class StepComparer:
                 num_noise = int(noise.count_nonzero())
         return Comparison(quantity, step, name, error, *norms, factor, num_noise)
 
-    def _record_noise(self, step: int, gradients: Mapping[str, Tensor]) -> None:
+    def _record_noise(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Records gradients that are rounding noise: gradients with a small norm, and elements whose relative error exceeds the
         limit of weights.
         """
@@ -372,7 +373,7 @@ def _compare_numbers(step: int, row: Mapping[str, float], reference: Mapping[str
             yield Comparison(quantity, step, "", error if math.isfinite(error) else math.inf, expected, actual)
 
 
-def _common_factor(expected: Tensor, actual: Tensor, error: float) -> float | None:
+def _common_factor(expected: torch.Tensor, actual: torch.Tensor, error: float) -> float | None:
     """Returns the factor by which `actual` differs from `expected`, if it is the same for all elements within 0.1 %, else
     None. Also returns None if `error` is at most 1 % or not finite.
     """
@@ -385,13 +386,15 @@ def _common_factor(expected: Tensor, actual: Tensor, error: float) -> float | No
     return factor if factor and residual <= 1e-3 * abs(factor) * math.sqrt(size) else None
 
 
-def full_weights(run: Run) -> dict[str, Tensor]:
+def full_weights(run: Run) -> dict[str, torch.Tensor]:
     """Returns the full parameters of this rank's layers on the host, in registry order. All ranks must call it."""
     all_weights = weights(run)
     return {name: all_weights[name].detach().contiguous() for name in run.registry.names}
 
 
-def _undo_clipping(gradients: Mapping[str, Tensor], row: Mapping[str, float], limit: float | None) -> dict[str, Tensor]:
+def _undo_clipping(
+    gradients: Mapping[str, torch.Tensor], row: Mapping[str, float], limit: float | None
+) -> dict[str, torch.Tensor]:
     """Returns the gradients before clipping, which hides a wrong scale. limit: the clip norm; None without clipping."""
     factor = 1.0 if limit is None else min(1.0, limit / (row["grad_norm"] + CLIP_EPSILON))
     return {name: (gradient / factor).contiguous() for name, gradient in gradients.items()}
@@ -402,5 +405,5 @@ def tensor_file(folder: Path, step: int, file_name: str) -> str:
     return str(folder / f"{file_name}-{step}.safetensors")
 
 
-def _norm(tensor: Tensor) -> float:
+def _norm(tensor: torch.Tensor) -> float:
     return float(tensor.detach().double().norm())

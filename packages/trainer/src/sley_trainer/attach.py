@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from sley_core import protocols
@@ -39,7 +38,7 @@ from sley_trainer.run_memory import RunMemory
 from sley_trainer.stepper import Stage, Stepper
 from sley_trainer.update import AVERAGE, Averages, Update, list_averages, named_tensors, optimizer_states
 
-NamedTensors = Iterator[tuple[str, Tensor]]
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def build_stepper(
@@ -296,7 +295,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
         trim_link: Callable[[], int] = getattr(boundaries.link, "trim", lambda: 0)
         return trim_link() + parts.pool.trim()
 
-    sources: dict[Part, Callable[[], Iterable[tuple[str, Tensor]]]] = {
+    sources: dict[Part, Callable[[], Iterable[tuple[str, torch.Tensor]]]] = {
         "weights": lambda: ((param.name, param.parameter) for param in parts.registry),
         "buffers": buffers,
         "masters": update.masters.named_tensors,
@@ -313,5 +312,5 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
     return RunMemory(device, inventory, managers, update.masters)
 
 
-def _prefix_names(name: str, tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:
+def _prefix_names(name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedTensors:
     return ((f"{name}.{inner}" if inner else name, tensor) for inner, tensor in tensors)

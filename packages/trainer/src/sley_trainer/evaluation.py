@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import Tensor
 
 from sley_core.comm.world import Group
 from sley_core.data.batches import add_positions, open_dataset
@@ -28,7 +27,7 @@ from sley_core.plan.tables import BEST_MODES, KeepBestTable, parse_metric
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import call_factory
 
-Metric: TypeAlias = Callable[[Any, Mapping[str, Tensor]], Mapping[str, tuple[Tensor | float, Tensor | float]]]
+Metric: TypeAlias = Callable[[Any, Mapping[str, torch.Tensor]], Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]]
 """The user's function `(output, fields)` of `[evaluation] metric`, which returns {name: (sum, count)} for one microbatch."""
 
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # the valid names of the user's metrics
@@ -54,7 +53,7 @@ class Metrics:
         """The names of the metrics that `Tally` computes without the user's function: "accuracy" for token ids, else none."""
         return ["accuracy"] if self.loss_config is not None else []
 
-    def count_correct(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def count_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the number of labels [...] that have the highest logit [..., classes], and the number of labels that are
         neither negative nor ignored, as int64 scalars.
         """
@@ -72,9 +71,9 @@ class Tally:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.names: list[str] | None = None
-        self._batches: list[tuple[Tensor, dict[tuple[str, int], Tensor]]] = []
+        self._batches: list[tuple[torch.Tensor, dict[tuple[str, int], torch.Tensor]]] = []
 
-    def begin(self, loss: Tensor) -> None:
+    def begin(self, loss: torch.Tensor) -> None:
         """Begins a batch with sums of 0. loss: the loss of the batch, float64 [] or [microbatches]; the sums get its shape."""
         self._batches.append((torch.zeros_like(loss), {}))
 
@@ -84,7 +83,7 @@ class Tally:
             self.metrics.loss_config is not None and field == self.metrics.loss_config.labels
         )
 
-    def add(self, micro: int, output: Any, fields: Mapping[str, Tensor], batch: Batch, *, is_counted: bool) -> None:
+    def add(self, micro: int, output: Any, fields: Mapping[str, torch.Tensor], batch: Batch, *, is_counted: bool) -> None:
         """Adds the results of a microbatch, or, if not `is_counted`, only joins the collectives. Raises RunError
         "metric-result" if the user's function writes in place to its arguments, or does not return pairs of numbers.
 
@@ -108,9 +107,9 @@ class Tally:
             for index, value in enumerate(pair):
                 total = sums.setdefault((name, index), zeros.clone())
                 place = total[micro] if total.dim() else total
-                place += value.reshape(()) if isinstance(value, Tensor) else value
+                place += value.reshape(()) if isinstance(value, torch.Tensor) else value
 
-    def sums_by_batch(self, name: str, index: int) -> list[Tensor]:
+    def sums_by_batch(self, name: str, index: int) -> list[torch.Tensor]:
         """Returns this rank's sum (`index` 0) or count (1) of a metric for each batch; zeros for a batch without results."""
         return [sums.get((name, index), zeros) for zeros, sums in self._batches]
 
@@ -154,7 +153,7 @@ def _metric_error(fault: str) -> RunError:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 @dataclass(frozen=True)

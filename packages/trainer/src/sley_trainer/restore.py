@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import SequenceKey, tree_leaves, tree_map_with_path
 
 from sley_core import checkpointing
@@ -239,7 +238,7 @@ class RunRestorer:
             raise RunError("checkpoint-mismatch", f"the optimizer had different options for {names[0]!r} and {names[-1]!r}")
         return {key: decode_value(value) for key, value in options[0].items()} if options else {}
 
-    def _read_local(self, name: str, region: checkpointing.Region, like: Tensor | None = None) -> Tensor:
+    def _read_local(self, name: str, region: checkpointing.Region, like: torch.Tensor | None = None) -> torch.Tensor:
         """Returns this rank's part (`region`) of a saved tensor, on the host, in the saved dtype, padded with zeros. The result
         has the strides of `like`, since fused optimizers process a parameter and its states in memory order.
         """

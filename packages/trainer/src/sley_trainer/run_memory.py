@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from sley_core.comm.device import Device, on_stream, storage_id
 from sley_core.engine.parts import StepNumbers
@@ -118,7 +117,7 @@ class RunMemory:
         return {part: manager.moved(part) for part, manager in self._managers.items()}
 
     @on_stream
-    def host(self, part: Part) -> Iterator[tuple[str, Tensor]]:
+    def host(self, part: Part) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the name and value of each tensor of `part` on the host, without moving anything to the device.
 
         Names, shapes and dtypes are the same as on the device. A sharded weight yields this rank's shard. Values of offloaded
@@ -134,24 +133,24 @@ class RunMemory:
             self.update_masters("reading masters")
         copies = self._copies()
 
-        def value(tensor: Tensor) -> Tensor:
-            memory = _current_memory(copies, tensor, part)
+        def value(tensor: torch.Tensor) -> torch.Tensor:
+            memory = _find_memory(copies, tensor, part)
             return memory.detach().to("cpu", copy=True) if memory is tensor else memory
 
         return ((name, value(tensor)) for name, tensor in self.inventory.all_tensors(part))
 
-    def memory_lookup(self) -> Callable[[Tensor], Tensor]:
+    def memory_lookup(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns a function that maps a tensor of the run to its current memory: the tensor itself, or its copy on the host
         while it is offloaded or in transfer. First waits for copies to the host. The function raises StateError "memory-away"
         if this rank's host has only a part of the copy.
         """
-        return partial(_current_memory, self._copies())
+        return partial(_find_memory, self._copies())
 
     @property
     def _managers(self) -> dict[Part, OffloadManager]:
         return {part: manager for manager in self.managers for part in manager.parts}
 
-    def _copies(self) -> dict[int, Tensor]:
+    def _copies(self) -> dict[int, torch.Tensor]:
         """Returns the host's copies (uint8 [bytes]) of the storages that are offloaded or in transfer, by `storage_id`."""
         return {key: copy for part, manager in self._managers.items() for key, copy in manager.host(part).items()}
 
@@ -168,7 +167,7 @@ class RunMemory:
         return [(part, managers[part]) for part in PARTS if part in (parts or managers)]
 
 
-def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a part of the run") -> Tensor:
+def _find_memory(copies: Mapping[int, torch.Tensor], tensor: torch.Tensor, part: str = "a part of the run") -> torch.Tensor:
     """Returns `tensor`, or a view of its copy on the host if `copies` has one. Raises StateError "memory-away" if the tensor is
     freed on the device and has no copy.
     """

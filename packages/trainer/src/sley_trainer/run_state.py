@@ -33,18 +33,9 @@ from sley_core.protocols import Checkpointer, RestoreResult, Stateful
 from sley_core.records import CheckpointerRecord
 from sley_core.run_folder import AttemptTracker
 from sley_core.weight_files.write import DTYPES
+from sley_trainer import restore
 from sley_trainer.evaluation import BestEvaluation
-from sley_trainer.restore import (
-    RunRestorer,
-    encode_state,
-    generator_states,
-    is_flat,
-    name_leaves,
-    restore_generators,
-    state_leaves,
-    state_name,
-    state_region,
-)
+from sley_trainer.restore import RunRestorer
 from sley_trainer.run_memory import RunMemory
 from sley_trainer.state_dict import encode_extra_state, modules_with_extra_state
 from sley_trainer.update import Update, list_averages
@@ -143,12 +134,12 @@ class RunState(checkpointing.TrainingState):
             region = checkpointing.Region.from_param(entry.param, entry.elements)
             yield checkpointing.AVERAGES + entry.name, region, average
         for entry, state in self._optimizer_states():
-            for name, value in state_leaves(state):
+            for name, value in restore.state_leaves(state):
                 if isinstance(value, Tensor):
                     shape = tuple(value.shape)
                     is_elementwise = shape == tuple(entry.parameter.shape)
-                    region = state_region(entry) if is_elementwise else checkpointing.Region(shape)
-                    yield state_name(entry.name, name), region, value
+                    region = restore.state_region(entry) if is_elementwise else checkpointing.Region(shape)
+                    yield restore.state_name(entry.name, name), region, value
         for name, buffer, is_per_rank in self.buffers():
             saved_name = checkpointing.BUFFERS + name
             for saved in (saved_name, self.rank_name(saved_name)) if is_per_rank else (saved_name,):
@@ -186,12 +177,12 @@ class RunState(checkpointing.TrainingState):
         return f"ranks/{self.parts.world.rank}/{name}"
 
     def rank_values(self) -> dict[str, Any]:
-        rank = {"generators": generator_states(self.parts.world.device)}
+        rank = {"generators": restore.generator_states(self.parts.world.device)}
         values = self._optimizer_values() | {BASE + name: value for name, value in self.base.items()}
         trees = {
-            entry.name: encode_state(tree, entry.name, "state")
+            entry.name: restore.encode_state(tree, entry.name, "state")
             for entry, state in self._optimizer_states()
-            if not is_flat(tree := name_leaves(state))
+            if not restore.is_flat(tree := restore.name_leaves(state))
         }
         return {"values": values, "trees": trees, "rank": rank}
 
@@ -199,17 +190,17 @@ class RunState(checkpointing.TrainingState):
         """Returns the optimizer's state without the tensors, encoded for JSON, keyed by the names in the checkpoint."""
         values = {}
         for entry, state in self._optimizer_states():
-            for name, value in state_leaves(state):
+            for name, value in restore.state_leaves(state):
                 if not isinstance(value, Tensor):
-                    values[state_name(entry.name, name)] = encode_state(value, entry.name, name)
+                    values[restore.state_name(entry.name, name)] = restore.encode_state(value, entry.name, name)
         names = {id(entry.parameter): entry.name for entry in self.update.masters.optimizer_params}
         for group in self.update.optimizer.param_groups:
             options = optimizers.options_to_save(self.update.optimizer, group)
-            if changed := {key: encode_state(value, "a group", key) for key, value in options.items()}:
+            if changed := {key: restore.encode_state(value, "a group", key) for key, value in options.items()}:
                 values |= {OPTIONS + names[id(param)]: changed for param in group["params"] if id(param) in names}
         for path, value in optimizers.shared_values_to_save(self.update.optimizer, self.update.initial_values).items():
             key = ".".join(map(str, path[1:]))
-            values[f"{SHARED}{path[0]}/{key}"] = encode_state([list(path), value], "all parameters", key)
+            values[f"{SHARED}{path[0]}/{key}"] = restore.encode_state([list(path), value], "all parameters", key)
         return values
 
     def describe(self, step: int) -> checkpointing.SavedRun:
@@ -266,7 +257,7 @@ class RunState(checkpointing.TrainingState):
         if self._feed is not None and state["data"] is not None:
             self._feed.restore(decode_value(state["data"]))
         if description.layout["world"] == world.size:
-            restore_generators(description.ranks[world.rank]["generators"], world.device)
+            restore.restore_generators(description.ranks[world.rank]["generators"], world.device)
         else:
             note = f"{description.layout['world']} ranks wrote the checkpoint, so the states of the generators of Python, "
             notes.append(note + "numpy and torch are not restored")

@@ -17,7 +17,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sley_core.actions.action import (
     Action,
@@ -249,7 +248,7 @@ class Stepper:
             self.state.step_progress.begin_entry(BETWEEN_STEPS)
             return totals
 
-    def _run(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None) -> Tensor:
+    def _run(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None) -> torch.Tensor:
         """Runs all forwards and backwards of the step. Returns this rank's loss: a sum, or one value per microbatch."""
         num_microbatches = batch.num_microbatches
         entries = self.lists.training_list(num_microbatches)

@@ -28,7 +28,6 @@ from math import ceil
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from sley_core.errors import RunError
@@ -67,7 +66,7 @@ class CopyStream:
         """Makes all later copies wait for `event` of another copy stream."""
         event.wait()
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueues a copy of `source` into `target`, of the same shape. Until it is done, neither tensor may be written."""
         with torch.no_grad():
             target.copy_(source)
@@ -114,7 +113,7 @@ class CudaStream(CopyStream):
         else:
             event.wait()
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
@@ -122,12 +121,12 @@ class CudaStream(CopyStream):
         return _CudaEvent(self._stream.record_event(), self._run_stream)
 
 
-def storage_id(tensor: Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """Returns a number that identifies the storage of `tensor` among all live storages."""
     return int(tensor.untyped_storage()._cdata)
 
 
-def free(tensor: Tensor) -> int:
+def free(tensor: torch.Tensor) -> int:
     """Frees the memory of `tensor` and all its views, and returns the number of bytes freed. The tensors stay valid objects,
     but no operation may read or write them until `reallocate` is called: on a CPU, the process would crash.
     """
@@ -137,7 +136,7 @@ def free(tensor: Tensor) -> int:
     return num_bytes
 
 
-def reallocate(tensor: Tensor, num_bytes: int) -> None:
+def reallocate(tensor: torch.Tensor, num_bytes: int) -> None:
     """Allocates the memory of `tensor` and its views after `free`, which returned `num_bytes`. The contents are undefined."""
     tensor.untyped_storage().resize_(num_bytes)
 
@@ -155,12 +154,12 @@ class HostMemory:
     def __init__(self, num_bytes: int, *, lock: bool) -> None:
         self.num_bytes = max(1, ceil(num_bytes / mmap.PAGESIZE)) * mmap.PAGESIZE
         pages = mmap.mmap(-1, self.num_bytes)
-        self.data: Tensor = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
+        self.data: torch.Tensor = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
         self.is_locked = lock and self._lock(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
         _host_memories.add(self)
 
     @staticmethod
-    def contains(tensor: Tensor) -> bool:
+    def contains(tensor: torch.Tensor) -> bool:
         """Returns whether `tensor` is in the memory of a live `HostMemory`, as offloaded tensors are."""
         key = storage_id(tensor)
         return any(storage_id(memory.data) == key for memory in list(_host_memories))
@@ -262,7 +261,7 @@ class Device:
         finally:
             current.wait_stream(self.stream)
 
-    def read_values(self, values: Tensor, fallback: list[float]) -> list[float]:
+    def read_values(self, values: torch.Tensor, fallback: list[float]) -> list[float]:
         """Waits for the device, and returns the elements of `values`. A device without values returns `fallback`."""
         return [float(value) for value in values.reshape(-1).tolist()]
 
@@ -304,7 +303,7 @@ class Device:
             return float(first.elapsed_time(cast(torch.cuda.Event, last))) / 1e3
         return cast(float, last) - first
 
-    def move(self, tensor: Tensor) -> Tensor:
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns `tensor` on this device: a copy, or a detached tensor with the same memory if it is there already. The result
         is always a new object. Does not wait for a copy to CUDA: a host tensor is copied to pinned memory first.
         """
@@ -314,18 +313,18 @@ class Device:
             tensor = tensor.pin_memory()
         return tensor.to(self.torch_device, non_blocking=True)
 
-    def copy_to_host(self, tensor: Tensor) -> Tensor:
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """On CUDA, returns a page-locked copy of `tensor`, complete after a later `moment`; else returns `tensor` itself."""
         if not self.is_async:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def alias(self, memory: Tensor) -> Tensor:
+    def alias(self, memory: torch.Tensor) -> torch.Tensor:
         """Returns a detached tensor that shares `memory`, but has its own storage, whose use count tells if it is in use."""
         return from_dlpack(to_dlpack(memory.detach()))  # does not reference the tensor object
 
-    def bytes_of(self, memory: Tensor) -> memoryview:
+    def bytes_of(self, memory: torch.Tensor) -> memoryview:
         """Returns a memoryview of `memory`, a one-dimensional uint8 tensor on the host."""
         return memory.numpy().data
 

@@ -13,7 +13,6 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL
@@ -136,7 +135,7 @@ class SentBytes:
         """Starts to count a step. The count of a step that did not reach `end_step` is discarded."""
         self._num_bytes = 0
 
-    def add(self, tensor: Tensor, group: "Members", *, passes: int) -> None:
+    def add(self, tensor: torch.Tensor, group: "Members", *, passes: int) -> None:
         """Counts an exchange of the full tensor `tensor` over `group`. In each pass a rank sends all of it except its own part.
         passes: 1 for an all-gather, a reduce-scatter or an all-to-all; 2 for an all-reduce.
         """
@@ -271,7 +270,7 @@ class Mark(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def from_tensors(cls, operation: str, label: str, tensors: Iterable[Tensor], contents: int = 0) -> "Mark":
+    def from_tensors(cls, operation: str, label: str, tensors: Iterable[torch.Tensor], contents: int = 0) -> "Mark":
         """Returns the mark of `operation` on `tensors`, whose order, sizes and dtypes must be equal on all ranks. label:
         describes the content, and is equal on all ranks. contents: a further checksum that must be equal (`checksum`).
         """
@@ -294,13 +293,13 @@ class Mark(NamedTuple):
         """Returns the label, cut to fit into a header, and the size. Peers print this text in their error messages."""
         return _encode_text(self.label, self.num_bytes)
 
-    def header(self) -> Tensor:
+    def header(self) -> torch.Tensor:
         """Returns the mark as a header, uint8 [HEADER_BYTES], which `mark_from_header` decodes."""
         header = _HEADER_FORMAT.pack(self.checksum, self.num_bytes, self.encoded_text)
         return torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
 
-def mark_from_header(header: Tensor) -> Mark:
+def mark_from_header(header: torch.Tensor) -> Mark:
     """Returns the mark in a peer's `header`, uint8 [HEADER_BYTES]. Its label is the peer's `encoded_text`, decoded."""
     crc, num_bytes, encoded_text = _HEADER_FORMAT.unpack(bytes(header.tolist()))
     return Mark(encoded_text.rstrip(b"\0").decode("utf-8", "replace"), crc, num_bytes)

@@ -17,7 +17,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from sley_core.data.batches import collate_function
 from sley_core.data.dataset import AnyDataset, Batch, Dataset, Order, Sample, Stream, is_stream
@@ -334,7 +333,7 @@ def update_digest(digest: blake2b, value: Any) -> None:
         for key in sorted(value, key=str):
             digest.update(f"{key}=".encode())
             update_digest(digest, value[key])
-    elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+    elif isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         digest.update(flat_bytes(value.cpu()).numpy().data)
     else:

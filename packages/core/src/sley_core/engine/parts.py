@@ -9,7 +9,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
-from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.comm.exchanges import ActionProgress
@@ -175,7 +174,7 @@ class StepEvents:
     step_in_buckets: Buckets | None = None
 
 
-Share = Callable[[], "Tensor | float"]
+Share = Callable[[], "torch.Tensor | float"]
 """A function that returns this rank's part of a number: a float, or a scalar on the device."""
 
 Combination = Literal["sum", "root"]
@@ -226,15 +225,15 @@ class StepNumbers:
         self._combinations = dict(sorted(merged.items()))
         self.names = tuple(self._combinations)
 
-    def local_shares(self, device: torch.device) -> Tensor:
+    def local_shares(self, device: torch.device) -> torch.Tensor:
         """Returns this rank's shares in the order of `names`, float64 on `device`; 0 for names that this rank has not added."""
         shares = [self._shares[name]() if name in self._shares else 0.0 for name in self.names]
-        on_device = [isinstance(share, Tensor) and share.device.type == device.type for share in shares]
+        on_device = [isinstance(share, torch.Tensor) and share.device.type == device.type for share in shares]
         on_host = [0.0 if is_on_device else float(share) for share, is_on_device in zip(shares, on_device, strict=True)]
         values = torch.tensor(on_host, dtype=torch.float64).to(device)  # one copy
         for index, share in enumerate(shares):
             if on_device[index]:
-                values[index] = share.detach() if isinstance(share, Tensor) else share
+                values[index] = share.detach() if isinstance(share, torch.Tensor) else share
         return values
 
     def row(self, sums: Sequence[float]) -> dict[str, float]:

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from sley_core.comm.device import Device, Moment
 from sley_core.engine.agreement import Exchanges, exchange_mismatch_error
@@ -57,8 +56,8 @@ class StepTotals:
     else None. end: the moment at which the step ends on the device, valid after `fetch`.
     """
 
-    values: Tensor
-    local_loss: Tensor
+    values: torch.Tensor
+    local_loss: torch.Tensor
     local_exchanges: Exchanges
     device: Device
     loss_scale: float | None = None
@@ -79,7 +78,7 @@ class StepTotals:
         return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, self.loss_scale, is_skipped)
 
     @property
-    def is_allowed_on_device(self) -> Tensor:
+    def is_allowed_on_device(self) -> torch.Tensor:
         """Returns `StepResult.is_allowed` as a bool scalar on the device, without a wait for the device."""
         is_number = torch.isfinite(self.values[:WEIGHT]).all()
         return is_number & (self.values[WEIGHT] > 0) & (self.values[DIFFERS] == 0)

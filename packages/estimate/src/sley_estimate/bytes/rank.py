@@ -22,7 +22,6 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -164,7 +163,7 @@ def fake_run(plan: Plan, rank: int, world_size: int, draft: Draft | None = None)
         yield run, ledger, recording
 
 
-def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
+def take_step(run: Run, batch: Sequence[Mapping[str, torch.Tensor]]) -> None:
     """Runs a step on the microbatches in `batch`. Raises RunError `estimate-layer` if it needs the values of a tensor."""
     try:
         run.step(batch)

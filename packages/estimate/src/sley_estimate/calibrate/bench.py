@@ -18,7 +18,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from sley_core.comm.device import Device
 from sley_core.comm.exchanges import first_line
@@ -148,7 +147,7 @@ class LayerBench:
     def _accumulate_gradients(self, layer: Layer) -> Iterator[None]:
         """Accumulates the gradients of the layer within the block, in memory of its own, as a run does."""
 
-        def add_gradient(accumulated: Tensor, parameter: Tensor) -> None:
+        def add_gradient(accumulated: torch.Tensor, parameter: torch.Tensor) -> None:
             """Adds a gradient to `accumulated` and removes it. There is none if its product still waits in a queue."""
             if parameter.grad is not None and not self._drops_gradients:
                 accumulated.add_(parameter.grad)
@@ -162,7 +161,7 @@ class LayerBench:
                     hooks.callback(hook.remove)
             yield
 
-    def _load_micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
+    def _load_micro_batch(self, dataset: AnyDataset) -> Mapping[str, torch.Tensor]:
         """Returns the first microbatch on the device; with `sp` > 1, the slices of the first rank of `sp`."""
         plan, size = self.plan, self.plan.batch.global_size
         rows = range(plan.batch.micro_size)
@@ -229,7 +228,7 @@ class LayerBench:
         forward_s, _, backward_s, products_s = ((end - start) / ROW_LENGTH for start, end in pairwise(times))
         return forward_s, max(0.0, backward_s - self._empty_backward_s), products_s
 
-    def _call_layer(self, layer: Layer, in_flight: ChunkState, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
+    def _call_layer(self, layer: Layer, in_flight: ChunkState, args: tuple[Any, ...], named: Mapping[str, torch.Tensor]) -> Any:
         output = self._caller(layer, args, named, trace.MICRO_STEP)
         if layer is self.model.layers[-1]:
             in_flight.loss = self._loss.loss(output, self._fields)
