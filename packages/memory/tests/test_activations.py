@@ -67,7 +67,7 @@ def test_attention_with_dropout_is_recomputed(compare_with_keep: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode derivatives
 def test_habits_of_models(compare_with_keep: Any, policy: dict[str, Any], habit: str) -> None:
     """Habits are double backwards, backwards within a forward, checkpoints within a layer, new weights and torch.func."""
-    if policy is SELECTIVE and habit in ("AdaptiveAgain", "GradientWithin"):
+    if policy is SELECTIVE and habit in ("AdaptiveAgain", "GradientInForward"):
         pytest.skip("`core.recompute` does not run it either")
     model = {"factory": "sley_testing.habits:model", "options": {"habit": habit}}
     counts = compare_with_keep(policy | {"layers": ["*"]}, model=model, data__sequence=16, evaluation=None)

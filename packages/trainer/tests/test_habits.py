@@ -13,7 +13,7 @@ from sley_core.errors import PlanError
 from sley_core.model.layers import Model
 from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as layers_of
-from sley_testing.runs import assert_by_hand, assert_equal_replicas, record
+from sley_testing.runs import assert_equal_replicas, assert_matches_plain_loop, record
 
 
 def tables(small, habit, accumulation="direct", **changes):
@@ -29,7 +29,7 @@ def assert_numbers_by_hand(plan, layers, name, own):
 
     batches = [own_data.batch(4 * step, 4) for step in range(4)]
     found = record(plan, 4, folder=own, batches=batches)
-    assert_by_hand(found, layers(own_data.Rows.info, name), batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
+    assert_matches_plain_loop(found, layers(own_data.Rows.info, name), batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
 
 
 def recorded_all(every, num_steps, folder, batches):
@@ -51,19 +51,19 @@ def test_habits_on_two_ranks_that_differ_in_them(ranks, own, small, recompute):
 
     batches = [own_data.batch(7 * step, 4) for step in range(2)]
     policy = {"use": "core.recompute", "fraction": 1.0} if recompute else {"use": "core.keep"}
-    habits = ["Adaptive", "AdaptiveAgain", "InPlace", "GradientWithin", "Frozen", "HookedWeights"]
+    habits = ["Adaptive", "AdaptiveAgain", "InPlace", "GradientInForward", "Frozen", "HookedWeights"]
     repeating = habits[:2]
     every = [
         tables(small, habit, accumulation, activations=policy)
         for habit in habits
         for accumulation in (("direct", "autograd") if habit in repeating else ("direct",))
-        if not (recompute and habit in ("AdaptiveAgain", "GradientWithin"))
+        if not (recompute and habit in ("AdaptiveAgain", "GradientInForward"))
     ]
     by_rank = ranks(2)(recorded_all, every, 2, own, batches)
     for one, layouts in zip(every, zip(*by_rank, strict=True), strict=True):
         assert_equal_replicas(layouts)
         layers = layers_of(own_data.Rows.info, one["model"]["options"]["habit"])
-        assert_by_hand(layouts[0], layers, batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
+        assert_matches_plain_loop(layouts[0], layers, batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
 
 
 def test_a_copy_of_a_layer_is_an_ordinary_module(small, alone):

@@ -140,7 +140,7 @@ def find_module_generators(module: nn.Module, name: str) -> list[Any]:
 
 def find_function_generators(function: Any) -> list[Any]:
     """Returns the generators in the closure, default arguments and globals of a function, or in a partial function."""
-    return list(filter(_is_generator, iterate_leaves(function, set())))
+    return list(filter(_is_random_generator, iterate_leaves(function, set())))
 
 
 def find_optimizer_generators(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -154,7 +154,7 @@ def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[i
     bases = [base for base in type(owner).__mro__ if base is not object and not base.__module__.startswith("torch.")]
     values = [value for key, value in vars(owner).items() if key not in excluded]
     for value in (*values, *(value for base in bases for value in vars(base).values())):
-        yield from filter(_is_generator, iterate_leaves(value, visited))
+        yield from filter(_is_random_generator, iterate_leaves(value, visited))
 
 
 def iterate_leaves(value: Any, visited: set[int], depth: int = 6) -> Iterator[Any]:
@@ -162,7 +162,7 @@ def iterate_leaves(value: Any, visited: set[int], depth: int = 6) -> Iterator[An
     if id(value) in visited or depth == 0:
         return
     visited.add(id(value))
-    if isinstance(value, Tensor | nn.Module) or _is_generator(value):
+    if isinstance(value, Tensor | nn.Module) or _is_random_generator(value):
         yield value
     elif not isinstance(value, _LEAF_TYPES):
         for part in _referenced_objects(value):
@@ -187,7 +187,7 @@ def _referenced_objects(value: Any) -> Iterator[Any]:
         for name in _code_names(value.__code__):
             global_value = value.__globals__.get(name)
             is_local = isinstance(global_value, FunctionType) and global_value.__module__ == value.__module__
-            if is_local or isinstance(global_value, list | tuple | dict) or _is_generator(global_value):
+            if is_local or isinstance(global_value, list | tuple | dict) or _is_random_generator(global_value):
                 yield global_value
     else:
         yield from list(getattr(value, "__dict__", {}).values())
@@ -200,7 +200,7 @@ def _code_names(code: CodeType) -> Iterator[str]:
             yield from _code_names(constant)
 
 
-def _is_generator(value: Any) -> bool:
+def _is_random_generator(value: Any) -> bool:
     types: tuple[Any, ...] = (torch.Generator, random.Random)
     if (numpy := sys.modules.get("numpy")) is not None:
         types += (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)

@@ -204,9 +204,9 @@ class _Exchange(torch.autograd.Function):
     """The differentiable all-to-all between tensors split by position and tensors split by head. It waits for each exchange."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, is_by_heads: bool, label: str, contents: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = partial(_exchange, group, not is_by_heads, f"the gradients of {label}", contents)
-        return _exchange(group, is_by_heads, label, contents, tensors)
+    def forward(ctx: Any, group: Group, to_heads: bool, label: str, contents: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = partial(_exchange, group, not to_heads, f"the gradients of {label}", contents)
+        return _exchange(group, to_heads, label, contents, tensors)
 
     @staticmethod
     @once_differentiable
@@ -214,12 +214,12 @@ class _Exchange(torch.autograd.Function):
         return *[None] * 4, *ctx.exchange(gradients)
 
 
-def _exchange(group: Group, is_by_heads: bool, label: str, contents: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _exchange(group: Group, to_heads: bool, label: str, contents: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns full sequences of this rank's heads, [b, s, ..., h/n, d], for slices of all heads, [b, s/n, ..., h, d], if
-    `is_by_heads`, or does the reverse otherwise. Packing and unpacking take one copy each. contents: a checksum, which must be
+    `to_heads`, or does the reverse otherwise. Packing and unpacking take one copy each. contents: a checksum, which must be
     equal on all ranks. tensors: tensors of one dtype.
     """
-    split_dim, rank_dim = (-2, -3) if is_by_heads else (1, 1)
+    split_dim, rank_dim = (-2, -3) if to_heads else (1, 1)
     parts = [torch.unflatten(tensor, split_dim, (group.size, -1)).movedim(rank_dim, 0) for tensor in tensors]
     widths = [math.prod(part.shape[3:]) for part in parts]
     buffer = parts[0].new_empty((*parts[0].shape[:3], sum(widths)))
@@ -230,7 +230,7 @@ def _exchange(group: Group, is_by_heads: bool, label: str, contents: int, tensor
     group.transport().all_to_all(output, buffer, label=label, contents=contents).wait_sent()
     received = zip(torch.split(output, widths, dim=-1), parts, strict=True)
     rows = [torch.unflatten(tensor, -1, part.shape[3:]) for tensor, part in received]
-    if is_by_heads:
+    if to_heads:
         return tuple(row.movedim(0, 1).flatten(1, 2) for row in rows)  # views of the buffer if b = 1
     return tuple(row.movedim(0, -3).flatten(-3, -2) for row in rows)
 

@@ -1,7 +1,7 @@
 """Builds small models with unusual code, such as writes to outputs in place. A plan selects one by `options.habit`.
 
-A package that replaces linears can compare a run of each of the `HABITS` with a plain loop (`runs.assert_by_hand`). The factory
-is `sley_testing.habits:model`.
+A package that replaces linears can compare a run of each of the `HABITS` with a plain loop
+(`runs.assert_matches_plain_loop`). The factory is `sley_testing.habits:model`.
 """
 
 import warnings
@@ -86,7 +86,7 @@ class Frozen(Block):
         return hidden + self.two(self.one(hidden).tanh()) + self.up(self.down(hidden))
 
 
-class GradientWithin(Block):
+class GradientInForward(Block):
     """Computes an input gradient in the forward, which must not contribute to weight gradients."""
 
     def forward(self, hidden: Tensor) -> Any:
@@ -243,7 +243,7 @@ _CLASSES: tuple[type[nn.Module], ...] = (
     AdaptiveAgain,
     Normed,
     Frozen,
-    GradientWithin,
+    GradientInForward,
     Penalty,
     Swapped,
     Mapped,

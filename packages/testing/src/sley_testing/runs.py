@@ -259,7 +259,7 @@ def assert_equal_replicas(recorded: Sequence[RunRecord]) -> None:
         assert_same_bits(recorded[0].weights, actual_run.weights)
 
 
-def assert_by_hand(
+def assert_matches_plain_loop(
     recorded: RunRecord,
     named: list[tuple[str, nn.Module]],
     batches: Sequence[Mapping[str, Tensor]],

@@ -242,14 +242,16 @@ def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system:
         print_line("the conversation exceeds the model's positions; its oldest turn is removed")
 
 
-def limit_tokens(generator: Any, num_ids: int, tokens: int) -> int:
-    """Returns the number of new tokens that fit after `num_ids` tokens, at most `tokens`. Raises UsageError "prompt-long"."""
-    if generator.max_length is None or num_ids + tokens <= generator.max_length:
-        return tokens
-    if num_ids >= generator.max_length:
-        message = f"the prompt has {num_ids} tokens, and the model has {generator.max_length} positions"
+def limit_tokens(generator: Any, prompt_length: int, max_new_tokens: int) -> int:
+    """Returns how many new tokens fit after a prompt of `prompt_length` tokens, at most `max_new_tokens`. Raises UsageError
+    "prompt-long" if none fits.
+    """
+    if generator.max_length is None or prompt_length + max_new_tokens <= generator.max_length:
+        return max_new_tokens
+    if prompt_length >= generator.max_length:
+        message = f"the prompt has {prompt_length} tokens, and the model has {generator.max_length} positions"
         raise UsageError("prompt-long", message, hint="use a shorter prompt")
-    return int(generator.max_length - num_ids)
+    return int(generator.max_length - prompt_length)
 
 
 def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = None, feature: str) -> tuple[Any, TextIds]:
