@@ -107,7 +107,7 @@ class Asynchronous(DrawnDevice):
 @pytest.mark.parametrize("order", range(4))
 def test_copies_have_the_values_of_their_beginning(order: int) -> None:
     """The update waits for the copies, and the writer too; the second save takes the same memory."""
-    device = Asynchronous(seed=order)
+    device = Asynchronous(copy_seed=order)
     host = HostCopies(device)
     with device.watching():
         tensors = [torch.full((300,), 1.0), torch.full((20, 30), 2.0).t()]
@@ -130,7 +130,7 @@ def test_saves_share_locked_memory_and_a_stream(monkeypatch: pytest.MonkeyPatch)
     """The host waits for copies to memory that is unlocked, and CUDA has 32 streams, which exchanges need."""
     memories: list[weakref.ref[HostMemory]] = []
     num_streams = 0
-    device = Asynchronous(seed=1)
+    device = Asynchronous(copy_seed=1)
     host_memory, copy_stream = device.host_memory, device.copy_stream
 
     def lock_memory(num_bytes: int) -> HostMemory:

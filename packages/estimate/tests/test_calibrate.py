@@ -70,7 +70,7 @@ def test_distinct_layers_are_timed_once_and_price_all_layers() -> None:
 @pytest.mark.parametrize("order", range(3))
 def test_host_optimizer_waits_for_its_copies(order: int) -> None:
     """Gradients arrive before their step, and each bucket returns as it was rounded."""
-    device = DrawnDevice(seed=order)
+    device = DrawnDevice(copy_seed=order)
     with short_calibration(), device.watching():
         bench = HostOptimizerBench(device)
         assert bench.step() > 0

@@ -17,7 +17,7 @@ class Bench:
     """Holds weights on a device, memory for them on the host, and two streams."""
 
     def __init__(self, seed: int = 0, *, is_strict: bool = True) -> None:
-        self.device = DrawnDevice(seed=seed, is_strict=is_strict)
+        self.device = DrawnDevice(copy_seed=seed, is_strict=is_strict)
         self.weights = torch.arange(4.0)
         self.host = self.device.host_memory(16).data.view(torch.float32)
         self.first, self.second = self.device.copy_stream(), self.device.copy_stream()
@@ -168,7 +168,7 @@ def test_late_copy_reads_changed_source(late_bench: Bench) -> None:
 def test_all_permitted_orders_of_streams_occur(is_after: bool, orders: set[str]) -> None:
     actual: set[str] = set()
     for seed in range(40):
-        device = DrawnDevice(seed=seed)
+        device = DrawnDevice(copy_seed=seed)
         streams = [device.copy_stream() for _ in range(2)]
         targets, source = [torch.zeros(1) for _ in streams], torch.ones(1)
         with device.watching():

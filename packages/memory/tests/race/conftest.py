@@ -35,7 +35,7 @@ def train_digest(
     takes_more = random.Random(order).random() < 0.5  # all ranks alike
     rank = dist.get_rank() if dist.is_initialized() else 0
     draw = random.Random(f"{order} {rank}")  # ranks need not make the same moves
-    device = DrawnDevice(seed=random.Random(f"{order} {rank}").randrange(2**31), is_strict=is_strict)
+    device = DrawnDevice(copy_seed=random.Random(f"{order} {rank}").randrange(2**31), is_strict=is_strict)
     with device.watching():
         found = _train(tables, folder, device, draw, prepare, takes_more=takes_more)
         gc.collect()  # the run, and with it host memory whose copies nobody may have waited for

@@ -60,7 +60,7 @@ def one_step(tables: Tables, folder: Path, order: int | None) -> Iterator[Run]:
     """Yields the run of a plan after a step and a write to a weight, on a device with a drawn order of copies, or on a
     plain CPU if `order` is None.
     """
-    device = None if order is None else DrawnDevice(seed=order)
+    device = None if order is None else DrawnDevice(copy_seed=order)
     with (
         nullcontext() if device is None else device.watching(),
         World.alone(device or "cpu") as world,

@@ -1,6 +1,6 @@
 """Provides a CPU device that delays and reorders copies at random, as far as a program's waits allow.
 
-    device = DrawnDevice(seed=7)
+    device = DrawnDevice(copy_seed=7)
     with device.watching(), World.alone(device) as world, assemble(plan, world) as run:
         run.step()
 
@@ -38,18 +38,18 @@ COPY_RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
 
 @dataclass(frozen=True)
 class DrawnDevice(Device):
-    """Provides the device `cpu` with random copies, for `World.alone` and `World.join`. seed: the random seed of the copies.
+    """Provides the device `cpu` with random copies, for `World.alone` and `World.join`. copy_seed: the seed of the copies.
     is_strict: whether a broken rule raises AssertionError.
     """
 
     torch_device: torch.device = field(default_factory=partial(torch.device, "cpu"))
-    seed: int = 0
+    copy_seed: int = 0
     is_strict: bool = True
 
     @cached_property
     def copies(self) -> "DrawnCopies":
         """The copies of all streams of this device."""
-        return DrawnCopies(self.seed, is_strict=self.is_strict)
+        return DrawnCopies(self.copy_seed, is_strict=self.is_strict)
 
     def copy_stream(self) -> "DrawnStream":
         """Returns a new stream of this device."""

@@ -109,7 +109,7 @@ class OffloadManagerContract:
     @contextmanager
     def _run(self, texts: Path, order: int = 0) -> Iterator[Run]:
         """Yields a run with the manager in this process. order: the random seed of the device's copies."""
-        device, plan = DrawnDevice(seed=order), plan_from_dict(changed(PLAN, offload=[self.offload]), texts)
+        device, plan = DrawnDevice(copy_seed=order), plan_from_dict(changed(PLAN, offload=[self.offload]), texts)
         with device.watching(), World.alone(device) as world, assemble(plan, world) as run:
             yield run
 
