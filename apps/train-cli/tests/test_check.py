@@ -262,8 +262,8 @@ def test_a_forward_that_needs_values_is_not_checked(cli: Cli, own_model: Own, pi
     path = own_model(layers(f'("picks", Picks(32, 32)), {HEAD}', picks))
     cli("check", path, "--model", changes=ONE).expect(
         0,
-        "layers were called up to layer `picks` (Picks), which cannot run on meta",
-        "creates all first values on its host before it drops those of other ranks: ",
+        "layers were called only up to layer `picks` (Picks), which cannot run on meta",
+        "creates the initial values of all ranks on its host, and keeps its own: ",
     )
     assert cli("run", path, changes=ONE).code == 0
 

@@ -137,7 +137,7 @@ def test_an_own_module_loads_its_weights(
 
     state = load_file(folder / "own" / "model.safetensors")
     if factory == "of_a_module":
-        assert "names are those of `Net.load_state_dict`" in result.err
+        assert "names are the names in the state dict of `Net`" in result.err
         net = own_net.Net()
         net.load_state_dict(state, strict=True)
         layers: list[torch.nn.Module] = own_net.First(net), *net.h, net.lm_head  # type: ignore[assignment]
@@ -153,7 +153,7 @@ def test_an_own_module_loads_its_weights(
     assert torch.equal(output, logits)
     values = load_file(first_file(run))
     save_file({f"{name}.old": value for name, value in values.items()}, run / "weights" / "model.safetensors")
-    message = "error[weights-mismatch]: the factory returns a different model than for the run"
+    message = "error[weights-mismatch]: the factory no longer returns the run's model"
     cli("export", run, "--out", folder / "refused").expect(1, message)
     assert not (folder / "refused").exists()
     assert not list(folder.glob(".refused*"))

@@ -99,7 +99,7 @@ def test_hanging_ranks_are_named_and_waiting_ranks_are_not(start: Start, own_mod
     line = error_line(result.err)
     assert "error[rank-hung]: rank 1 of 3 did not respond: it is stopped" in line
     assert f"rank 2 of 3 did not respond: it was at {folder / 'own.py'}:{FIRST_LINE}" in line
-    assert "rank 0 waited for it: " in line
+    assert "rank 0 waited for its peers: " in line
     (attempt,) = read_reports(folder / "runs" / "small")
     assert {report.rank: report.kind for report in attempt.ranks}[2] == "stuck"
 

@@ -133,7 +133,7 @@ def test_the_opening_has_the_sizes_of_the_run() -> None:
     assert format_header(fake_run(), num_bytes).splitlines() == [
         "2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)",
         "rank 0 has 4.0 MiB weights, 3.0 GiB gradients, and after the first step also the optimizer states",
-        "memory below is the peak of rank 0's whole process, libraries included",
+        "memory below is the peak of rank 0's whole process, including libraries",
         "evaluations and saved weights use the averages of `optim.ema`",
         "the first step also compiles the layers, which may take minutes",
     ]
@@ -143,7 +143,8 @@ def test_the_opening_has_the_sizes_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "message"), [(None, ""), (32, ""), (20, "steps = 2` to use each once"), (1, "a batch needs 8")]
+    ("num_samples", "message"),
+    [(None, ""), (32, ""), (20, "steps = 2` to use each sample at most once"), (1, "one batch already needs 8")],
 )
 def test_an_evaluation_that_uses_samples_twice_has_a_note(num_samples: int | None, message: str) -> None:
     plan: Any = SimpleNamespace(evaluation=SimpleNamespace(steps=4), batch=SimpleNamespace(global_size=8))
@@ -196,7 +197,7 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
         "notes": [],
     }
     assert format_summary(content, "runs/small").splitlines() == [
-        "finished: 40 steps in 10s, early: it is bad",
+        "finished: 40 steps in 10s, stopped early: it is bad",
         "  loss           1.0000  (mean of the last 20: 2.1875)",
         "  held-out loss  1.5000",
         "  held_out/accuracy   0.2500",

@@ -1,5 +1,5 @@
 """Defines the options that several commands share, and prints lines, diagnostics and the progress of a run on stderr. stdout is
-for data (`show`, `--format json`). Imports no torch.
+for data, such as the output of `show`. Does not import torch. A line of progress:
 
 step 120/500  loss 2.413  8.1k tok/s  412 TFLOP/s  41.7% MFU  31.2 GiB  1m 02s left
 """
@@ -76,7 +76,7 @@ def resolve_world_size(world_size: int | None, nodes: int | None, per_node: int 
 
 
 def format_count(count: int, noun: str, plural_ending: str = "s") -> str:
-    """Formats a count: `1 rank`, `2 ranks`."""
+    """Returns a count with its noun, such as `1 rank` or `2 ranks`."""
     return f"{count} {noun}{'' if count == 1 else plural_ending}"
 
 
@@ -86,7 +86,7 @@ ERASE_LINE = "\r\x1b[2K"
 
 @dataclass
 class Settings:
-    """The values of the options that every command has."""
+    """The options of all commands. prints_traceback: the value of `--traceback`, which prints the traceback of an error."""
 
     prints_traceback: bool = False
 
@@ -97,13 +97,13 @@ def can_redraw(stream: TextIO) -> bool:
 
 
 def print_line(text: str) -> None:
-    """Prints a line on stderr, over the progress line if there is one. Ignores a closed stderr."""
+    """Prints `text` and a newline on stderr, over the progress line if there is one. Ignores a closed stderr."""
     with suppress(OSError, ValueError):
         print(f"{ERASE_LINE if can_redraw(sys.stderr) else ''}{text}", file=sys.stderr, flush=True)
 
 
 def print_fault(fault: Fault, settings: Settings) -> None:
-    """Prints the diagnostics of a fault on stderr, after its traceback if requested. Ignores a closed stderr."""
+    """Prints the diagnostics of a fault on stderr, and before them the traceback if requested. Ignores a closed stderr."""
     if settings.prints_traceback and fault.trace:
         print_line(fault.trace)
     if fault.diagnostics:
@@ -112,9 +112,10 @@ def print_fault(fault: Fault, settings: Settings) -> None:
 
 
 def format_diagnostics(diagnostics: Sequence[Diagnostic], *, is_long: bool) -> str:
-    """Returns the diagnostics as text that ends in a newline; if there are several, the last line has their number.
+    """Returns the diagnostics as text that ends in a newline. The last line has their number if there are several.
 
-    is_long: whether to show the source line with a caret; if not, each is a line `plan.toml:24:1: error[unknown-key]: ...`.
+    is_long: whether to show the source line of each diagnostic with a caret. If not, a diagnostic is one line, such as
+    `plan.toml:24:1: error[unknown-key]: ...`.
     """
     texts = list(map(_format_long if is_long else _format_short, diagnostics))
     if len(texts) > 1:
@@ -129,7 +130,7 @@ def _format_short(diagnostic: Diagnostic) -> str:
 
 
 def _format_long(diagnostic: Diagnostic) -> str:
-    """Formats a diagnostic in the style of rustc and ruff: the error, the source line with a caret, the hint."""
+    """Returns a diagnostic in the style of rustc and ruff: the error, the source line with a caret, and the hint."""
     lines = [f"error[{diagnostic.code}]: {diagnostic.message}"]
     location = diagnostic.place
     if location is not None:
@@ -146,7 +147,7 @@ def _format_long(diagnostic: Diagnostic) -> str:
 
 
 Row = Mapping[str, float | int]
-"""The metrics of one step, by name."""
+"""The metrics of one step, by name, as in a line of `metrics.jsonl`."""
 
 NUM_AVERAGED = 20
 """The number of last steps over which the loss is averaged, since the loss of a single step depends on its batch."""
@@ -154,17 +155,17 @@ NUM_AVERAGED = 20
 EVALUATION_PREFIX = "held_out/"
 """The prefix of the names of all metrics of an evaluation except `held_out_loss`."""
 
-_MIB = 1 << 20
+_MIB = 1 << 20  # bytes
 
 _REDRAW_INTERVAL_S = 0.2
 """The minimum number of seconds between two redraws of the progress line."""
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
-    """Prints the progress of a run of `num_steps` steps: append it to `run.readers`. Ignores failed writes.
+    """Prints the progress of a run of `num_steps` steps. Append the object to `run.readers`. Ignores failed writes.
 
-    On a terminal, it redraws one line; otherwise it prints a line after every `log_every`-th step and after the last. notes:
-    the list to which the run appends its notes; new notes are printed. stream: None for stderr.
+    On a terminal, it redraws one line; otherwise it prints a line after every `log_every`-th step and after the last step.
+    notes: the list to which the run appends its notes; new notes are printed. stream: None for stderr.
     """
 
     def __init__(self, num_steps: int, log_every: int, notes: Sequence[str] = (), stream: TextIO | None = None) -> None:
@@ -178,7 +179,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._last_redraw_s = 0.0
 
     def __call__(self, row: Row) -> None:
-        """Prints the row of one step."""
+        """Prints the progress after a step. row: the metrics row of the step."""
         step = int(row["step"])
         text, is_last = self._format_row(step, row), step == self._num_steps
         with suppress(OSError, ValueError):
@@ -209,6 +210,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._stream.flush()
 
     def _format_row(self, step: int, row: Row) -> str:
+        """Returns the progress line for a step, with the time left from the second call on."""
         parts = [f"step {step}/{self._num_steps}", f"loss {row['loss']:.3f}"]
         if row.get("skipped"):
             parts.append("skipped")
@@ -227,7 +229,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
 
 
 def count_epochs(run: "Run", num_steps: int) -> float | None:
-    """Returns the number of epochs in `num_steps` steps; None if the number of samples is unknown, as for a stream."""
+    """Returns the number of epochs in `num_steps` steps; None if the number of samples is unknown, for example of a stream."""
     num_samples = run.feed.num_samples if run.feed is not None else None
     return num_steps * run.plan.batch.global_size / num_samples if num_samples else None
 
@@ -237,9 +239,9 @@ def format_header(run: "Run", num_bytes: Mapping[str, int]) -> str:
 
         2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
         rank 0 has 4.0 MiB weights, 4.0 MiB gradients, and after the first step also the optimizer states
-        memory below is the peak of rank 0's whole process, libraries included
+        memory below is the peak of rank 0's whole process, including libraries
 
-    num_bytes: the bytes of this rank by kind, as in `Run.memory.bytes`; the first step allocates the optimizer states.
+    num_bytes: the bytes of this rank's memory by part, as in `Run.memory.bytes`, before the first step.
     """
     plan, device = run.plan, str(run.world.device)
     steps, size, sequence = plan.run.steps, plan.batch.global_size, run.dataset.info.sequence
@@ -250,7 +252,7 @@ def format_header(run: "Run", num_bytes: Mapping[str, int]) -> str:
         samples += f" ({steps * size * sequence:,} tokens)"
     kinds = ("weights", "masters", "gradients")
     memory = ", ".join(f"{format_bytes(num_bytes[name])} {name}" for name in kinds if num_bytes[name])
-    measured = "whole process, libraries included" if device == "cpu" else "tensors on its GPU, activations included"
+    measured = "whole process, including libraries" if device == "cpu" else "tensors on its GPU, including activations"
     lines = [
         ", ".join((format_count(run.world.size, "rank"), format_parameters(run.num_parameters, run.num_trained), samples)),
         f"rank 0 has {memory}, and after the first step also the optimizer states",
@@ -264,7 +266,7 @@ def format_header(run: "Run", num_bytes: Mapping[str, int]) -> str:
 
 
 def describe_repetition(num_samples: int | None, plan: Plan) -> str:
-    """Returns a note if an evaluation uses samples more than once, else "". num_samples: None if unknown, as for a stream."""
+    """Returns a note if an evaluation uses samples more than once, else "". num_samples: the held-out samples, if known."""
     assert plan.evaluation is not None, "the plan has no [evaluation]"
     size = plan.batch.global_size
     num_used = plan.evaluation.steps * size
@@ -273,17 +275,17 @@ def describe_repetition(num_samples: int | None, plan: Plan) -> str:
     held_out = f"only {num_samples:,} {'sample is' if num_samples == 1 else 'samples are'} held out"
     problem = f"{held_out}, but an evaluation needs {num_used:,}, so each is used about {num_used / num_samples:.2g} times"
     if max_steps := num_samples // size:
-        return f"{problem}; set `[evaluation] steps = {max_steps}` to use each once"
-    return f"{problem}; a batch needs {size:,}"
+        return f"{problem}; set `[evaluation] steps = {max_steps}` to use each sample at most once"
+    return f"{problem}; one batch already needs {size:,}"
 
 
 def format_summary(summary: Mapping[str, Any], folder: Path, weights: Path | None = None) -> str:
-    """Returns the text that is printed after the last step. summary: from `summarize_run`. weights: their folder, if any."""
+    """Returns the text after the last step. summary: from `summarize_run`. weights: the folder of final weights, or None."""
     num_steps = summary["steps"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
     lines = [f"{summary['outcome']}: {format_count(num_steps, 'step')}{skipped} in {format_duration(summary['seconds'])}"]
     if summary["stopped_early"]:
-        lines[0] += f", early: {summary['stopped_early']}"
+        lines[0] += f", stopped early: {summary['stopped_early']}"
     if summary["final_loss"] is not None:
         mean, num_averaged = summary[f"mean_loss_last_{NUM_AVERAGED}"], min(num_steps, NUM_AVERAGED)
         mean_text = f"  (mean of the last {num_averaged}: {mean:.4f})" if num_averaged > 1 else ""
@@ -306,8 +308,8 @@ def format_summary(summary: Mapping[str, Any], folder: Path, weights: Path | Non
 
 
 def format_speed(row: Mapping[str, Any]) -> str:
-    """Formats the speed of a row or summary: `812 tok/s`, or `8.1k tok/s  412 TFLOP/s  41.7% MFU` if FLOP/s and MFU are known;
-    `31 samples/s` for data without tokens; "" if no speed is known.
+    """Returns the speed in a row or summary as text: `812 tok/s`, or `8.1k tok/s  412 TFLOP/s  41.7% MFU` if FLOP/s and MFU are
+    known; `31 samples/s` for data without tokens; "" if no speed is known.
     """
     rate, unit = row.get("tokens_per_s"), "tok/s"
     if rate is None:
@@ -325,7 +327,7 @@ def format_speed(row: Mapping[str, Any]) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Formats bytes: `12 KiB`, `1.5 MiB`, `812 MiB`, `31.2 GiB`."""
+    """Returns a number of bytes as text, such as `12 KiB`, `1.5 MiB`, `812 MiB` or `31.2 GiB`."""
     if num_bytes < _MIB:
         return f"{num_bytes / 1024:.0f} KiB"
     if num_bytes < 1024 * _MIB:
@@ -334,7 +336,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Formats seconds: `8s`, `1m 02s`, `3h 05m`."""
+    """Returns a number of seconds as text, such as `8s`, `1m 02s` or `3h 05m`."""
     minutes, remaining = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -343,5 +345,5 @@ def format_duration(seconds: float) -> str:
 
 
 def format_parameters(count: int, num_trained: int) -> str:
-    """Formats numbers of parameters: `1,000 parameters`, `8 of 1,000 parameters trained`."""
+    """Returns numbers of parameters as text: `1,000 parameters`, or `8 of 1,000 parameters trained` if some are frozen."""
     return f"{count:,} parameters" if count == num_trained else f"{num_trained:,} of {count:,} parameters trained"

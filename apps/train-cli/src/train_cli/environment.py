@@ -1,4 +1,4 @@
-"""Describes the machine and software of a run: cores, versions, devices, environment variables.
+"""Describes the machine and software of a run: cores, versions, devices and environment variables.
 
 Each start of rank 0 writes this description and the origin of each value of the plan to `start.json` in the run folder.
 """
@@ -20,22 +20,22 @@ from sley_core.json_text import write_json
 from sley_core.plan.plan import Plan, iterate_values
 
 START_FILE = "start.json"
-"""The name of the file with the start record in a run folder."""
+"""The name of the file in a run folder that contains its `StartRecord`."""
 
-_ENTRY_POINT_GROUPS = ("[sley.plugins]", "[sley.commands]")
+_ENTRY_POINT_GROUPS = ("[sley.plugins]", "[sley.commands]")  # of plugins and commands, as in `entry_points.txt`
 _VARIABLE_PREFIXES = ("SLEY_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "MALLOC_")
-"""Prefixes of the environment variables to record. Others may contain secrets."""
+"""The prefixes of the environment variables to record. Other variables may contain secrets."""
 
 
 def num_cores() -> int:
-    """Returns the number of cores that this process may use under its affinity and cgroup limits, at least 1."""
+    """Returns the number of CPU cores that this process may use under its affinity and cgroup limits, at least 1."""
     return int(min(len(os.sched_getaffinity(0)), max(1.0, read_cgroup_cores(Path("/")))))
 
 
 def read_cgroup_cores(root: Path) -> float:
-    """Returns the CPU limit of this process's cgroup (version 2) and its parents, in cores; infinity without a limit.
+    """Returns the smallest CPU limit of this process's cgroup (version 2) and its parents, in cores; infinity for no limit.
 
-    root: the root of the file system. A container may see its own cgroup as the root.
+    root: the root of the file system. A container may see its own cgroup as the root of cgroups.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
@@ -53,7 +53,7 @@ def read_cgroup_cores(root: Path) -> float:
 def describe_machine(*, include_gpus: bool = True) -> dict[str, Any]:
     """Returns the platform, cores, GPUs, environment variables, and versions of Python, torch and Sley's packages, by name.
 
-    include_gpus: whether to list GPUs, which creates a CUDA context in this process.
+    include_gpus: whether to list the GPUs. Listing GPUs creates a CUDA context in this process.
     """
     python = f"{platform.python_version()} ({sys.executable})"
     info: dict[str, Any] = {"platform": platform.platform(), "python": python, "cores": num_cores()}
@@ -84,8 +84,8 @@ def find_sley_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The content of `start.json`. time: UTC, in ISO 8601. origins: the origin of each key of the plan (`run.steps`): file and
-    line, `--set #1` or default. machine: the output of `train-cli env`, by name.
+    """The content of `start.json`. time: the time of the start in UTC, in ISO 8601. origins: the origin of each key of the plan
+    (`run.steps`): file and line, `--set #1` or default. machine: the result of `describe_machine`.
     """
 
     time: str
@@ -101,7 +101,7 @@ def write_start_record(folder: Path, plan: Plan, *, include_gpus: bool) -> None:
 
 
 def read_start_record(folder: Path) -> StartRecord | None:
-    """Returns the record of the last start; None if the folder has none. Raises OSError, and ValueError for invalid content."""
+    """Returns the record of the last start; None if `folder` has no record. Raises OSError, or ValueError for bad content."""
     path = folder / START_FILE
     if not path.exists():
         return None

@@ -3,10 +3,10 @@
 When a rank dies, its peers lose their connections and fail too, and the launcher terminates the remaining ranks. Only one
 failure is shown. `find_cause` looks for a rank that failed in one of these ways, in this order, and takes the earliest failure:
 
-    it died of a signal other than SIGABRT, exited without a report, or reported an error of its own
+    it died of a signal other than SIGABRT, exited without a report, or reported its own error
     it died of SIGABRT, which may also be the consequence of a peer's failure
     it raised KeyboardInterrupt although no signal reached the job
-    it did not end when it was asked to, while other ranks waited for it
+    it did not end when it received a signal, while other ranks waited for it
     its wait for other ranks failed
 """
 
@@ -35,16 +35,16 @@ _SLEY_MODULES = frozenset(
     {"sley_core", "sley_checkpoint", "sley_cma", "sley_data", "sley_doctor", "sley_dp", "sley_estimate", "sley_hf"}
     | {"sley_isp", "sley_memory", "sley_metrics", "sley_models", "sley_optim", "sley_pp", "sley_testing"}
     | {"sley_trainer", "train_cli"}
-)
+)  # the packages of Sley; frames of other code are user code, except for the standard library and these:
 _LIBRARIES = frozenset(
     {"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging", "typer", "click", "rich"}
 )
-"""Libraries of Sley. An error in them, in Sley or in the standard library is reported at the innermost frame of user code."""
+"""The libraries that Sley uses. An error in one of them, or in Sley, is reported at the innermost frame of user code."""
 
-_DISK_HINTS = {
+_DISK_HINTS = {  # by the error number of a failed write
     errno.ENOSPC: "the disk is full: free some space, or choose another `run.folder`",
     errno.EDQUOT: "your quota is used up: free some space, or choose another `run.folder`",
-    errno.EFBIG: "files may not be larger here (see `ulimit -f`)",
+    errno.EFBIG: "the file would exceed the size limit; see `ulimit -f`",
     errno.EROFS: "the file system is read-only; choose another `run.folder`",
 }
 
@@ -54,9 +54,9 @@ BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cl
 
 @dataclass(frozen=True)
 class Fault:
-    """The diagnostics of a failure and the exit code. After Ctrl-C there are no diagnostics, and nothing is printed.
+    """A failure of a command or rank: its diagnostics and exit code. After Ctrl-C there are no diagnostics to print.
 
-    trace: the full traceback. is_unexpected: whether the error is not a SleyError. torchrun then shows the traceback.
+    trace: the full traceback. is_unexpected: whether the error is not a SleyError, so that torchrun shows the traceback.
     """
 
     diagnostics: tuple[Diagnostic, ...]
@@ -66,20 +66,20 @@ class Fault:
 
     @classmethod
     def from_error(cls, error: Exception) -> "Fault":
-        """Returns the fault of `error`: its own diagnostics if it is a SleyError, else one that explains it."""
+        """Returns the fault of `error`, with its diagnostics if it is a SleyError, else with a diagnostic that explains it."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, SleyError):
             return cls(error.diagnostics, error.exit_code, trace)
         return cls((_diagnose_error(error),), EXIT_RUN_FAILED, trace, is_unexpected=True)
 
     def with_label(self, label: str) -> "Fault":
-        """Returns the fault with `label` in front of each message."""
+        """Returns a copy of the fault in which each message begins with `label` and a colon."""
         diagnostics = (replace(diagnostic, message=f"{label}: {diagnostic.message}") for diagnostic in self.diagnostics)
         return replace(self, diagnostics=tuple(diagnostics))
 
 
 def _diagnose_error(error: Exception) -> Diagnostic:
-    """Returns the diagnostic of an error that is not a SleyError: memory, disk, torch, user code, or a bug in Sley."""
+    """Returns a diagnostic that explains an error that is not a SleyError: memory, disk, torch, user code, or a bug in Sley."""
     message = "".join(traceback.format_exception_only(error)).strip()
     # torch has an exception class for device memory, but only a message for host memory.
     is_host_memory = "DefaultCPUAllocator: can't allocate memory" in str(error)
@@ -132,20 +132,20 @@ PREFLIGHT = "preflight"
 """The error code of ranks that cannot start together."""
 
 _EXIT_DELAY_S = 3.0
-"""Seconds for which a rank waits before it exits if another rank prints the error. A launcher ends all ranks after an exit."""
+"""The seconds that a rank waits before it exits, if another rank prints the error. A launcher ends all ranks after an exit."""
 
-_FAULT_KEY = "sley"
+_FAULT_KEY = "sley"  # the key of the fault in an error file
 
 _PEER_FAILURE_CODES = frozenset({"collective-failed", "rendezvous-failed", "group-failed", "start-failed"})
-"""The error codes that ranks report when a peer has ended."""
+"""The error codes that a rank reports if a peer has ended."""
 
 _PEER_FAILURE_DELAY_S = 10
-"""Seconds added to the time of a report with a code of `_PEER_FAILURE_CODES`. torchrun shows the rank with the earliest report,
-in whole seconds, and notices a death only after the dead rank's peers have reported.
+"""The seconds added to the time of a report with a code of `_PEER_FAILURE_CODES`. torchrun shows the rank with the earliest
+report, in whole seconds, and notices a death only after the dead rank's peers have reported.
 """
 
 _BUSY_CODE, _WAITING_CODE = "rank-late", "rank-waiting"
-"""The error codes of a rank that did not end when it was asked to: it was busy, or waited for other ranks."""
+"""The error codes of a rank that did not end after a signal: it was busy, or waited for other ranks."""
 
 
 def write_error_file(fault: Fault) -> None:
@@ -174,8 +174,8 @@ def write_error_file(fault: Fault) -> None:
 
 
 def report_hang() -> Diagnostic:
-    """Writes the error file of a rank that did not end when it was asked to. Returns the diagnostic, which names the user code
-    that the main thread executes.
+    """Writes the error file of this rank, which did not end after a signal, and returns its diagnostic, which names the user
+    code that the main thread executes.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     calls = [*traceback.walk_stack(frame)][::-1] if frame else []
@@ -190,8 +190,8 @@ def report_hang() -> Diagnostic:
 
 
 def has_remote_peers() -> bool:
-    """Returns whether this rank meets other ranks over the network. False for a single rank, and in a local launch, whose
-    launcher has checked the plan and whose store is on this machine.
+    """Returns whether this process is one of several ranks that a launcher other than `train-cli` has started. The launcher of
+    a local launch has already checked the plan, and the ranks' store is on this machine.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if "RANK" not in os.environ or not size.isdecimal() or int(size) == 1 or has_launcher():
@@ -202,10 +202,11 @@ def has_remote_peers() -> bool:
 
 
 class RankErrorReporter(AbstractContextManager["RankErrorReporter"]):
-    """A context manager that turns an error of its block into SystemExit. It prints the error and writes the error file.
+    """A context manager that prints an error of its block, writes it into the error file, and raises SystemExit instead.
 
-    Until `is_training` is set, an error occurs on all ranks, or keeps this rank from joining the others. Only the first rank of
-    each host prints it, and this rank sends it to the others. print_function: None if a local launcher prints errors.
+    Before `is_training` is set, an error occurs on all ranks, or keeps this rank from joining the other ranks. Only the first
+    rank of each host prints such an error, and this rank sends it to its peers. print_function: None if a local launcher prints
+    errors.
     """
 
     def __init__(self, rank: int, print_function: Callable[[Fault], None] | None = None) -> None:
@@ -236,26 +237,26 @@ class RankErrorReporter(AbstractContextManager["RankErrorReporter"]):
 
 _SIGNAL_EXIT_CODES = frozenset(
     {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNING_SIGNALS), -signal.SIGTERM, -signal.SIGINT}
-)
+)  # of ranks that obeyed a signal
 
 _REPORT_LEAD_S = 2.0
-"""Seconds subtracted from the time at which the launcher notices a death, since peers may report its consequences earlier."""
+"""The seconds subtracted from the time at which the launcher notices a death, since peers may report an earlier time."""
 
-_SIGNAL_HINTS: dict[int, str] = {
+_SIGNAL_HINTS: dict[int, str] = {  # by the signal that killed a rank
     signal.SIGKILL: "the process was killed from outside: look for the OOM killer in `dmesg`",
     signal.SIGSEGV: "native code crashed: set PYTHONFAULTHANDLER=1 to see the stack of each thread",
     signal.SIGILL: "native code used an instruction that this machine refuses, as torch's bf16 kernels do on some virtual "
     "machines: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment",
     signal.SIGABRT: "native code aborted and printed the reason: a failed assertion, or an exchange in which ranks differ",
     signal.SIGBUS: "check whether /dev/shm is full, or whether a memory-mapped file became shorter",
-    signal.SIGSYS: "a system call is forbidden here: set `[parallel] cross_memory_attach = false`, which needs fewer",
+    signal.SIGSYS: "this machine forbids a system call: set `[parallel] cross_memory_attach = false` to use fewer system calls",
 }
 
 
 @dataclass(frozen=True)
 class FailedRank:
-    """A rank that has failed. exit_code: negative for a signal. fault: the fault that the rank reported, or None. failed_at_s:
-    the time of its failure in seconds since the epoch, estimated if there is no report.
+    """A rank of a local launch that has failed. exit_code: the negative signal number for a death by signal. fault: the fault
+    that the rank reported, or None. failed_at_s: the time of its failure in seconds since the epoch, possibly estimated.
     """
 
     rank: int
@@ -265,7 +266,7 @@ class FailedRank:
 
     @classmethod
     def read(cls, rank: int, exit_code: int, error_file: Path) -> "FailedRank":
-        """Returns the rank, which has just ended. error_file: the path of its report, which may be missing."""
+        """Returns the description of `rank`, which has just ended. error_file: the path of its report, which may be missing."""
         with suppress(OSError, ValueError):
             if content := json.loads(error_file.read_text("utf-8")).get(_FAULT_KEY):
                 return cls(rank, exit_code, TypeAdapter(Fault).validate_python(content["fault"]), content["time"])
@@ -277,10 +278,10 @@ class FailedRank:
 
 
 def find_cause(ranks: Sequence[FailedRank], world_size: int, killed_states: Mapping[int, str] = MappingProxyType({})) -> Fault:
-    """Returns one fault for a run of `world_size` ranks from its failed `ranks`, of which there must be at least one.
+    """Returns the fault to show for a run of `world_size` ranks, given its failed `ranks`, at least one.
 
     killed_states: a description of the process state of each rank that had to be killed. Ranks that only obeyed a signal are
-    not blamed; if all did, the fault has no diagnostics and has their exit code.
+    not blamed. If all failed ranks obeyed a signal, the fault has their exit code and no diagnostics.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     assert ranks, "no rank failed"
@@ -313,13 +314,13 @@ def find_cause(ranks: Sequence[FailedRank], world_size: int, killed_states: Mapp
 
 
 def _describe_failed_rank(first: FailedRank, failed_ranks: Sequence[FailedRank], world_size: int) -> Fault:
-    """Returns the fault of the rank that failed first. Its messages name the rank, unless all ranks report the same fault."""
+    """Returns the fault of `first`, the rank that failed first. Messages name the rank, unless all ranks report the same."""
     label = f"rank {first.rank} of {world_size}"
     if first.fault is not None:
         num_equal = sum(rank.fault is not None and rank.fault.diagnostics == first.fault.diagnostics for rank in failed_ranks)
         return first.fault if num_equal == world_size else first.fault.with_label(label)
     if first.exit_code > 0:
-        message, hint = f"{label} exited with code {first.exit_code} and left no report", "see its output above"
+        message, hint = f"{label} exited with code {first.exit_code} and left no report", "read its output above"
         return Fault((Diagnostic("rank-died", message, hint=hint),), EXIT_RUN_FAILED)
     number = -first.exit_code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
@@ -329,15 +330,16 @@ def _describe_failed_rank(first: FailedRank, failed_ranks: Sequence[FailedRank],
 def _describe_hung_ranks(
     killed_states: Mapping[int, str], busy_faults: Mapping[int, Fault], world_size: int, waiting: FailedRank | None = None
 ) -> Fault:
-    """Returns the fault of ranks that did not end when they were asked to.
+    """Returns the fault of ranks that did not end after a signal.
 
-    killed_states: the states of ranks without a report. busy_faults: those of busy ranks. waiting: a rank that waited for them.
+    killed_states: the process states of ranks without a report, by rank. busy_faults: the faults that busy ranks reported, by
+    rank. waiting: a rank that waited for one of these ranks, or None.
     """
     states = [*killed_states.items(), *((rank, fault.diagnostics[0].message) for rank, fault in busy_faults.items())]
     message = "; ".join(f"rank {rank} of {world_size} did not respond{f': {state}' if state else ''}" for rank, state in states)
     hint = None
     if waiting is not None and waiting.fault is not None:
-        hint = f"rank {waiting.rank} waited for it: {waiting.fault.diagnostics[0].message}"
+        hint = f"rank {waiting.rank} waited for its peers: {waiting.fault.diagnostics[0].message}"
     location = next((fault.diagnostics[0] for fault in busy_faults.values()), Diagnostic("rank-hung", ""))
     diagnostic = Diagnostic("rank-hung", message, place=location.place, source_line=location.source_line, hint=hint)
     return Fault((diagnostic,), EXIT_RUN_FAILED, "".join(fault.trace for fault in busy_faults.values()))

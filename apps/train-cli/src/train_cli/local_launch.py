@@ -1,13 +1,13 @@
-"""Starts the ranks of a local run and waits for them.
+"""Starts the ranks of a run on this machine, and waits until the ranks have ended.
 
     launcher ─┬─> python -m train_cli MODULE:FUNCTION JSON     RANK=0     each in its own session,
               └─> python -m train_cli MODULE:FUNCTION JSON     RANK=1     with the launcher's stdout and stderr
 
-Ranks find each other through a file and listen only on loopback. They die with their launcher. After Ctrl-C, they finish their
-current step.
+Ranks find each other through a file, and listen only on the loopback interface. If their launcher dies, they die too. After
+Ctrl-C, they finish their current step.
 
-    a rank fails ──> SIGTERM to the others ──> a second SIGTERM ── all have ended ──> the first failure is returned
-                                                └── 8 s ───> the remaining ranks are killed; their states are reported
+    a rank fails ──> SIGTERM to other ranks ──> a second SIGTERM ── all have ended ──> the first failure is returned
+                                                 └── 8 s ───> the remaining ranks are killed; their states are reported
 
 A rank ends after SIGTERM unless its process cannot run at all. If a signal has stopped the whole run, the launcher sends no
 second SIGTERM, which would shorten the time for saving a checkpoint.
@@ -34,19 +34,19 @@ from train_cli.run_folder import load_recorder
 from train_cli.stopping import LAUNCHER_VARIABLE, SECOND_SIGTERM_TIMEOUT_S, SignalHandler
 
 KILL_DELAY_S = 2
-"""Seconds from the end of a rank's own time limit after SIGTERM until the launcher sends SIGKILL."""
+"""The time in seconds from the end of a rank's own time limit after SIGTERM until the launcher sends SIGKILL."""
 
 SIGTERM_INTERVAL_S = 1.5
-"""Seconds between two SIGTERMs. This exceeds `stopping.DUPLICATE_SIGNAL_S`, so that a rank counts two signals."""
+"""The time in seconds between two SIGTERMs. It exceeds `stopping.DUPLICATE_SIGNAL_S`, so that a rank counts two signals."""
 
-_POLL_S = 0.05
+_POLL_S = 0.05  # the time in seconds between two looks at the ranks
 
 _PROCESS_STATES = {
     "T": "it is stopped, for example by SIGSTOP",
     "t": "it is stopped by a debugger",
     "D": "it waits in the kernel, for a disk or a device",
-    "R": "it is running and handles no signal",
-    "S": "it sleeps and handles no signal",
+    "R": "it is running, but handles no signal",
+    "S": "it sleeps, and handles no signal",
 }
 """Descriptions of a process that did not end, keyed by the letter of its state in `/proc/PID/stat`."""
 
@@ -64,8 +64,8 @@ def launch(
     Returns the first failure, or a fault without diagnostics if all succeeded or a signal stopped the run.
 
     target: "module:function", a function that returns the rank's exit code. arguments: its keyword arguments, JSON values.
-    run_folder: the folder for a report on failed ranks. sigterm_timeout_s: a rank's own time limit after SIGTERM. stop_signals:
-    the plan's `[run] stop_signals`.
+    run_folder: the folder for a report on failed ranks. sigterm_timeout_s: a rank's time limit after SIGTERM. stop_signals: the
+    plan's `[run] stop_signals`.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sley-", ignore_cleanup_errors=True))
@@ -91,10 +91,10 @@ def launch(
 
 
 class _LocalRanks:
-    """The processes of the ranks.
+    """Starts, signals and ends the processes of the ranks.
 
-    folder: the folder of their store and error files. kill_timeout_s: seconds until SIGKILL for ranks that may save.
-    killed_states: by rank, the state of each process that SIGTERM did not end.
+    folder: the folder of their store and error files. kill_timeout_s: the seconds from a forwarded signal until SIGKILL.
+    killed_states: a description of the state of each process that had to be killed, by rank.
     """
 
     def __init__(self, folder: Path, kill_timeout_s: float) -> None:
@@ -105,21 +105,21 @@ class _LocalRanks:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], num_ranks: int) -> None:
-        """Starts `command` once per rank, each in its own session and with its rank in the environment."""
+        """Starts a process of `command` for each rank, in its own session, and with its rank in the environment."""
         environ = make_rank_environment(num_ranks, os.environ) | {STORE_VARIABLE: (self._folder / "store").as_uri()}
         for rank in range(num_ranks):
             environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE_VARIABLE: str(self._error_file(rank))}
             self._processes.append(subprocess.Popen(command, env=environ, start_new_session=True))
 
     def forward_signal(self, signum: int) -> None:
-        """Forwards a signal of the launcher to all ranks. Each then finishes its step, or ends within its time limit."""
+        """Sends a signal that the launcher has received to all ranks. Each then finishes its step within its time limit."""
         self._has_forwarded_signal = True
         pids = [process.pid for process in self._processes]
         # Ranks have no terminal, so SIGHUP becomes SIGTERM.
         _send_signal(pids, signal.SIGTERM if signum == signal.SIGHUP else signum)
 
     def wait(self) -> list[FailedRank]:
-        """Waits until all ranks have ended. If one fails, terminates the others. Returns the failed ranks."""
+        """Waits until all ranks have ended, and returns the failed ranks. After the first failure, ends the other ranks."""
         failed_ranks: dict[int, FailedRank] = {}
         while self._running_pids() and not failed_ranks:
             time.sleep(_POLL_S)
@@ -129,6 +129,7 @@ class _LocalRanks:
         return list(failed_ranks.values())
 
     def kill_sessions(self) -> None:
+        """Kills the process group of each rank."""
         _send_signal([process.pid for process in self._processes], signal.SIGKILL)
 
     def _error_file(self, rank: int) -> Path:
@@ -143,7 +144,7 @@ class _LocalRanks:
         return {rank: process.pid for rank, process in enumerate(self._processes) if process.poll() is None}
 
     def _terminate(self) -> None:
-        """Ends the remaining ranks by SIGTERM; kills those that do not end, and records their states in `killed_states`."""
+        """Ends the remaining ranks by SIGTERM. Kills ranks that do not end, and adds their states to `killed_states`."""
         _send_signal(self._running_pids().values(), signal.SIGTERM)
         if self._has_forwarded_signal:
             pids = self._wait_for_end(self._kill_timeout_s)
@@ -155,7 +156,7 @@ class _LocalRanks:
         self._wait_for_end(self._kill_timeout_s)
 
     def _wait_for_end(self, timeout_s: float) -> dict[int, int]:
-        """Waits for the ranks to end. Returns the process ids, by rank, of those that have not ended."""
+        """Waits at most `timeout_s` for all ranks to end. Returns the process ids of running ranks, by rank."""
         deadline_s = time.monotonic() + timeout_s
         while (pids := self._running_pids()) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
@@ -163,14 +164,14 @@ class _LocalRanks:
 
 
 def _send_signal(pids: Iterable[int], signum: int) -> None:
-    """Sends a signal to processes, some of which may have ended. SIGKILL goes to the whole process group of each."""
+    """Sends a signal to each process, or SIGKILL to its whole process group. Ignores processes that have ended."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             (os.killpg if signum == signal.SIGKILL else os.kill)(pid, signum)
 
 
 def _describe_process_state(pid: int) -> str:
-    """Returns a description of the process's state, or "" if it is not known."""
+    """Returns a description of the state of the process `pid`, or "" if the state is not known."""
     with suppress(OSError, IndexError):
         # The program name, in parentheses, may contain any character.
         letter = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
@@ -179,7 +180,7 @@ def _describe_process_state(pid: int) -> str:
 
 
 def make_rank_environment(num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns `environ` with the variables of `num_ranks` local ranks. The user's OMP_NUM_THREADS is kept."""
+    """Returns `environ` with the variables that each of `num_ranks` local ranks needs. Keeps OMP_NUM_THREADS if it is set."""
     return {
         "OMP_NUM_THREADS": str(max(1, environment.num_cores() // num_ranks)),
         **environ,

@@ -1,4 +1,4 @@
-"""The command line of `train-cli`. Imports a command only when it is called, and turns errors into diagnostics and exit codes.
+"""The command line of `train-cli`: imports a command only when it is called, and turns errors into diagnostics and exit codes.
 
 Other packages add commands with entry points of the group `sley.commands`. For example, this adds `train-cli sweep`:
 
@@ -51,13 +51,13 @@ HELP_SECTIONS = {
         "env": "Print versions and devices for a bug report.",
     },
 }
-"""Sley's commands and their summaries, by section of `--help`."""
+"""The summaries of Sley's commands by name, in the sections of `--help`."""
 
 COMMAND_PACKAGES = {
     **dict.fromkeys(("estimate", "search", "calibrate"), "estimate"),
     **dict.fromkeys(("doctor", "report"), "doctor"),
 }
-"""The commands that another package defines, each with the name of that package without `sley-`."""
+"""The package that defines a command, without `sley-`, by command. `train-cli` itself defines all other commands."""
 
 COMMAND_MODULES = {
     "check": "plan",
@@ -68,12 +68,12 @@ COMMAND_MODULES = {
     "new": "plugins",
     "env": "plugins",
 }
-"""The commands whose module in `train_cli.commands` does not have the command's name, each with the name of its module."""
+"""The module in `train_cli.commands` that defines a command, by command, if it does not have the name of the command."""
 
 COMMAND_SUMMARIES = {name: summary for section in HELP_SECTIONS.values() for name, summary in section.items()}
 """The summaries of Sley's commands, by name."""
 
-# `\b` makes click keep the line breaks of a paragraph.
+# The text of `train-cli --help`. `\b` makes click keep the line breaks of a paragraph.
 HELP = """
 \b
 Examples:
@@ -92,7 +92,7 @@ Exit codes:
   2    wrong command line
   3    plan invalid
   4    plugin missing, broken, ambiguous or incompatible
-  129  hung up (SIGHUP, as of a terminal that was closed)
+  129  hung up (SIGHUP, for example of a closed terminal)
   130  interrupted (Ctrl-C)
   138  warned by the batch system (SIGUSR1)
   140  warned by the batch system (SIGUSR2)
@@ -103,7 +103,7 @@ Exit codes:
 
 @contextmanager
 def disable_gc() -> Iterator[None]:
-    """Disables the garbage collector within the block."""
+    """Disables Python's garbage collector within the block."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -114,7 +114,7 @@ def disable_gc() -> Iterator[None]:
 
 
 def run_to_exit_code(function: Callable[[], int | None]) -> int:
-    """Calls `function` and returns its exit code: 0 for None, or the code of an interrupt or SystemExit that it raises."""
+    """Calls `function` and returns an exit code: its result, 0 for None, or the code of an interrupt or SystemExit."""
     try:
         with disable_gc():  # imports allocate much and free little; training enables the collector
             return function() or EXIT_OK
@@ -128,7 +128,7 @@ def run_to_exit_code(function: Callable[[], int | None]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. argv: the arguments without the program name; by default this process's."""
+    """Runs a command, prints its error if it fails, and returns the exit code. argv: the arguments; None for `sys.argv[1:]`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     settings = Settings(prints_traceback="--traceback" in arguments)
     arguments = [argument for argument in arguments if argument != "--traceback"]  # it may be before or after a command
@@ -141,14 +141,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fault.exit_code
     finally:
         if argv is None:
-            gc.freeze()  # else Python would search all modules for garbage at exit, which takes most of a second
+            gc.freeze()  # else Python would search all modules for garbage at exit, for almost a second
 
 
 class CommandGroup(TyperGroup):
-    """The group of Sley's commands and those of other packages. `--help` imports none of them."""
+    """The click group of Sley's commands and the commands of other packages. `--help` imports none of these commands."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes the commands for `--help`, section by section."""
+        """Writes the names and summaries of all commands for `--help`, section by section."""
         width = max(map(len, self.commands))
         foreign_commands = find_foreign_commands()
         foreign = {name: str(command.help) for name, command in self.commands.items() if name not in COMMAND_SUMMARIES}
@@ -164,7 +164,7 @@ class CommandGroup(TyperGroup):
 
 
 class LazyCommand(TyperCommand):
-    """The command `name`, which is imported only when it is called or its help is printed."""
+    """A click command that imports the function of the command `name` only when it is called or its help is printed."""
 
     def __init__(self, name: str) -> None:
         summary = COMMAND_SUMMARIES.get(name) or f"A command of {_format_distributions(find_foreign_commands()[name])}."
@@ -180,7 +180,7 @@ class LazyCommand(TyperCommand):
 
 
 def build_command() -> Any:
-    """Returns the click command of the whole program; call it with arguments and `obj=Settings()`."""
+    """Returns the click command of the whole program. Call its `main` with arguments and `obj=Settings()`."""
     group = typer.main.get_command(_app)
     assert isinstance(group, CommandGroup), group
     for name in dict.fromkeys((*COMMAND_SUMMARIES, *find_foreign_commands())):
@@ -207,11 +207,11 @@ def _load_command(name: str) -> Any:
         return points[0].load()
     except Exception as error:
         message = f"the command `{name}` of {dists} cannot be imported: {type(error).__name__}: {error}"
-        raise PluginError("command-import", message, hint="reinstall it, or report this to its authors") from error
+        raise PluginError("command-import", message, hint="reinstall the package, or report this to its authors") from error
 
 
 def import_optional(package: str, module: str, feature: str) -> Any:
-    """Imports `module` of `sley-<package>` for `feature`. Raises PluginError "command-missing" if it is not installed."""
+    """Imports and returns `module` of `sley-<package>`. Raises PluginError "command-missing" if it is not installed."""
     if find_spec(module.partition(".")[0]) is None:
         message = f"{feature} needs sley-{package}, which is not installed"
         raise PluginError("command-missing", message, hint=install_hint(package))
@@ -220,7 +220,7 @@ def import_optional(package: str, module: str, feature: str) -> Any:
 
 @cache
 def find_foreign_commands() -> dict[str, tuple[EntryPoint, ...]]:
-    """Returns the entry points of other packages by command name: several if several packages use the name."""
+    """Returns the entry points of other packages' commands by name. A name has several if several packages use it."""
     commands: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         commands[point.name] = (*commands.get(point.name, ()), point)
@@ -240,7 +240,7 @@ def _print_versions(is_requested: bool) -> None:
         raise typer.Exit
 
 
-def _define_root_options(
+def _define_root_options(  # gives Typer the options of `train-cli` itself; `main` reads --traceback
     version: Annotated[
         bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions of Sley's packages.")
     ] = False,

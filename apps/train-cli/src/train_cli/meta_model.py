@@ -31,12 +31,11 @@ from train_cli.console import format_bytes, format_parameters
 
 
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:
-    """Assembles rank 0 of `world` ranks in a fake world, with the code of a run but without tensor memory or peers.
+    """Assembles rank 0 of `world` simulated ranks, with the code of a run but without tensor memory or peers. Returns notes:
+    the number of parameters and, with `calls_layers`, the host memory of the initial values and the unchecked parts.
 
-    calls_layers: whether to call all layers and the loss on meta too. Returns notes: the number of parameters and, with
-    `calls_layers`, the host memory of the initial values and the parts that were not checked.
-
-    Raises the errors of `assemble` and `check_layers`, and RunError "no-device" if the plan asks for CUDA and there is none.
+    calls_layers: whether to also call all layers and the loss on meta. Raises the errors of `assemble` and `check_layers`, and
+    RunError "no-device" if the plan asks for CUDA and torch finds no CUDA device.
     """
     if plan.run.device == "cuda" and not torch.cuda.is_available():
         hint = 'use `device = "auto"` for the available device'
@@ -79,18 +78,18 @@ def _describe_host_memory(model: Model, ranks_per_host: int) -> list[str]:
     notes, num_bytes = [], sum(tensors.values())
     if num_bytes:
         total, available = num_bytes * ranks_per_host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        note = f"each rank creates all first values on its host before it drops those of other ranks: {format_bytes(num_bytes)}"
+        note = f"each rank creates the initial values of all ranks on its host, and keeps its own: {format_bytes(num_bytes)}"
         note += f", {format_bytes(total)} for {ranks_per_host} ranks on a host" if ranks_per_host > 1 else ""
         if total > available:
-            note += f"; this host has {format_bytes(available)}: return builders (docs/save-resume-load.md)"
+            note += f"; this host has only {format_bytes(available)}, so return builders (docs/save-resume-load.md)"
         notes.append(note)
     if model.recipe is not None and model.recipe.meta_error:
-        notes.append(f"the factory does not run on meta, and used that much memory here: {model.recipe.meta_error}")
+        notes.append(f"the factory does not run on meta, so this check also used this memory: {model.recipe.meta_error}")
     return notes
 
 
 def _describe_sharding(plan: Plan, run: Run) -> list[str]:
-    """Returns a note on the share of the first stage's parameters that `[weights]` shards, and on the largest unsharded one."""
+    """Returns a note on the first stage's share of sharded parameters, and on its largest other one; [] without `[weights]`."""
     if plan.parallel.wp == 1 or plan.weights is None:
         return []
     numels = {param.name: prod(param.shape) for param in run.registry}
@@ -98,16 +97,16 @@ def _describe_sharding(plan: Plan, run: Run) -> list[str]:
     note = f"`{plan.weights.name}` shards {1 - sum(unsharded.values()) / sum(numels.values()):.2%} of the parameters"
     if unsharded:
         name = max(unsharded, key=lambda name: unsharded[name])
-        note += f"; the largest unsharded one is `{name}` with {unsharded[name]:,} elements"
+        note += f"; the largest unsharded parameter is `{name}` with {unsharded[name]:,} elements"
     return [note]
 
 
 def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     """Returns a microbatch of the plan's data on meta, {field: [micro_size, ...]}, with the slice of coordinate 0 on axis `sp`.
 
-    If a plugin's dataset declares a sequence length, it is not read: `cu_seqlens` has one document, and other fields without a
-    sequence dim are omitted. Otherwise the first sample is read. Raises ValueError for a stream that would have to be read, and
-    the errors of the user's dataset.
+    If a plugin's dataset declares a sequence length, no sample is read: `cu_seqlens` has one document, and other fields without
+    a sequence dim are omitted. Otherwise the first sample is read. Raises ValueError for a stream that would have to be read,
+    and the errors of the user's dataset.
     """
     batch = micro_batch(plan, dataset)
     declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
@@ -115,7 +114,7 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
 
 
 def meta_state(layer: Layer, dtype: torch.dtype, fp32_patterns: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Returns the layer's parameters and buffers on meta by name. dtype: that of parameters that no `fp32_patterns` match."""
+    """Returns copies on meta of the layer's parameters and buffers by name. dtype: for names that match no `fp32_patterns`."""
     state = {
         name: torch.empty_like(buffer, device="meta", dtype=select_buffer_dtype(buffer, dtype))
         for name, buffer in layer.module.named_buffers()
@@ -127,9 +126,9 @@ def meta_state(layer: Layer, dtype: torch.dtype, fp32_patterns: Sequence[str] = 
 
 
 def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], state: dict[str, Tensor]) -> Any:
-    """Returns the output of `layer` on meta, called with `args` and the fields that it reads.
+    """Calls `layer` on meta with `args` and the fields that it reads, and returns its output.
 
-    state: from `meta_state`; the forward may write to it. Raises the errors of the layer's forward.
+    state: a result of `meta_state`, to which the forward may write. Raises the errors of the layer's forward.
     """
     layer_fields = {name: fields[name] for name in layer.fields}
     with torch.device("meta"):  # tensors that the forward creates are on meta too
@@ -137,7 +136,7 @@ def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor
 
 
 def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """Returns the microbatch of `meta_micro_batch` on the host, before its sequences are sliced for `sp`."""
+    """Returns the microbatch of `meta_micro_batch` on the host, with whole sequences, {field: [micro_size, ...]}."""
     info, size = dataset.info, plan.batch.micro_size
     if plan.data.record is not None and info.sequence is not None:
         lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
@@ -158,16 +157,16 @@ _DEVICE_ERROR = re.compile(
     r"|mat_a|grouped|stateless api|jit",
     re.IGNORECASE,
 )
-"""Matches the messages of errors that the same call with real tensors might not raise."""
+"""Matches the message of an error on meta that the same call with real tensors might not raise."""
 
 _LAYER_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-"""The exceptions that wrong shapes, types and arguments raise. AssertionError is not one of them, since reading a value on meta
-may raise it.
+"""The exceptions that wrong shapes, types and arguments raise in a layer. They do not include AssertionError, since reading a
+value on meta may raise it.
 """
 
 _LOSS_ERRORS = (RuntimeError, ValueError, IndexError)
-"""Like `_LAYER_ERRORS`, but for a loss. AttributeError and TypeError are not among them: the loss may lack attributes that its
-methods `weight` and `attach` set, which are not called here.
+"""The exceptions that wrong shapes raise in a loss. They do not include AttributeError and TypeError, since the loss may lack
+attributes that its methods `weight` and `attach` set, which are not called here.
 """
 
 
@@ -187,7 +186,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, sent_outputs: Co
     for layer in model.layers:
         label = f"layer `{layer.name}` ({type(layer.module).__name__})"
         if missing := [name for name in layer.fields if name not in fields]:
-            return f"layers were called up to {label}: only the data determines the shape of `{missing[0]}`"
+            return f"layers were called only up to {label}, since the shape of `{missing[0]}` depends on the data"
         try:
             state = meta_state(layer, DTYPES[plan.precision.compute], plan.precision.keep)
             args = (meta_output(layer, args, fields, state),)
@@ -200,7 +199,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, sent_outputs: Co
         except Exception as error:
             if not _is_certain(error, _LAYER_ERRORS):
                 check_written_buffers(written)
-                return f"layers were called up to {label}, which cannot run on meta: {format_cause(error)}"
+                return f"layers were called only up to {label}, which cannot run on meta: {format_cause(error)}"
             field_texts = (f"{name} {_describe_value(fields[name])}" for name in layer.fields)
             inputs = ", ".join([*map(_describe_value, args), *field_texts])
             message = f"{label} fails with inputs {inputs or 'none'}: {format_cause(error)}"
@@ -211,7 +210,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, sent_outputs: Co
 
 
 def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor], info: DataInfo) -> str | None:
-    """Calls the loss on meta. Returns a note if it cannot run there. Raises PlanError: "loss-fails" or the loss's own."""
+    """Calls the loss on meta; returns a note if it cannot run on meta, else None. Raises PlanError, such as "loss-fails"."""
     loss, config = plan.loss.build(), plan.loss.config
     try:
         labels = config.labels if isinstance(config, CrossEntropyConfig) else ""
@@ -235,7 +234,7 @@ def _to_plan_error(error: SleyError, path: KeyPath) -> PlanError:
 
 
 def _is_certain(error: Exception, error_types: tuple[type[Exception], ...]) -> bool:
-    """Returns whether a call with real tensors would raise the same error."""
+    """Returns whether a call with real tensors would certainly raise the same error."""
     is_expected = isinstance(error, error_types) and not isinstance(error, NotImplementedError)
     return is_expected and not _DEVICE_ERROR.search(str(error))
 
@@ -249,8 +248,8 @@ def _describe_value(value: Any) -> str:
 def _find_written_statistics(layer: Layer, state: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
     """Returns the name and module of each running statistic that a call of `layer` has written.
 
-    state: the buffers that were passed to the call, whose versions were 0 before it. On meta, torch increments only the version
-    of `num_batches_tracked`, so that buffer stands for all statistics of its module.
+    state: the buffers that were passed to the call; their versions were 0 before the call. On meta, torch increments only the
+    version of `num_batches_tracked`, so this buffer stands for all statistics of its module.
     """
     return [
         (f"{layer.name}.{prefix}{attribute}", module)

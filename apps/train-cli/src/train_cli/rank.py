@@ -48,14 +48,14 @@ def main(target: str, arguments: str) -> int:
 
 
 def train_plan(path: str, overrides: Sequence[str], resume: str | None) -> int:
-    """Trains a plan as one rank of a local launch, which has checked it and created the run folder. Returns the exit code."""
+    """Trains the plan at `path` as one rank of a local launch, which has created the run folder. Returns the exit code."""
     plan = load_plan(Path(path), overrides)
     return train(plan, run_folder(plan), resume=resume)
 
 
 def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
-    """Joins the world and trains until the run ends. Returns the exit code. folder: the run folder. resume: the path of the
-    checkpoint from which to continue, `AUTO` or `RESTART`; None starts at step 1.
+    """Joins the world, trains until the run ends, and returns the exit code. All ranks must call it. folder: the run folder.
+    resume: the path of the checkpoint from which to continue, `AUTO` or `RESTART`; None starts at step 1.
     """
     with open_run(plan, folder, writes=True) as (run, signal_handler):
         if resume in (AUTO, RESTART) and is_finished(run, folder):
@@ -88,7 +88,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
 
 @contextmanager
 def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[Run, SignalHandler]]:
-    """Joins the world and assembles the run for the block. Yields the run, and the handler of signals.
+    """Joins the world, and assembles the run of `plan` for the block. Yields the run and the handler of signals.
 
     folder: the run folder, in which this rank reports a failure. writes: whether the run also writes its other files there.
     """
@@ -99,7 +99,7 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
     worlds: list[World] = []
 
     def report_timeout() -> None:
-        """Reports, to the launcher and in the run folder, where this rank hangs after it was asked to end."""
+        """Reports to the launcher, and in the run folder, where this rank hangs after a signal."""
         diagnostic = report_hang()
         for world in worlds:
             load_recorder().report_hang(folder, world, diagnostic)
@@ -132,7 +132,7 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
 
 
 def _start_reporter(run: Run, folder: Path, totals: "RunTotals", resume: str | None) -> console.ProgressReporter:
-    """Writes the plan and the start record, adds the rows of earlier steps to `totals`, and prints the size of rank 0's run."""
+    """Writes the plan and the start record, prints the header, and returns the reporter, which reads rows like `totals`."""
     (folder / SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
     resolved = run.resolved_plan  # also has the values that the data determine
     write_plan(resolved, folder)
@@ -153,8 +153,8 @@ def _start_reporter(run: Run, folder: Path, totals: "RunTotals", resume: str | N
 
 
 def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], None]:
-    """Returns a function that reads the rows of a compiled run. It adds notes on the number of graphs that the first step
-    compiled, and on each step after the third that compiled again.
+    """Returns a function that takes the rows of a compiled run. The function adds notes on the number of graphs that the first
+    step compiled, and on each step after the third that compiled again.
     """
     num_steps = 0
     known_ids: set[str] = set()
@@ -174,6 +174,7 @@ def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], Non
 
 
 def _print_finished(run: Run, weights: Path | None) -> None:
+    """Prints on rank 0 that the run has already finished. weights: the folder of its final weights, or None."""
     if run.world.rank == 0:
         location = f"; the weights are in {weights}" if weights else ""
         message, key = f"the run has finished all {run.plan.run.steps} steps", "run.steps"
@@ -183,7 +184,7 @@ def _print_finished(run: Run, weights: Path | None) -> None:
 
 
 def _save_final_weights(run: Run, folder: Path) -> Path | None:
-    """Saves the final weights and returns their folder. Returns None if `final_weights` is "none" or no step was taken."""
+    """Saves the final weights, and returns their folder; None if `final_weights` is "none" or no step was taken."""
     precision = run.plan.run.final_weights
     if precision == "none" or run.num_steps_done == 0:
         return None
@@ -192,6 +193,7 @@ def _save_final_weights(run: Run, folder: Path) -> Path | None:
 
 
 def _write_summary(run: Run, folder: Path, outcome: str, totals: "RunTotals", notes: list[str]) -> dict[str, Any]:
+    """Returns the summary of the run, and writes it to `summary.json` if the run has taken a step."""
     summary = summarize_run(run, outcome, totals, notes)
     if totals.num_steps:
         write_json(folder / SUMMARY, summary)
@@ -200,7 +202,9 @@ def _write_summary(run: Run, folder: Path, outcome: str, totals: "RunTotals", no
 
 @dataclass
 class RunTotals:
-    """Accumulates the totals of a run's metrics rows. tflop: 10^12 FLOP. losses: those of the last steps."""
+    """The totals of a run's metrics rows. tflop: in 10^12 FLOP per device. mfu_seconds: the sum of MFU times seconds. losses:
+    the last `NUM_AVERAGED` finite losses.
+    """
 
     num_steps: int = 0
     num_skipped: int = 0
@@ -216,7 +220,7 @@ class RunTotals:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=console.NUM_AVERAGED))
 
     def add(self, row: console.Row) -> None:
-        """Adds the row of one step. Ignores losses that are not finite, as in skipped steps."""
+        """Adds the row of one step. Ignores a loss that is not finite, for example of a skipped step."""
         self.num_steps += 1
         self.num_skipped += int(row.get("skipped", 0))
         self.tokens += int(row.get("tokens", 0))  # absent for data without tokens
@@ -240,8 +244,8 @@ def summarize_run(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str
 
     run: rank 0's run. outcome: `"finished"`, `"interrupted"` or `"failed"`. notes: problems that did not end the run.
 
-    A loss is None if no step or evaluation has produced it. `evaluation` has the other metrics of evaluations, and `best` is
-    the state of `keep_best`. `tokens_per_s`, `samples_per_s`, `tflops` (of one device) and `mfu` are means over all steps, and
+    A loss is None if no step or evaluation has produced it. `evaluation` has the other metrics of evaluations, and `best` the
+    best result by `keep_best`. `tokens_per_s`, `samples_per_s`, `tflops` (of one device) and `mfu` are means over all steps, or
     None if they are unknown. `memory_mb` is the peak in MiB, as in the rows.
     """
     plan, best, losses = run.plan, run.best, list(totals.losses)

@@ -1,10 +1,10 @@
-"""The rendezvous of ranks that torchrun, SLURM or another launcher has started. Before the ranks wait for each other in a
-collective, they compare their plans and versions in the store at MASTER_ADDR. All ranks start, or none does.
+"""The rendezvous of ranks that torchrun, SLURM or another launcher has started. Before the first collective, the ranks compare
+their plans and versions in the store at MASTER_ADDR. Either all ranks start, or none.
 
     rank 0      info ──> "first"                   all ranks have arrived, or the time is over ──> "verdict" ──> all ranks
     rank n      compares its info with "first" ──> "rank n", or, if it differs or cannot start, "verdict"
 
-Only the first verdict counts. When the time limit is over, the verdict lists the missing ranks and the hosts that have arrived.
+Only the first verdict counts. After the time limit, the verdict lists the missing ranks and the hosts that have arrived.
 """
 
 import json
@@ -32,27 +32,27 @@ from sley_core.plan.plan import Plan, format_values
 from train_cli.faults import PREFLIGHT, Fault
 
 RESPONSE_TIMEOUT_S = 8.0
-"""The time limit, in seconds, of name resolution, of opening a port, and of an answer of the store."""
+"""The time limit in seconds of resolving a name, of opening a port, and of an answer of the store."""
 
 _NOTIFICATION_TIMEOUT_S = 30.0
-"""Seconds for which a rank that cannot start tries to reach rank 0, which may start later."""
+"""The seconds for which a rank that cannot start tries to reach rank 0, which may start later."""
 
 ARRIVAL_GRACE_S = 10.0
 BUILD_GRACE_S = 60.0
-"""Seconds for which rank 0 keeps its store after a failure, so that the other ranks can read the reason: those that are still
-arriving (`ARRIVAL_GRACE_S`), or building their model (`BUILD_GRACE_S`).
+"""The seconds for which rank 0 keeps its store after a failure, so that other ranks can read the reason: ranks that have not
+arrived yet (`ARRIVAL_GRACE_S`), or that are still building their model (`BUILD_GRACE_S`).
 """
 
-_POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3
+_POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3  # the seconds of the first and longest pause of a poll, and before a retry
 
 Verdict = dict[str, Any]
 """{} if all ranks have arrived and agree; else `message` and `hint`."""
 
 
 def open_rendezvous(plan: Plan) -> "Rendezvous":
-    """Checks that all ranks have the same plan and versions, and returns their rendezvous.
+    """Checks that all ranks have the same plan and versions, and returns this rank's rendezvous. All ranks must call it.
 
-    Raises RunError "preflight" on all ranks, or only on this rank if it does not find the others.
+    Raises RunError "preflight" on all ranks, or only on this rank if it does not find the other ranks.
     """
     rendezvous = Rendezvous.join(os.environ, timeout_s=plan.limits.start_timeout_s)
     info = {"the plan": plan.digest, "torch": torch.__version__}
@@ -64,7 +64,7 @@ def open_rendezvous(plan: Plan) -> "Rendezvous":
 
 
 def notify_peers(fault: Fault) -> None:
-    """Sends the reason why this rank cannot start to the ranks that wait for it."""
+    """Sends `fault`, the reason why this rank cannot start, to the ranks that wait for this rank."""
     if fault.diagnostics:
         with suppress(RunError, KeyError, ValueError):  # this rank's own error matters more
             Rendezvous.join(os.environ, timeout_s=_NOTIFICATION_TIMEOUT_S).report_failure(fault.diagnostics[0])
@@ -83,7 +83,7 @@ _BUILD_TEXTS = (
 
 @dataclass
 class Rendezvous:
-    """One rank at the rendezvous.
+    """The rendezvous on one rank, which agrees with the other ranks to start or to fail.
 
     timeout_s: the time limit of a wait for ranks. is_store_owner: whether the store may end soon after this process. job: the
     launcher's name for this run, which distinguishes runs that use the same port. num_rounds: the number of completed rounds,
@@ -106,12 +106,12 @@ class Rendezvous:
         agent does. Blocks until the store exists. All ranks must call it the same number of times.
 
         Raises RunError "preflight" with this host and a hint: after about RESPONSE_TIMEOUT_S if the name cannot be resolved or
-        the port is in use, after twice that if a program at the port is silent, and after `timeout_s` if nothing listens.
+        the port is in use, after twice this time if a program at the port is silent, and after `timeout_s` if nothing listens.
         """
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
         if not address or not port.isdecimal():
-            hint = "set both to the same values on all hosts, the host of rank 0 and a free port on it"
+            hint = "set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port on it, the same on all hosts"
             raise _preflight_error(f"MASTER_ADDR = {address!r}, MASTER_PORT = {port!r}", hint)
         if _is_loopback(address) and int(environ.get("LOCAL_WORLD_SIZE", size)) < size:
             timeout_s = min(timeout_s, RESPONSE_TIMEOUT_S)  # a loopback address cannot connect several hosts
@@ -124,10 +124,10 @@ class Rendezvous:
         return cls(rank, size, prefix_store, timeout_s, is_store_owner, f"{job} of {size} ranks")
 
     def agree(self, info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> None:
-        """Compares `info`, values by name, with that of rank 0. Returns when all ranks have arrived and agree.
+        """Compares `info`, values by name, with the values of rank 0. Returns when all ranks have arrived and agree.
 
-        details: for some names in `info`, the parts of that value by name, so that messages show only those that differ. Raises
-        RunError "preflight" on all ranks, with the rank that differs, its host, its value and a hint.
+        details: for some names in `info`, the parts of the value by name, so that messages show only the differing parts.
+        Raises RunError "preflight" on all ranks, with the rank that differs, its host, its value and a hint.
         """
         if self.rank == 0:
             rank_0 = self._identity | {"info": {**info}, "details": {**details}}
@@ -147,8 +147,8 @@ class Rendezvous:
 
     @contextmanager
     def all_or_none(self, timeout_s: float) -> Iterator[None]:
-        """Returns a context manager that all ranks leave together. If the block raises on a rank, that rank raises its error,
-        and the others raise RunError "preflight". timeout_s: the time limit of the wait at the end of the block.
+        """Returns a context manager that all ranks leave together. If the block fails on a rank, this rank raises its error,
+        and all other ranks raise RunError "preflight". timeout_s: the time limit of the wait at the end of the block.
         """
         try:
             yield
@@ -160,7 +160,7 @@ class Rendezvous:
         self._end_round(_BUILD_TEXTS, timeout_s)
 
     def report_failure(self, diagnostic: Diagnostic) -> None:
-        """Tells all ranks why this rank cannot start. Rank 0 waits until they have read the reason, or for a limited time."""
+        """Tells all ranks why this rank cannot start. Rank 0 then waits, for a limited time, until all ranks have read it."""
         try:
             if self.rank == 0 and not self.num_rounds:
                 self._write_once("first", self._identity)
@@ -175,19 +175,19 @@ class Rendezvous:
 
     @property
     def _identity(self) -> dict[str, Any]:
-        """The fields that identify this process to other ranks."""
+        """The host, job and process id, which identify this process to other ranks."""
         return {"host": self.host, "job": self.job, "process": self.process}
 
     def _read_rank_0(self) -> dict[str, Any]:
-        """Waits for the value of rank 0. Raises RunError "preflight" if it belongs to another run, or does not arrive."""
+        """Waits for the value that rank 0 writes first. Raises RunError "preflight" if it is of another run, or is missing."""
         rank_0 = self._wait_for("first", "the data of rank 0", self.timeout_s)
         if rank_0["job"] != self.job:
-            hint = "set a different MASTER_PORT for each run on a host, and the same one on all ranks of a run"
+            hint = "set a different MASTER_PORT for each run on a host, and the same MASTER_PORT on all ranks of a run"
             raise _preflight_error(f"another run uses this port (job {rank_0['job']}, on {rank_0['host']})", hint)
         return rank_0
 
     def _compare(self, rank_0: dict[str, Any], info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> Verdict:
-        """Returns a verdict that names the first difference from `rank_0`, the value of rank 0, or {} if there is none."""
+        """Returns a verdict on the first difference from `rank_0`, the value of rank 0; {} if there is no difference."""
         rank_name, rank_0_name = f"rank {self.rank} on {self.host}", f"rank 0 on {rank_0['host']}"
         if self.rank >= self.size:
             message = f"a process on {self.host} has RANK {self.rank}, but WORLD_SIZE is {self.size}"
@@ -202,7 +202,7 @@ class Rendezvous:
         return {}
 
     def _record_arrival(self, verdict: Verdict) -> None:
-        """Records that this rank has arrived, or writes `verdict` if it is not empty or another process has the same rank."""
+        """Records that this rank has arrived. If `verdict` is not empty, or another process has this rank, writes a verdict."""
         duplicate = self._write_once(f"rank {self.rank}", self._identity)
         if duplicate is not None and not verdict:
             message = f"two processes, on {duplicate['host']} and {self.host}, have RANK {self.rank}"
@@ -214,7 +214,7 @@ class Rendezvous:
             self._add_count("arrived")
 
     def _end_round(self, texts: tuple[str, str], timeout_s: float) -> None:
-        """Waits for the verdict, which rank 0 writes when the round ends. Raises RunError "preflight" if it is a failure."""
+        """Waits for the verdict, which rank 0 writes at the end of the round. Raises RunError "preflight" for a failure."""
         num_readers = self.size - 1
         if self.rank == 0:
             for _ in _poll_for(timeout_s):
@@ -232,7 +232,7 @@ class Rendezvous:
         self.num_rounds += 1
 
     def _acknowledge_failure(self, num_readers: int) -> None:
-        """Records that this rank has read a failure. If the store ends with rank 0, it waits for `num_readers` other ranks."""
+        """Records that this rank has read a failure. If the store ends with rank 0, rank 0 waits for `num_readers` ranks."""
         if self.rank != 0:
             self._add_count("readers")
         elif self.is_store_owner:
@@ -248,20 +248,21 @@ class Rendezvous:
         return {"message": f"{message} (hosts that did: {', '.join(sorted(set(hosts.values())))})", "hint": texts[1]}
 
     def _wait_for(self, key: str, description: str, timeout_s: float) -> dict[str, Any]:
+        """Returns the value under `key` when a rank has written it. Raises RunError "preflight" after `timeout_s` seconds."""
         for _ in _poll_for(timeout_s):
             if (value := self._read_key(key)) is not None:
                 return value
         raise _preflight_error(f"rank {self.rank} did not receive {description} in time", _RANK_0_HINT)
 
     def _read_key(self, key: str) -> dict[str, Any] | None:
-        """Returns the value under `key` in this round; None if no rank has written it."""
+        """Returns the value under `key` in this round, without waiting; None if no rank has written it yet."""
         name = f"{self.num_rounds} {key}"
         with self._store_errors():
             value: dict[str, Any] | None = json.loads(self.store.get(name)) if self.store.check([name]) else None
         return value
 
     def _write_once(self, key: str, value: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Writes `value` under `key` and returns None. If `key` has another value, keeps and returns that."""
+        """Writes `value` under `key` and returns None. If `key` already has another value, returns this value instead."""
         text = json.dumps(value)
         with self._store_errors():
             stored = self.store.compare_set(f"{self.num_rounds} {key}", "", text).decode()
@@ -273,7 +274,7 @@ class Rendezvous:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Turns torch's errors, which mean that the process that serves the store has ended, into RunError "preflight"."""
+        """Turns a RuntimeError of torch, raised when the process that serves the store has ended, into RunError "preflight"."""
         try:
             yield
         except RuntimeError as error:
@@ -290,7 +291,7 @@ def _preflight_error(message: str, hint: str) -> RunError:
 
 
 def _poll_for(timeout_s: float) -> Iterator[None]:
-    """Yields at once, and then at growing intervals until `timeout_s` seconds have passed."""
+    """Yields once, and then again after growing pauses until `timeout_s` seconds have passed."""
     # `store.wait` would block in C, where Python handles no signals.
     deadline_s, pause_s = time.monotonic() + timeout_s, _POLL_S
     yield
@@ -301,7 +302,7 @@ def _poll_for(timeout_s: float) -> Iterator[None]:
 
 
 def _is_loopback(address: str) -> bool:
-    """Returns whether only this machine can reach `address`; False for an unknown name."""
+    """Returns whether `address` is a loopback address, which only this machine can reach; False for an unknown name."""
     with suppress(OSError):
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
         return all(ip == "::1" or ip.startswith("127.") for ip in addresses)
@@ -309,7 +310,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _open_store(address: str, port: int, size: int, timeout_s: float, *, is_server: bool) -> Store:
-    """Serves the store, or connects to it when it exists. Raises RunError "preflight" as `Rendezvous.join` describes."""
+    """Returns the store, which this rank serves, or to which it connects once it exists. Raises as `Rendezvous.join`."""
     start_s = time.monotonic()
     num_silent_attempts = 0
     while True:
@@ -346,7 +347,7 @@ def _open_store(address: str, port: int, size: int, timeout_s: float, *, is_serv
 
 
 def _make_store(address: str, port: int, size: int, is_server: bool) -> Store:
-    """Creates the TCPStore in a thread. Raises TimeoutError if the server does not respond, for which torch waits forever."""
+    """Returns a TCPStore that a thread creates. Raises TimeoutError if the server is silent, since torch would wait forever."""
     outcomes: list[Store | RuntimeError] = []
 
     def create_store() -> None:
@@ -360,7 +361,7 @@ def _make_store(address: str, port: int, size: int, is_server: bool) -> Store:
     thread.start()
     thread.join(RESPONSE_TIMEOUT_S)
     if not outcomes:
-        raise TimeoutError("it does not respond")
+        raise TimeoutError("no response")
     if isinstance(outcomes[0], RuntimeError):
         raise outcomes[0]
     return outcomes[0]

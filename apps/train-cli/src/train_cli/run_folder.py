@@ -35,36 +35,36 @@ FAULTS = "faults"
 WORK = "work"
 """The subfolders of a run folder that the recorder writes: failure reports, and a record of each rank's work."""
 
-_LOCK = ".lock"
+_LOCK = ".lock"  # the name of the lock file in a run folder
 
 
 class RunRecorder:
-    """The interface of the recorder of sley-doctor. This class records nothing. `folder` is the run folder in all methods."""
+    """The interface of sley-doctor's recorder. This class records nothing. In all methods, `folder` is the run folder."""
 
     def record_steps(self, parts: "Parts", feed: "Feed | None", folder: Path, notes: list[str]) -> AbstractContextManager[None]:
-        """Returns a context manager that records this rank's steps. A recorder that cannot write adds a note to `notes`."""
+        """Returns a context manager that records this rank's steps. Adds a note to `notes` if writing fails."""
         return nullcontext()
 
     def report_failure(self, folder: Path, world: "World", diagnostic: Diagnostic, error: BaseException) -> None:
         """Reports that this rank failed with `error`, before cleanup. diagnostic: the error as the user sees it."""
 
     def report_hang(self, folder: Path, world: "World", diagnostic: Diagnostic) -> None:
-        """Reports where this rank hangs, after it was asked to end. Called in another thread than the main thread."""
+        """Reports the place where this rank hangs after a signal. Called in a thread other than the main thread."""
 
     def report_launch(
         self, folder: Path, world_size: int, exit_codes: Mapping[int, int], killed_states: Mapping[int, str], first_failed: int
     ) -> None:
-        """Reports how the ranks of a local launch ended. exit_codes: those of the failed ranks, negative for signals.
+        """Reports how the ranks of a local launch ended. exit_codes: the exit code of each failed rank, negative for a signal.
         killed_states: the process state of each rank that had to be killed. first_failed: the rank that failed first.
         """
 
     def delete_reports(self, folder: Path) -> None:
-        """Removes the reports of an earlier attempt before a run starts."""
+        """Deletes the failure reports of earlier attempts from the run folder, before a run starts."""
 
 
 @cache
 def load_recorder() -> RunRecorder:
-    """Returns the recorder of sley-doctor if that package is installed, else one that records nothing."""
+    """Returns the recorder of sley-doctor if that package is installed, else a recorder that records nothing."""
     if find_spec("sley_doctor") is None:
         return RunRecorder()
     recorder: RunRecorder = import_module("sley_doctor.fault_report").DoctorRecorder()
@@ -72,7 +72,7 @@ def load_recorder() -> RunRecorder:
 
 
 class FolderInUseError(Exception):
-    """Raised if another process has locked the folder. pid: the id of that process, or "" if it is not known."""
+    """Raised if another process has locked a run folder. pid: the id of that process, or "" if the id is not known."""
 
     def __init__(self, pid: str) -> None:
         super().__init__(pid)
@@ -80,10 +80,10 @@ class FolderInUseError(Exception):
 
 
 class FolderLock:
-    """A lock on `folder`, which is created if it is missing.
+    """Locks `folder` until `release`, and creates it if it is missing.
 
     Raises FolderInUseError if another process holds the lock, and OSError if the lock file cannot be written. The lock is an
-    flock(2) on that file, which the kernel releases when the process ends. On file systems without flock, nothing is locked.
+    flock(2) on this file, which the kernel releases when the process ends. On file systems without flock, nothing is locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,13 +103,14 @@ class FolderLock:
         os.write(self._descriptor, json.dumps({"pid": os.getpid(), "starter": torchrun_id()}).encode())
 
     def release(self) -> None:
-        """Unlocks the folder. Keeps the lock file if torchrun may restart this rank, to show that the run owns the folder."""
+        """Unlocks the folder. Keeps the lock file if torchrun may restart this rank, as a sign that the run owns the folder."""
         restarts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
         if self._is_file_in_folder() and int(restarts[0]) >= int(restarts[1]):
             self._path.unlink()
         os.close(self._descriptor)
 
     def _is_file_in_folder(self) -> bool:
+        """Returns whether the folder still contains the lock file that this object has opened."""
         try:
             return os.path.samestat(self._path.lstat(), os.fstat(self._descriptor))
         except OSError:
@@ -117,7 +118,7 @@ class FolderLock:
 
 
 def check_unlocked(folder: Path) -> None:
-    """Raises FolderInUseError if a run has locked `folder`. Changes nothing."""
+    """Raises FolderInUseError if another process has locked `folder`. Changes nothing."""
     with suppress(FileNotFoundError, NotADirectoryError):
         descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
         try:
@@ -127,7 +128,7 @@ def check_unlocked(folder: Path) -> None:
 
 
 def _lock_or_raise(descriptor: int) -> None:
-    """Locks the file. Raises FolderInUseError if another process has locked it. On file systems without locks, does nothing."""
+    """Locks an open file. Raises FolderInUseError if another process has locked it. Ignores file systems without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -141,7 +142,7 @@ def _lock_or_raise(descriptor: int) -> None:
 
 
 def is_folder_of_restarted_run(folder: Path) -> bool:
-    """Returns whether the run that created `folder` may use it again because torchrun has restarted the run."""
+    """Returns whether torchrun has restarted the run that created `folder`, so that the run may use the folder again."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     try:
@@ -153,7 +154,8 @@ def is_folder_of_restarted_run(folder: Path) -> bool:
 def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> None:
     """Raises PlanError "run-folder" if `locked_run_folder` could not create or continue the folder. Changes nothing.
 
-    It refuses a folder that exists without `overwrite` or `resume`, is no run folder, is in use, or cannot be written.
+    A folder is refused if it exists and neither `overwrite` nor `resume` is set, if it is not a run folder, if an active run
+    uses it, or if it cannot be written.
     """
     folder = run_folder(plan)
     with _folder_errors(plan, folder):
@@ -177,8 +179,8 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
 def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
     """Creates the run folder of `plan` with its `plan.toml`, and locks it until the block ends. Yields the folder.
 
-    resume: whether to keep the files of a run folder. Even without `overwrite`, replaces a folder that has failure reports but
-    no results, and one that has only records of ranks, as on hosts without rank 0. Raises the errors of `check_run_folder`.
+    resume: whether to keep the files of an existing run folder. Even without `overwrite`, replaces a folder that has failure
+    reports but no results, or that has only records of ranks. Raises the errors of `check_run_folder`.
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)
@@ -201,6 +203,7 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
 
 
 def _replace_files(plan: Plan, folder: Path, *, overwrite: bool) -> None:
+    """Deletes the files in a locked run folder, except failure reports, and writes `plan.toml`. Raises "run-folder"."""
     if _has_protected_files(folder) and not (overwrite and _is_run_folder(folder)):
         raise _refusal_error(plan, f"another run has just created `{folder}`", "choose another `run.name`")
     for path in folder.iterdir():
@@ -214,12 +217,12 @@ def _replace_files(plan: Plan, folder: Path, *, overwrite: bool) -> None:
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
-    """Writes the resolved plan into `folder`, completely or not at all."""
+    """Writes the resolved plan `plan` into `folder` as `plan.toml`, completely or not at all."""
     write_atomically(folder / PLAN_FILE, plan.to_toml())
 
 
 def _is_unused(folder: Path) -> bool:
-    """Returns whether `folder` has no results: it is empty, or its run failed before the first step."""
+    """Returns whether `folder` has no results, because it is empty, or because its run failed before the first step."""
     sizes = {path.name: path.stat().st_size for path in folder.glob("*")}
     return sizes.keys() <= {PLAN_FILE, METRICS_FILE, _LOCK, FAULTS, ATTEMPT_FILE, START_FILE} and not sizes.get(METRICS_FILE)
 
@@ -249,7 +252,7 @@ def _is_run_folder(folder: Path) -> bool:
 
 @contextmanager
 def _folder_errors(plan: Plan, folder: Path) -> Iterator[None]:
-    """Turns FolderInUseError and OSError into PlanError "run-folder"."""
+    """Turns a FolderInUseError or OSError of the block into PlanError "run-folder"."""
     try:
         yield
     except FolderInUseError as error:

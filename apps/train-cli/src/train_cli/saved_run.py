@@ -1,9 +1,9 @@
 """Reads the plan, checkpoints and newest weights of a run from its folder, resumes the run, and opens it in one process.
 
     --resume PATH ──> starts from PATH, which `attempt.json` in the folder records ──> saves its own checkpoints
-                           └── restarted, or --resume auto ───> resumes from the newest of these, or from PATH if there is none
+                           └── restarted, or --resume auto ───> resumes from its newest checkpoint, or from PATH without one
 
-Listing checkpoints does not read their tensors. Loading one checks that its files are intact.
+Listing checkpoints does not read their tensors. Loading a checkpoint checks that its files are intact.
 """
 
 import json
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from sley_trainer.run import Run
 
 SUMMARY = "summary.json"
-"""The name of the file with a run's totals in its folder."""
+"""The name of the file in a run folder that contains the totals of the run."""
 
 AUTO = "auto"
-"""The value of `--resume` that selects the run's own newest checkpoint, or none if the run has taken no step."""
+"""The value of `--resume` that selects the run's own newest checkpoint, or starts the run if it has taken no step."""
 
 RESTART = "restart"
-"""Like `AUTO`, but for a run that torchrun or SLURM has restarted without `--resume`."""
+"""The value that replaces a missing `--resume` in a run that torchrun or SLURM has restarted; it selects as `AUTO` does."""
 
 
 _EXCLUSIVE_KEYS = (("source", "files"), ("held_out", "held_out_files"), ("separator", "field"))
-"""Pairs of keys of `[data]` that exclude each other. A change of one key removes the other."""
+"""Pairs of keys of `[data]` of which a table may have only one. A change of one key removes the other key."""
 
 
 def run_folder(plan: Plan) -> Path:
@@ -75,7 +75,7 @@ def copy_run_files(plan: Plan, folder: Path) -> None:
 
 
 def load_run_plan(folder: Path, data_changes: Sequence[str] = ()) -> Plan:
-    """Returns the resolved plan of the run in `folder`, even of a moved one.
+    """Returns the resolved plan of the run in `folder`, even if the folder was moved.
 
     data_changes: changes of `[data]`, as "key=VALUE". Raises UsageError "no-run", and the errors of loading a plan.
     """
@@ -98,7 +98,7 @@ def checkpoint_folder(plan: Plan, folder: Path) -> str:
 
 
 def _load_reader(plan: Plan | None) -> CheckpointFiles:
-    """Returns the checkpoint reader of the plan's checkpointer, or of the default one. Imports torch.
+    """Returns the checkpoint reader of the plan's checkpointer, or of the default checkpointer. Imports torch.
 
     Raises PluginError "plugin-missing" if it is not installed, and UsageError "no-checkpoint-files" if it has no reader.
     """
@@ -110,7 +110,7 @@ def _load_reader(plan: Plan | None) -> CheckpointFiles:
     return reader
 
 
-def _find_reader(plan: Plan | None) -> CheckpointFiles | None:
+def _find_reader(plan: Plan | None) -> CheckpointFiles | None:  # None if the checkpointer has no reader
     from sley_core.checkpointing import checkpoint_files
 
     return checkpoint_files(PluginLoader() if plan is None else plan.loader, plan)
@@ -121,7 +121,7 @@ def _list_checkpoints(reader: CheckpointFiles, folder: str) -> list[str]:
 
 
 def _describe_checkpoint(reader: CheckpointFiles, path: str) -> "SavedRun | None":
-    """Returns the description of the checkpoint at `path`, or None if there is none or it is damaged."""
+    """Returns the description of the checkpoint at `path`; None if there is no checkpoint, or if it is damaged."""
     try:
         return reader.describe(path)
     except Exception:  # a file system may raise any error
@@ -129,8 +129,8 @@ def _describe_checkpoint(reader: CheckpointFiles, path: str) -> "SavedRun | None
 
 
 def _read_weights_origin(folder: Path) -> tuple[str, int | None]:
-    """Returns the id of the attempt that wrote the weights in `folder`, and the step of the weights. If the files do not record
-    them, the id is "" and the step is None. Raises RunError "weight-files" if a file cannot be read.
+    """Returns the id of the attempt that wrote the weights in `folder`, or "" if the files do not record it, and the step of
+    the weights, or None. Raises RunError "weight-files" if a file cannot be read.
     """
     from sley_core.weight_files.read import SINGLE_FILE, open_safetensors
 
@@ -142,11 +142,11 @@ def _read_weights_origin(folder: Path) -> tuple[str, int | None]:
 
 
 def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Path | str, int | None]:
-    """Returns the path of the newest weights of the run in `folder`, and their step, or None if that is not known.
+    """Returns the path of the newest weights of the run in `folder`, and their step, or None if the step is not known.
 
-    These are the final weights, or an intact checkpoint of a later step. best: whether to return instead the newest checkpoint
-    that was the best when it was saved. Ignores weights of steps that the run discarded when it resumed from an earlier step or
-    started over. Raises UsageError "no-weights" if there are no weights.
+    The newest weights are the final weights, or an intact checkpoint of a later step. best: whether to return instead the
+    newest checkpoint that was the best when it was saved. Ignores weights of steps that the run discarded when it resumed from
+    an earlier step or started over. Raises UsageError "no-weights" if there are no such weights.
     """
     attempt = read_attempt(folder)
     final: tuple[Path, int | None] | None = None
@@ -178,8 +178,8 @@ def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tupl
 def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     """Returns the plan and the weights of a run or checkpoint, and prints the origin of the weights.
 
-    run: a run folder, for its newest weights or, with `best`, those of its best checkpoint; or the path or URL of a checkpoint.
-    Raises UsageError: "no-run" if `run` is neither, and "no-weights" if the run has no such weights.
+    run: a run folder, or the path or URL of a checkpoint. best: whether to use the best checkpoint of a run folder instead of
+    its newest weights. Raises UsageError: "no-run" for another `run`, and "no-weights" if the run has no such weights.
     """
     from sley_core.checkpointing import load_plan_and_weights
 
@@ -204,7 +204,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
 
 
 def can_resume(plan: Plan, folder: Path) -> bool:
-    """Returns whether the run in `folder` may have a checkpoint to resume from: its own, or the one from which it started."""
+    """Returns whether the run in `folder` may have a checkpoint to continue from: its own, or the checkpoint at its start."""
     checkpoints, attempt = checkpoint_folder(plan, folder), read_attempt(folder)
     if "://" in checkpoints or (attempt is not None and attempt.loaded_path):
         return True
@@ -215,7 +215,7 @@ def can_resume(plan: Plan, folder: Path) -> bool:
 
 
 def check_checkpoint_path(plan: Plan, path: str) -> None:
-    """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of them. Does not check URLs."""
+    """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of checkpoints. Ignores URLs."""
     if "://" in path or (reader := _find_reader(plan)) is None:
         return
     try:
@@ -234,8 +234,8 @@ def is_restarted() -> bool:
 
 
 def is_folder_continued(plan: Plan, resume: str | None) -> bool:
-    """Returns whether the run continues in its existing folder, which must be of the same run and, after a restart by SLURM, of
-    the same job. resume: the value of `--resume`.
+    """Returns whether a run of `plan` continues in its existing folder, instead of replacing the folder: if it resumes the same
+    run, or if a launcher has restarted it. resume: the value of `--resume`.
     """
     folder = run_folder(plan)
     if resume == AUTO:
@@ -274,11 +274,11 @@ def is_finished(run: "Run", folder: Path) -> bool:
 
 
 def resume_run(run: "Run", folder: Path, resume: str | None) -> list[str]:
-    """Loads the checkpoint `resume` into `run`, unless it is None; returns notes for the user. All ranks must call it.
+    """Loads the checkpoint `resume` into `run`, and returns notes for the user; None loads nothing. All ranks must call it.
 
-    A restarted run continues from its own newest checkpoint, not from the one from which it started. A run without a checkpoint
+    A restarted run continues from its own newest checkpoint, not from the checkpoint at its start. A run without a checkpoint
     starts at step 1. If it has already taken steps, it repeats them only if torchrun restarts it, and not if the user has
-    passed `AUTO` with a plan that saves no checkpoints; otherwise, this raises UsageError "never-anew".
+    passed `AUTO` with a plan that saves no checkpoints; otherwise, raises UsageError "never-anew".
     """
     if resume is None:
         return []
@@ -301,21 +301,21 @@ def resume_run(run: "Run", folder: Path, resume: str | None) -> list[str]:
 
 
 _OUTPUT_TABLES = ("checkpoint", "profile")
-"""The tables of a plan that only make a run write files."""
+"""The tables of a plan whose only effect is that a run writes files."""
 
 _LAYOUT_TABLES = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload")
-"""The tables of a plan that decide where and when values are computed, but change no result."""
+"""The tables of a plan that decide where and when a run computes its values, but change no value."""
 
 
 def read_only_plan(plan: Plan) -> Plan:
-    """Returns the plan without the tables that make a run write files; the layout is unchanged."""
+    """Returns a copy of the plan without the tables that make a run write files; the layout is the same."""
     return _replace_tables(plan, _remove_tables(plan, _OUTPUT_TABLES))
 
 
 def one_process_plan(plan: Plan) -> Plan:
-    """Returns a plan that computes the same values in one process, without parallel axes, reducers and offload.
+    """Returns a plan that computes the same values as `plan` in one process, without parallel axes, reducers and offload.
 
-    The plan keeps its batches, microbatches, seed, precision, `reduction` and transforms.
+    The result has the same batches, microbatches, seed, precision, `reduction` and transforms.
     """
     tables = _remove_tables(plan, (*_OUTPUT_TABLES, *_LAYOUT_TABLES))
     tables["parallel"] = {**tables.get("parallel", {}), "dp": 1, "pp": 1, "sp": 1, "wp": 1}
@@ -325,7 +325,7 @@ def one_process_plan(plan: Plan) -> Plan:
 
 
 def has_layout(plan: Plan) -> bool:
-    """Returns whether the plan has tables or gradient handlers of a layout, which include offload and recomputation."""
+    """Returns whether the plan has tables or gradient handlers of a layout, also of offload or recomputation."""
     tables = plan.document.tables
     handlers = plan.gradient_handlers
     return any(tables.get(key) for key in _LAYOUT_TABLES) or any(_belongs_to_layout(handler.record) for handler in handlers)
@@ -333,11 +333,10 @@ def has_layout(plan: Plan) -> bool:
 
 @contextmanager
 def open_trained_run(folder: Path, plan: Plan, *, best: bool = False, with_evaluation: bool = False) -> Iterator["Run"]:
-    """Yields a one-process run with the newest weights of the run in `folder`, or with `best` those of its best checkpoint.
-    Prints the origin of these weights.
+    """Yields a one-process run with the newest weights of the run in `folder`, and prints the origin of the weights.
 
-    plan: the run's plan, from `load_run_plan`. with_evaluation: whether the run can evaluate; otherwise `NoData` replaces its
-    data, unless a factory makes them. Raises UsageError "no-weights" if the run has no such weights.
+    plan: from `load_run_plan`. best: whether to use the best checkpoint instead. with_evaluation: whether the run can evaluate;
+    if not, `NoData` replaces its data, unless a factory makes the data. Raises UsageError "no-weights".
     """
     from sley_core.comm.world import World
     from sley_trainer.assemble import assemble
@@ -362,7 +361,7 @@ def open_trained_run(folder: Path, plan: Plan, *, best: bool = False, with_evalu
 
 
 class NoData:
-    """A placeholder dataset: its length is 1, but it has no sample to read."""
+    """A placeholder for the dataset of a run that reads no samples: its length is 1, but reading a sample fails."""
 
     def __len__(self) -> int:
         return 1
@@ -384,13 +383,15 @@ def _make_placeholder_table(plan: Plan) -> dict[str, Any]:
 
 
 def _belongs_to_layout(record: object) -> bool:
+    """Returns whether a gradient handler with this record only serves a layout, and does not change results."""
     assert isinstance(record, GradientHandlerRecord), record
     return record.role in ("reducer", "tie")  # transforms change results
 
 
 def _remove_tables(plan: Plan, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Returns a copy of the plan's tables without the tables `keys`, and without the evaluation keys that need checkpoints."""
     tables = {key: deepcopy(value) for key, value in plan.document.tables.items() if key not in keys}
-    for key in ("keep_best", "patience"):  # they need checkpoints
+    for key in ("keep_best", "patience"):
         tables.get("evaluation", {}).pop(key, None)
     return tables
 

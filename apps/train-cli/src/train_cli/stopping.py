@@ -1,5 +1,5 @@
-"""Ends a rank after a signal, or when its launcher dies. The rank finishes its step within a time limit, and does not wait for
-dead peers.
+"""Ends a rank after a signal, or when its launcher dies. After a signal, a rank finishes its step within a time limit, and does
+not wait for peers that have died.
 
     training ── first SIGINT ──> run.stop(): the step is finished ── the loop returns ──> cleanup, at most 10 s
         │                              └── second SIGINT ──> exits at once
@@ -25,22 +25,22 @@ from sley_core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
 from sley_core.plan.plan import Plan
 
 CLEANUP_TIMEOUT_S = 10.0
-"""The time limit, in seconds, of a rank's cleanup after its run has ended."""
+"""The time limit in seconds of a rank's cleanup after its run has ended."""
 
 SIGTERM_TIMEOUT_S = 8.0
 SAVE_TIMEOUT_S = 25.0
-"""The time limits, in seconds after SIGTERM, of a run that saves nothing when it stops (`SIGTERM_TIMEOUT_S`) and of one that
-saves a checkpoint or its weights (`SAVE_TIMEOUT_S`). torchrun sends SIGKILL after 30 s.
+"""The time limits in seconds after SIGTERM: `SAVE_TIMEOUT_S` for a run that saves a checkpoint or its weights when it stops,
+`SIGTERM_TIMEOUT_S` for other runs. torchrun sends SIGKILL after 30 s.
 """
 
 SECOND_SIGTERM_TIMEOUT_S = 6.0
-"""The time limit, in seconds, after a second SIGTERM, which a launcher sends if a rank has failed."""
+"""The time limit in seconds after a second SIGTERM, which a launcher sends if a rank has failed."""
 
 DUPLICATE_SIGNAL_S = 1.0
-"""Seconds within which signals count as one, since an interrupt may reach a rank both directly and through its launcher."""
+"""The time in seconds within which two signals count as one: an interrupt may reach a rank directly and from its launcher."""
 
 STOP_MESSAGE = "stopping after this step; Ctrl-C again stops at once"
-"""The line that is printed after the first signal."""
+"""The line that is printed after the first signal of a run."""
 
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """The signals that batch systems send some time before they end a job."""
@@ -49,9 +49,9 @@ LAUNCHER_VARIABLE = "SLEY_LAUNCHER"
 """The environment variable in which a local launch passes its process id to its ranks."""
 
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""An environment variable that torchrun sets for its workers. They too die with their launcher."""
+"""An environment variable that torchrun sets for its workers, which also die with their launcher."""
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # from sys/prctl.h: sets the signal that the kernel sends when the parent dies
 
 _has_launcher = False
 
@@ -62,7 +62,7 @@ def has_launcher() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Makes the kernel kill this process when its launcher or torchrun ends, even by SIGKILL. Does nothing without either.
+    """Makes the kernel kill this process when its launcher or torchrun ends, even by SIGKILL. Does nothing in other processes.
 
     This works even while the rank hangs in a driver. Call it before slow imports. Exits at once if the launcher is dead.
     """
@@ -82,8 +82,8 @@ def die_with_launcher() -> None:
 def exit_process(code: int) -> NoReturn:
     """Ends this process with exit code `code`.
 
-    A failed rank exits without destructors, since those of communicators may wait for dead peers. Its `multiprocessing`
-    children are killed, since Python's exit handlers do not run.
+    A failed rank exits without destructors, since the destructors of communicators may wait for dead peers. Its
+    `multiprocessing` children are killed, since Python's exit handlers do not run.
     """
     if code and "RANK" in os.environ:
         for stream in (sys.stdout, sys.stderr):
@@ -108,7 +108,7 @@ def _kill_children() -> None:
 
 
 class TerminationInterrupt(BaseException):
-    """Raised by a stop signal other than SIGINT while there is no run to stop. It ends the process with exit code `code`.
+    """Raised in the main thread by a stop signal other than SIGINT if there is no run to stop. code: the process's exit code.
 
     It does not derive from SystemExit, since a SystemExit of the user's factory is reported as a failure.
     """
@@ -127,10 +127,10 @@ def sigterm_timeout_s(plan: Plan) -> float:
 class SignalHandler(AbstractContextManager["SignalHandler"]):
     """A context manager that handles SIGINT, SIGTERM, SIGHUP, and the signals named in `warning_signals`, such as "SIGUSR1".
 
-    A thread handles them, since the main thread may be in a collective that never returns. print_line: prints a line when the
-    first signal arrives; None if a launcher prints it. report_timeout: called in the thread before it ends a process that has
-    not ended by its deadline. sigterm_timeout_s: the deadline after SIGTERM, in seconds. exit_now: takes the exit code, and
-    ends this process (or, in a launcher, its ranks) at once. Only the main thread may enter the block.
+    A thread handles the signals, since the main thread may be in a collective that never returns. print_line: prints
+    `STOP_MESSAGE` when the first signal arrives; None if a launcher prints it. report_timeout: called in the thread before it
+    ends a process that has missed its deadline. sigterm_timeout_s: the time limit after SIGTERM, in seconds. exit_now: takes
+    the exit code, and ends this process (or, in a launcher, its ranks) at once. Only the main thread may enter the block.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         return None if self._first_signal is None else self._exit_codes[self._first_signal]
 
     def call_on_signal(self, stop: Callable[[], None]) -> None:
-        """Makes the first signal call `stop` in another thread. Before, signals raise an exception in the main thread."""
+        """Makes the first signal call `stop` in another thread. Before this call, signals raise in the main thread."""
         self._stop = stop
 
     def limit_cleanup(self, code: int) -> None:
@@ -192,7 +192,7 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         os.close(self._writer)
 
     def _restore_in_child(self) -> None:
-        """Restores the handlers in a forked process, such as a worker of a dataset, so that SIGTERM ends it."""
+        """Restores the old handlers in a forked process, such as a worker of a dataset, so that SIGTERM ends the process."""
         if not self._is_closed:
             self._is_closed = True
             signal.set_wakeup_fd(-1)
@@ -201,11 +201,12 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
                 signal.signal(signum, signal.SIG_IGN if signum in WARNING_SIGNALS else handler)
 
     def _raise_interrupt(self, signum: int, _: FrameType | None) -> None:
-        """Python's handler of each signal: raises an exception in the main thread if there is no run to stop."""
+        """The Python handler of all signals: raises an exception in the main thread if there is no run to stop."""
         if self._stop is None:
             raise KeyboardInterrupt if signum == signal.SIGINT else TerminationInterrupt(self._exit_codes[signum])
 
     def _watch(self) -> None:
+        """The thread: handles signals as they arrive, and ends the process at its deadline."""
         while not self._is_closed:
             wait_s = None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
             if select.select([self._reader], [], [], wait_s)[0]:

@@ -277,7 +277,6 @@ class Loop:
 
     @contextmanager
     def _override_attribute(self, name: str, value: object) -> Iterator[None]:
-        """Within the block, the attribute `name` of this object has the value `value`."""
         before = getattr(self, name)
         setattr(self, name, value)
         try:

@@ -41,7 +41,6 @@ RESUME_STEP = 3
 """The number of steps that a trial takes before its checkpoint."""
 
 HINT = "keep tensors in `self.state[parameter]`, and numbers in attributes; a checkpoint contains nothing else"
-"""The hint for an optimizer whose steps change after a resume."""
 
 
 class OptimizerFault(NamedTuple):

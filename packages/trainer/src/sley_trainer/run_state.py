@@ -158,7 +158,6 @@ class RunState(checkpointing.TrainingState):
         return self.parts.registry.base
 
     def _optimizer_states(self) -> list[tuple[OptimizerParam, Any]]:
-        """Returns each parameter that this rank updates, with its optimizer state ({} before the first update)."""
         params = self.update.masters.optimizer_params
         return [(entry, self.update.optimizer.state.get(entry.parameter, {})) for entry in params]
 

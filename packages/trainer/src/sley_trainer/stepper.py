@@ -55,11 +55,11 @@ ActionGenerator = Callable[[int], Sequence[Sequence[Action]]]
 
 
 class ActionLists:
-    """Generates, lowers and caches the action lists of one stage. Lowering adds the transfers between stages and the ends of
-    chunks. Each stage lowers the lists of all stages, so that every rank detects a wrong schedule.
+    """Generates, lowers and caches the action lists of one stage. Lowering adds transfers between stages. Each stage lowers the
+    lists of all stages, so that every rank detects a wrong schedule.
 
-    generate: returns the compute actions of all stages, which are not cached. stage: the index of the stage. lower_all_stages:
-    takes the number of microbatches and returns the lowered training lists of all stages.
+    generate: returns the compute actions of all stages, which are not cached. lower_all_stages: takes the number of
+    microbatches, and returns the lowered training lists of all stages.
     """
 
     def __init__(self, generate: ActionGenerator, placement: Placement, stage: int) -> None:

@@ -1,4 +1,4 @@
-"""`train-cli data`: `show` prints counts and samples of a plan's data, `prepare` fills caches, `export` writes token files."""
+"""`train-cli data`: `show` prints counts and samples of a plan's data, `prepare` fills caches, and `export` writes tokens."""
 
 import json
 from collections import Counter
@@ -50,7 +50,7 @@ def show(
     dataset = cast("Dataset", any_dataset)
     counts = _count_tokens(dataset)
     if sample is not None and sample >= len(dataset):
-        raise UsageError("no-sample", f"the split has {len(dataset)} samples, 0 to {len(dataset) - 1}")
+        raise UsageError("no-sample", f"the split has only the samples 0 to {len(dataset) - 1}")
     fields = _read_sample(dataset, sample) if sample is not None else None
     if output_format is OutputFormat.json:
         sample_entry = {} if fields is None else {"sample": fields}
@@ -111,7 +111,7 @@ def export(
 
 
 def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
-    """Opens the dataset of `data`. Imports torch if a factory makes the dataset, or if the dataset's module imports it."""
+    """Returns the dataset of `data`. Imports torch only if a factory makes the dataset, or if the dataset's module does so."""
     if data.record is not None:
         return cast("AnyDataset", data.build(context))
     from sley_core.data.batches import open_dataset
@@ -120,12 +120,12 @@ def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
 
 
 def _read_sample(dataset: Dataset, index: int) -> dict[str, list[int]]:
-    """Returns the fields of sample `index` as flat lists. Imports torch."""
+    """Returns the fields of sample `index` as flat lists of integers. Imports torch."""
     return {name: value.reshape(-1).tolist() for name, value in dataset[index].items()}
 
 
 def _count_tokens(dataset: Dataset) -> dict[str, Any]:
-    """Returns the dataset's counts by name, and `packing`, the share of positions without padding, or None if unknown."""
+    """Returns the dataset's counts by name, and under "packing" the share of positions without padding, or None if unknown."""
     counts = dict(getattr(dataset, "counts", None) or _count_sample_tokens(dataset))
     is_known = counts["padding"] is not None and counts["positions"]
     counts["packing"] = 1 - counts["padding"] / counts["positions"] if is_known else None
@@ -133,7 +133,7 @@ def _count_tokens(dataset: Dataset) -> dict[str, Any]:
 
 
 def _count_sample_tokens(dataset: Dataset) -> dict[str, Any]:
-    """Returns the counts of the first `_MAX_COUNTED_SAMPLES` samples, with None for unknown ones, and those of each source."""
+    """Returns the counts of the first `_MAX_COUNTED_SAMPLES` samples, and of their sources. Unknown counts are None."""
     names: Sequence[str] = getattr(dataset, "sources", ())
     counts = [Counter(samples=0, tokens=0, trained=0) for _ in names or "1"]
     for index in range(min(len(dataset), _MAX_COUNTED_SAMPLES)):
@@ -149,7 +149,7 @@ def _count_sample_tokens(dataset: Dataset) -> dict[str, Any]:
 
 
 def _load_text_ids(data: Component) -> TextIds | None:
-    """Returns the object that converts text to token ids and back, or None if the dataset has none."""
+    """Returns the mapping between text and token ids of the dataset, or None if it has no such mapping."""
     record = data.record
     if not isinstance(record, DatasetRecord) or record.text_ids is None:
         return None
@@ -158,9 +158,9 @@ def _load_text_ids(data: Component) -> TextIds | None:
 
 
 def format_documents(fields: Mapping[str, Sequence[int]], ids: TextIds | None) -> Iterator[str]:
-    """Yields the documents of a sample as text, each after a line with its positions.
+    """Yields, for each document of a sample, a line with its positions, and its text. Brackets mark tokens that are labels.
 
-    ids: converts token ids to text; None prints the ids. Brackets mark tokens that the previous position must predict.
+    fields: the fields of the sample as flat lists. ids: converts token ids to text; None shows the ids.
     """
     tokens, labels = fields["tokens"], fields["labels"]
     starts = sorted({*fields.get("cu_seqlens", (0,)), len(tokens)})
@@ -175,7 +175,7 @@ def format_documents(fields: Mapping[str, Sequence[int]], ids: TextIds | None) -
 
 
 def _mark_labels(values: Sequence[int], are_labels: Sequence[bool], ids: TextIds | None) -> Iterator[str]:
-    """Yields the text of each run of consecutive labels, in brackets, and of each run of other tokens."""
+    """Yields the text of each group of consecutive labels, in brackets, and of each group of other tokens between them."""
     for is_label, group in groupby(zip(values, are_labels, strict=True), key=itemgetter(1)):
         tokens = [token for token, _ in group]
         text = "".join(ids.decode(tokens)) if ids is not None else " ".join(map(str, tokens)) + " "

@@ -1,7 +1,7 @@
 """`train-cli export`: writes the weights of a run or checkpoint under the names that other programs use.
 
-The registry names a weight by its layer, such as `3.attn.weight` in the fourth layer. In the module of which the layers are
-parts, the same weight may be `h.2.attn.weight`. Exports have the names of that module.
+The registry names a weight by its layer, such as `3.attn.weight` in the fourth layer. If the layers are parts of a module, this
+weight may have the name `h.2.attn.weight` in the module. Exports have the names in the module.
 """
 
 import json
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ExportFormat(StrEnum):
-    """The names and layout of the exported files."""
+    """The value of `--format`, which selects the names and the layout of the exported files."""
 
     safetensors = "safetensors"
     huggingface = "huggingface"
@@ -51,7 +51,7 @@ def export(
         typer.Option(
             "--format",
             help="safetensors: any model, with its state-dict names. huggingface: hf.decoder and models.llama. peft: the "
-            "adapters of these.",
+            "adapters of these models.",
         ),
     ] = ExportFormat.safetensors,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapters of the run into its weights.")] = False,
@@ -67,12 +67,12 @@ def export(
     folder = out.absolute()
     if merge and export_format is ExportFormat.peft:
         message = "`--merge` leaves no adapters for `--format peft`"
-        raise UsageError("export-adapters", message, hint="use one of them")
+        raise UsageError("export-adapters", message, hint="use only one of these options")
     if merge:
         source = read.merge_adapters(plan, source)
     elif plan.adapters is not None and export_format is ExportFormat.huggingface:
         hint = "use `--merge` for a whole model, or `--format peft` for the adapters"
-        raise UsageError("export-adapters", "transformers' model has no weights of adapters", hint=hint)
+        raise UsageError("export-adapters", "a transformers model has no weights of adapters", hint=hint)
     if export_format is ExportFormat.peft:
         _export_adapters(plan, source, Path(run), folder)
         print_line(f"the adapters for peft: {out}")
@@ -87,8 +87,8 @@ def export(
 def _export_hugging_face(plan: Plan, source: read.TensorReader, out: Path, *, check: bool) -> int:
     """Writes the weights in `source` as a transformers model into the new folder `out`; returns the number of weight files.
 
-    check: whether to load them with transformers, and compare the logits with those of the run's layers. Raises UsageError
-    "export-format" if transformers has no such model, and RunError "export-differs" if the logits differ.
+    check: whether to load the model with transformers, and compare its logits with the logits of the run's layers. Raises
+    UsageError "export-format" if transformers has no such model, and RunError "export-differs" if the logits differ.
     """
     from sley_core.weight_files.write import MAX_FILE_BYTES, write_tensors
 
@@ -108,7 +108,7 @@ def _export_hugging_face(plan: Plan, source: read.TensorReader, out: Path, *, ch
 
 
 def _make_generation_config(plan: Plan, model: read.HuggingFaceModel) -> dict[str, Any]:
-    """Returns the content of `generation_config.json`: that of the initial weights, with all end tokens of the plan."""
+    """Returns the content of `generation_config.json`: the content next to the initial weights, with all end tokens added."""
     content: dict[str, Any] = {}
     folder = read.start_folder(plan)
     if folder is not None and (folder / read.GENERATION_CONFIG_FILE).is_file():
@@ -124,7 +124,7 @@ def _make_generation_config(plan: Plan, model: read.HuggingFaceModel) -> dict[st
 
 
 def _find_tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
-    """Yields the files of the tokenizer of the data, or else of the initial weights, with their names in an export."""
+    """Yields the files of the data's tokenizer, or else of the initial weights' tokenizer, and their names in an export."""
     data = plan.data.config
     tokenizer, template = getattr(data, "tokenizer", None), getattr(data, "template", None)
     if tokenizer is not None and tokenizer.is_file():
@@ -137,7 +137,7 @@ def _find_tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
 
 
 def write_config_files(plan: Plan, model: read.HuggingFaceModel, folder: Path) -> None:
-    """Writes the config files and the tokenizer of an exported model. The tokenizer makes the same tokens as in training."""
+    """Writes the config files and the tokenizer of the exported `model` into `folder`, without random tokenization."""
     contents = {read.CONFIG_FILE: dict(model.config), read.GENERATION_CONFIG_FILE: _make_generation_config(plan, model)}
     for name, content in contents.items():
         if content:
@@ -155,14 +155,15 @@ def write_config_files(plan: Plan, model: read.HuggingFaceModel, folder: Path) -
 def _export_adapters(plan: Plan, source: read.TensorReader, run: Path, out: Path) -> None:
     """Writes the adapters in `source` for peft into the new folder `out`.
 
-    Raises UsageError "export-adapters" without such adapters, and RunError "export-differs" if peft computes other values.
+    run: the run folder. Raises UsageError "export-adapters" if the run has no adapters of peft, and RunError "export-differs"
+    if peft computes other values.
     """
     from sley_core.checkpointing import SavedWeights
 
     record = None if plan.adapters is None else plan.adapters.record
     model = make_hugging_face_model(plan, read.merge_adapters(plan, source))
     if not isinstance(record, AdaptersRecord) or record.export is None or model is None:
-        message = "the run has no adapters that could be exported for peft"
+        message = "the run has no adapters that can be exported for peft"
         raise UsageError("export-adapters", message, hint="use `--format safetensors`")
     plan_text = source.saved.description.plan if isinstance(source, SavedWeights) else (run / PLAN_FILE).read_text("utf-8")
     tables = tomllib.loads(plan_text)  # not from `plan`, whose paths lead to copies in the run folder without weights
@@ -181,8 +182,8 @@ def make_hugging_face_model(plan: Plan, source: read.TensorReader) -> read.Huggi
 
 
 def _export_safetensors(plan: Plan, source: read.TensorReader, out: Path) -> int:
-    """Writes the weights in `source` into the new folder `out`, a tied weight under each of its names as in a state dict.
-    Prints the module that has the exported names, and returns the number of files.
+    """Writes the weights in `source` into the new folder `out`, and returns the number of files. A tied weight is written under
+    each of its names, as in a state dict. Prints the class of the module that has the exported names.
 
     Raises RunError "weights-mismatch" if the factory no longer makes the run's model.
     """
@@ -195,18 +196,18 @@ def _export_safetensors(plan: Plan, source: read.TensorReader, out: Path) -> int
         names, module = _find_module_names(plan)
         if differing_names := sorted(names.keys() ^ set(source.names)):
             owner = "the run's weights have" if differing_names[0] in source.names else "the model now has"
-            message = f"the factory returns a different model than for the run: only {owner} {differing_names[0]!r}"
+            message = f"the factory no longer returns the run's model: only {owner} {differing_names[0]!r}"
             raise RunError("weights-mismatch", message, hint="restore the code and files of the run")
     files = write_tensors(out, source, [(name, exported) for name in source.names for exported in names[name]], MAX_FILE_BYTES)
     if module is not None:
-        print_line(f"the names are those of `{type(module).__name__}.load_state_dict`")
+        print_line(f"the names are the names in the state dict of `{type(module).__name__}`")
     return len(files)
 
 
 def _find_module_names(plan: Plan) -> "tuple[dict[str, list[str]], nn.Module | None]":
     """Calls the factory on the meta device, and finds the outermost module that contains all of the model's parameters. Returns
-    the state-dict names of each weight and persistent buffer in that module, keyed by their name in the run, and the module.
-    A tied weight has several names. If no single module has all parameters, returns the names in the registry and None.
+    the state-dict names of each weight and persistent buffer in this module, keyed by its name in the run, and the module. A
+    tied weight has several names. If no single module has all parameters, returns the names in the registry and None.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 

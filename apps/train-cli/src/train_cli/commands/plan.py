@@ -55,7 +55,7 @@ def check(
 
 
 def _check_plan(path: Path, overrides: list[str], world_size: int | None, *, calls_model: bool) -> list[str]:
-    """Returns notes on the plan at `path`. Raises SleyError with its problems."""
+    """Checks the plan at `path`, and returns notes for the user. Raises SleyError with all problems of the plan."""
     plan = load_plan(path, overrides)
     world_size = plan.world_size(world_size) if world_size is None else world_size
     if problems := check_plan(plan, world_size):
@@ -65,7 +65,7 @@ def _check_plan(path: Path, overrides: list[str], world_size: int | None, *, cal
 
         return check_model(plan, world_size, calls_layers=True)
     if plan.parallel.pp > 1 and not has_tie_handler(plan):
-        return ["no gradient handler sums weights that stages share; use --model to check whether there are such weights"]
+        return ["no gradient handler sums the gradients of weights that stages share; use --model to find such weights"]
     return []
 
 
@@ -103,11 +103,11 @@ def show(
 
 _MAX_RANKS = 32
 _MAX_GROUPS = 4
-"""The maximum numbers of ranks, and of groups of an axis, to list."""
+"""The maximum numbers of ranks, and of groups of one axis, that `show` lists completely."""
 
 
 def _format_plan(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields the plan as TOML with the origin of each value as a comment, the ranks, the groups and the gradient handlers."""
+    """Yields the lines of `show`: the plan as TOML with the origin of each value, the ranks, groups and gradient handlers."""
     table: KeyPath = ()
     # Top-level keys come first: after a header they would belong to that table.
     for path, value in sorted(iterate_values(plan.tables), key=lambda item: len(item[0]) > 1):
@@ -119,7 +119,7 @@ def _format_plan(plan: Plan, topology: Topology, rank: int | None) -> Iterator[s
     sizes = ", ".join(f"{name} {getattr(topology, name)}" for name in ("pp", "dp", "sp", "wdp", "wp"))
     yield f"\n# world of {topology.world_size}: {sizes}"
     yield from format_ranks(topology, rank)
-    yield "\n# groups, in the order in which all ranks make them"
+    yield "\n# groups, in the order in which all ranks create them"
     yield from format_groups([group for group in topology.groups() if rank is None or rank in group.ranks])
     yield "\n# gradient handlers: this is the order of their collectives on every rank"
     for number, handler in enumerate(plan.gradient_handlers, start=1):
@@ -144,7 +144,7 @@ def format_ranks(topology: Topology, rank: int | None) -> Iterator[str]:
 
 
 def format_groups(entries: Sequence[GroupEntry]) -> Iterator[str]:
-    """Yields a line per axis and channel with its groups. Of more than 4 groups, lists the first two and the last."""
+    """Yields a line with the groups of each axis and channel. If there are more than 4, lists the first two and the last."""
     groups_by_channel: dict[tuple[str, str], list[GroupEntry]] = {}
     for entry in entries:
         groups_by_channel.setdefault((entry.axis, entry.channel), []).append(entry)
@@ -157,7 +157,7 @@ def format_groups(entries: Sequence[GroupEntry]) -> Iterator[str]:
 
 
 def _format_timeline(plan: Plan, topology: Topology) -> Iterator[str]:
-    """Yields a drawing of the schedule, and each stage's idle share and peak. A full backward takes as long as two forwards.
+    """Yields a drawing of the schedule, in which a backward takes two forwards, and the idle share and peak of each stage.
 
     Raises PlanError "no-pipeline" if the plan has no pipeline, and the errors of its schedule.
     """
@@ -180,6 +180,7 @@ def _format_timeline(plan: Plan, topology: Topology) -> Iterator[str]:
         yield f"  stage {stage}: idle {idle:.1%}, holds at most {format_count(peak.pairs, 'microbatch', 'es')} of a chunk"
 
 
+# The character that fills the time of an action in a drawing, and its name in the legend.
 _FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.INPUT_GRADIENT: "=", Kind.WEIGHT_GRADIENT: "~", Kind.CHUNK_DONE: " "}
 _NAMES = {
     Kind.FORWARD: "F forward",
@@ -188,20 +189,20 @@ _NAMES = {
     Kind.WEIGHT_GRADIENT: "W weight gradients",
 }
 _COLUMNS_PER_ACTION = 3
-"""The number of columns of the shortest action, if the width allows it: room for a label of two characters."""
+"""The number of columns of the shortest action, if the width allows it: a label of two characters, and the fill."""
 
 _OMISSION = " / "
 """The text that replaces the middle of a step that is longer than the width."""
 
 
 def draw_timeline(timeline: Timeline, num_columns: int | None = None) -> str:
-    """Returns a timeline as text with a legend. num_columns: the width; by default that of the terminal, or 110 without one.
+    """Returns a drawing of `timeline` with a legend. num_columns: the width; None uses the terminal's width, or else 110.
 
         stage 0  F0-F1-F2-F3-.........B0====B1====B2====B3====
         stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
 
-    An action begins with its letter and its microbatch, if they fit, and fills its time. Dots are time without an action. Small
-    letters stand for all chunks but the first. If the step is longer than the width, its middle is omitted.
+    The text of an action begins with its letter and its microbatch, if both fit. Dots are time without an action. Small letters
+    stand for all chunks except the first. If the step is longer than the width, its middle is omitted.
     """
     num_columns = shutil.get_terminal_size((110, 24)).columns if num_columns is None else num_columns
     stages = range(timeline.stages)
@@ -222,7 +223,7 @@ def draw_timeline(timeline: Timeline, num_columns: int | None = None) -> str:
 
 
 def _columns_per_second(timeline: Timeline, max_columns: int) -> float:
-    """Returns the number of columns per second. The drawing may be wider than `max_columns`.
+    """Returns the number of columns per second of the timeline. With this scale, the drawing may be wider than `max_columns`.
 
     The shortest action gets an integer number of columns if it gets at least one, so that equal actions look equal.
     """
@@ -236,6 +237,7 @@ def _columns_per_second(timeline: Timeline, max_columns: int) -> float:
 
 
 def _draw_row(timeline: Timeline, stage: int, scale: float, max_columns: int) -> str:
+    """Returns the drawing of one stage, with its middle omitted if it exceeds `max_columns`. scale: columns per second."""
     cells = ["."] * round(timeline.makespan_s * scale)
     for span in timeline.stage_spans(stage):
         first, end = round(span.start_s * scale), round(span.end_s * scale)

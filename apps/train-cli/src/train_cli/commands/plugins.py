@@ -46,7 +46,7 @@ def plugins(
             typer.echo(verdict)
         if not statuses:
             message = f"`{dist}` is not installed, or has no plugin for Sley"
-            raise PluginError("plugin-missing", message, hint="use `train-cli plugins` to list the installed ones")
+            raise PluginError("plugin-missing", message, hint="use `train-cli plugins` to list the installed plugins")
         raise typer.Exit(EXIT_RUN_FAILED if "failed" in statuses else EXIT_OK)
     if dist is not None:
         raise UsageError("plugins", f"unexpected argument `{dist}`", hint="use `train-cli plugins check DIST`")
@@ -60,7 +60,7 @@ def plugins(
 
 
 def _format_plugin(name: str, loader: PluginLoader) -> Iterator[str]:
-    """Yields a line with the plugin and its distributions, and a line per kind of record or an error if it cannot load."""
+    """Yields a line with the plugin's distributions, and a line for each kind of record, or for the error of loading it."""
     yield f"{name}  ({', '.join(f'{dist.dist} {dist.version}' for dist in loader.sources(name))})"
     try:
         records = loader.load(name).records.values()
@@ -75,7 +75,7 @@ def _format_plugin(name: str, loader: PluginLoader) -> Iterator[str]:
 
 
 def _format_records(plugin: Plugin, record_name: str) -> Iterator[str]:
-    """Yields each record of the plugin with its summary and options. record_name: the name of a record, or "" for all.
+    """Yields lines that describe each record of the plugin and its options. record_name: the name of a record, or "" for all.
 
     Raises PlanError "unknown-record" if the plugin has no such record.
     """
@@ -105,11 +105,11 @@ def _format_default(option: FieldInfo) -> str:
 
 
 SLEY_PLUGINS = frozenset({CORE, *FIRST_PARTY_PLUGINS})
-"""Sley's plugins, installed or not. Other plugins must not have these names."""
+"""The names of Sley's plugins, installed or not. Other plugins must not have these names."""
 
 
 class PluginKind(StrEnum):
-    """The kind of the new plugin's record."""
+    """The argument KIND of `train-cli new`: the kind of record in the new plugin. Each kind has a folder of templates."""
 
     handler = "handler"
     hook = "hook"
@@ -147,9 +147,9 @@ def new(
 
 
 def make_package_files(kind: str, name: str) -> dict[str, str]:
-    """Returns the text of each file of a new plugin package, by its path. Raises the same errors as `check_name`.
+    """Returns the text of each file of a new plugin package `name`, by its path in the package. Raises as `check_name`.
 
-    docs/write-a-plugin.md explains the package of a gradient handler, and examples/plugins/sley-narrow contains it.
+    docs/write-a-plugin.md explains the package of a gradient handler, and examples/plugins/sley-narrow contains this package.
     """
     check_name(name)
     folder = Path(__file__).parents[1] / "templates" / kind
@@ -158,23 +158,24 @@ def make_package_files(kind: str, name: str) -> dict[str, str]:
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError "plugin-name" if `name` is not valid in plans and in Python, or is the name of a plugin or module."""
+    """Raises UsageError "plugin-name" if `name` is not a valid name in plans and Python, or if a plugin or module has it."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or iskeyword(name):
-        hint = "use lower-case letters, digits and `_`, beginning with a letter, such as `topk`, but no Python keyword"
+        hint = "use lower-case letters, digits and `_`, begin with a letter, and avoid Python keywords: for example `topk`"
         raise UsageError("plugin-name", f"`{name}` cannot be the name of a plugin", hint=hint)
     if name in SLEY_PLUGINS:
         raise UsageError("plugin-name", f"`{name}` is one of Sley's plugins", hint=f"use another name, such as `my_{name}`")
     dists = find_plugins().get(name)
     if dists or find_spec(f"sley_{name}") is not None:
         owner = dists[0].label if dists else f"the module `sley_{name}`"
-        hint = "use another name, or uninstall that package"
+        hint = "use another name, or uninstall the package that uses it"
         raise UsageError("plugin-name", f"`{name}` is already used by {owner}", hint=hint)
 
 
 def _fill_template(text: str, name: str) -> str:
+    """Returns the template `text` with the plugin's name in place of `@name@` and `@Name@`, and with sorted imports."""
     class_name = "".join(part.capitalize() for part in name.split("_"))
     text = text.replace("@name@", name).replace("@Name@", class_name)
-    # Imports are sorted, so the position of the plugin's own import depends on its name.
+    # The position of the plugin's own import depends on its name.
     return re.sub(
         r"(?:^from sley_.*\n)+", lambda imports: "".join(sorted(imports[0].splitlines(keepends=True))), text, flags=re.M
     )

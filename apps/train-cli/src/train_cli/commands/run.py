@@ -1,6 +1,6 @@
 """`train-cli run` trains a plan. `train-cli verify` trains it for a few steps, and compares its layout with one process.
 
-`run` starts local ranks if the plan needs several and no launcher has started them:
+`run` starts local ranks if the plan needs several ranks and no launcher has started them:
 
     no launcher, one rank       trains in this process
     no launcher, several ranks  checks everything, creates the run folder, starts the ranks and waits for them
@@ -41,12 +41,12 @@ _LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "process", "RANK=$OMPI_COMM_WORLD_RANK, ..., WORLD_SIZE=$OMPI_COMM_WORLD_SIZE"),
     "PET_NNODES": ("the TrainJob", "pod", "nothing: its command must be `torchrun -m train_cli run PLAN`"),
 }
-"""The name, the term for a process, and the variables that a process needs, of each launcher, by the environment variable in
-which it sets the number of processes.
+"""The name of each launcher, its term for a process, and the variables that a process needs, by the environment variable in
+which the launcher sets the number of processes.
 """
 
 _CODES_WITH_REPORTS = {"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"}
-"""The error codes of failures about which `train-cli doctor` knows more."""
+"""The error codes of failures on which `train-cli doctor` prints details."""
 
 
 def run(
@@ -121,11 +121,11 @@ def run(
 
 def check_launcher_variables(environ: Mapping[str, str]) -> None:
     """Raises UsageError "no-ranks" if only one of RANK and WORLD_SIZE is set, or if a launcher has started more processes than
-    WORLD_SIZE. In the second case, each process would be a separate run, and only one of them could use the run folder.
+    WORLD_SIZE. In the second case, each process would be a separate run, and only one process could use the run folder.
     """
     if ("RANK" in environ) != ("WORLD_SIZE" in environ) and environ.get("WORLD_SIZE") != "1":
         name, missing_name = ("RANK", "WORLD_SIZE") if "RANK" in environ else ("WORLD_SIZE", "RANK")
-        hint = "set both, and LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as launchers do; without a launcher, unset both"
+        hint = "set both, and LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as launchers do; if there is no launcher, unset both"
         raise UsageError("no-ranks", f"{name} is set, but {missing_name} is not", hint=hint)
     world_size = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdecimal() else 0
     for variable, (launcher, process, required_variables) in _LAUNCHERS.items():
@@ -148,7 +148,7 @@ def check_world_size(plan: Plan, world_size: int) -> None:
 
 
 def count_devices(plan: Plan) -> int | None:
-    """Returns the number of CUDA devices if it determines the number of ranks. Else, or if there are none, returns None."""
+    """Returns the number of CUDA devices, if it determines the number of ranks and is not 0; else None. May import torch."""
     if plan.parallel.dp != "auto" or plan.run.device == "cpu":
         return None
     import torch
@@ -207,7 +207,7 @@ def verify(
 
 
 def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, Any], settings: console.Settings) -> list[Any]:
-    """Trains `plan` in one process and then on `world_size` ranks, and returns the findings of all ranks.
+    """Trains `plan` in one process and then on `world_size` ranks, and returns the findings of each rank's comparison.
 
     arguments: the arguments of `compare_on_rank` except the folder. Raises typer.Exit if one of the runs does not finish.
     """
@@ -243,7 +243,7 @@ def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, 
 
 
 def compare_on_rank(path: str, overrides: list[str], steps: int, folder: str) -> int:
-    """Takes the steps of one rank and compares them with the reference in `folder`. Returns the rank's exit code."""
+    """Takes `steps` steps as one rank of a plan, compares them with the reference in `folder`, and returns the exit code."""
     from sley_testing.verify import compare_steps
     from train_cli.rank import open_run
 

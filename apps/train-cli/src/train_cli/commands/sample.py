@@ -1,5 +1,5 @@
-"""Uses the weights of a run: `train-cli sample` continues a text, `chat` is a conversation, and `eval` prints the held-out loss
-or the metrics in tasks of lm-eval.
+"""Uses the weights of a run: `train-cli sample` continues a text, `chat` holds a conversation, and `eval` prints the held-out
+loss or the metrics of lm-eval's tasks.
 
 `chat` and `sample` use transformers' `generate` and its KV cache if transformers has the model. For other models, and for texts
 that exceed the model's positions, `sample` recomputes the whole window for each token.
@@ -94,13 +94,13 @@ def sample(
 
 
 def _has_cache(plan: Plan) -> bool:
-    """Returns whether sley-hf is installed, and transformers has the plan's model."""
+    """Returns whether transformers can generate with its KV cache: it has the plan's model, and sley-hf is installed."""
     record = plan.model.record
     return isinstance(record, ModelRecord) and record.hugging_face is not None and find_spec("sley_hf") is not None
 
 
 def _encode_prompt(text_ids: TextIds, prompt: str) -> list[int]:
-    """Returns the token ids of a prompt. Raises UsageError "empty-prompt" if the prompt itself has none."""
+    """Returns the token ids of a prompt. Raises UsageError "empty-prompt" if it has no ids except special tokens."""
     ids = text_ids.encode(prompt)
     if len(ids) == text_ids.num_before:
         raise UsageError("empty-prompt", "the tokenizer has no tokens for the prompt", hint="use another `--prompt`")
@@ -108,18 +108,18 @@ def _encode_prompt(text_ids: TextIds, prompt: str) -> list[int]:
 
 
 def _print_text(text_ids: TextIds, ids: Iterable[int]) -> None:
-    """Prints the text of token ids while `ids` yields them."""
+    """Prints the text of token ids, piece by piece while `ids` yields them, and a newline."""
     for text in text_ids.decode(ids):
         print(text, end="", flush=True)
     print()
 
 
 def generate(run: "Run", ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, seed: int) -> Iterator[int]:
-    """Yields token ids that continue `ids`, endlessly. The context of each id is at most as long as a sample.
+    """Yields token ids that continue `ids`, endlessly. The model sees at most the last ids that fit into one sample.
 
     size: the number of possible ids. temperature: 0 takes the most likely id. top_k: the number of most likely ids from which
-    to sample; None for all.
-    Raises UsageError "sample-fields" or "no-logits" if the model does not predict tokens, and RunError "not-finite".
+    to sample; None for all. Raises UsageError "sample-fields" or "no-logits" if the model does not predict tokens, and RunError
+    "not-finite".
     """
     import torch
 
@@ -144,7 +144,7 @@ def generate(run: "Run", ids: Sequence[int], size: int, *, temperature: float, t
 
 
 def _find_field_contents(run: "Run") -> dict[str, str]:
-    """Returns the content of each batch field that the model reads. Raises UsageError "sample-fields" for another field."""
+    """Returns "tokens", "positions" or "cu_seqlens" for each field that the model reads. Raises UsageError "sample-fields"."""
     info = run.dataset.info
     ids = [name for name, field in info.fields.items() if field.ids == "token"]
     contents = dict.fromkeys(ids[:1], "tokens") | {name: name for name in ("positions", "cu_seqlens")}
@@ -161,7 +161,7 @@ def _find_field_contents(run: "Run") -> dict[str, str]:
 
 
 def _predict_logits(run: "Run", contents: Mapping[str, str], ids: Sequence[int], size: int) -> "Tensor":
-    """Returns the logits of the next token, float64 [size], on the host. Raises UsageError "no-logits" for other shapes."""
+    """Returns the logits of the token after `ids`, float64 [size], on the host. Raises UsageError "no-logits" for others."""
     import torch
 
     values = {"tokens": [list(ids)], "positions": [list(range(len(ids)))], "cu_seqlens": [[0, len(ids)]]}
@@ -233,7 +233,7 @@ def _print_answer(text_ids: TextIds, steps: Any) -> str:
 
 
 def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system: int) -> list[int]:
-    """Returns the token ids of the conversation. If it is too long, removes its oldest turns after `num_system` messages."""
+    """Returns the ids of a conversation. If they exceed the model's positions, removes its oldest turns from `messages`."""
     while True:
         ids: list[int] = generator.encode_chat(messages)
         if generator.max_length is None or len(ids) < generator.max_length or len(messages) <= num_system + 1:
@@ -243,13 +243,13 @@ def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system:
 
 
 def limit_tokens(generator: Any, prompt_length: int, max_new_tokens: int) -> int:
-    """Returns how many new tokens fit after a prompt of `prompt_length` tokens, at most `max_new_tokens`. Raises UsageError
-    "prompt-long" if none fits.
+    """Returns the number of new tokens that fit after a prompt of `prompt_length` tokens, at most `max_new_tokens`. Raises
+    UsageError "prompt-long" if no token fits.
     """
     if generator.max_length is None or prompt_length + max_new_tokens <= generator.max_length:
         return max_new_tokens
     if prompt_length >= generator.max_length:
-        message = f"the prompt has {prompt_length} tokens, and the model has {generator.max_length} positions"
+        message = f"the prompt has {prompt_length} tokens, but the model has only {generator.max_length} positions"
         raise UsageError("prompt-long", message, hint="use a shorter prompt")
     return int(generator.max_length - prompt_length)
 
@@ -258,7 +258,7 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
     """Returns a `sley_hf.generate.Generator` with the weights of a run, a checkpoint or an exported folder, and the mapping
     between text and token ids. feature: the command, for errors.
 
-    Raises PluginError "command-missing" without sley-hf, and UsageError "no-chat" if transformers has no such model.
+    Raises PluginError "command-missing" if sley-hf is missing, and UsageError "no-chat" if transformers has no such model.
     """
     generate = import_optional("hf", "sley_hf.generate", feature)
     if (Path(run) / CONFIG_FILE).is_file() and not (Path(run) / PLAN_FILE).is_file():  # a transformers model
@@ -271,7 +271,7 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
     model = make_hugging_face_model(plan, source)
     if model is None:
         hint = "use `hf.decoder` or `models.llama`"
-        raise UsageError("no-chat", f"{feature} needs a transformers model, unlike `{plan.model.name}`", hint=hint)
+        raise UsageError("no-chat", f"{feature} needs a transformers model, but `{plan.model.name}` is not one", hint=hint)
     with TemporaryDirectory() as folder:
         write_config_files(plan, model, Path(folder))
         state = {hf_name: source.tensor(name) for name, hf_name in model.names.items()}
@@ -279,9 +279,9 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
 
 
 def load_text_ids(plan: Plan | None, tokenizer: Path | None) -> TextIds:
-    """Returns the mapping between text and ids of `tokenizer`, or of the plan's data if `tokenizer` is None.
+    """Returns the mapping between text and token ids of `tokenizer`, or of the plan's data if `tokenizer` is None.
 
-    Raises UsageError "no-vocabulary" if the plan's data has no such mapping, and PluginError if sley-data is missing.
+    Raises UsageError "no-vocabulary" if the plan's data has no such mapping, and PluginError if sley-data is not installed.
     """
     if plan is None or tokenizer is not None:
         record: Any = (PluginLoader() if plan is None else plan.loader).record(DatasetRecord, "data.text")
@@ -289,7 +289,7 @@ def load_text_ids(plan: Plan | None, tokenizer: Path | None) -> TextIds:
         record = plan.data.record
     if not isinstance(record, DatasetRecord) or record.text_ids is None:
         assert plan is not None, tokenizer
-        hint = "use `--tokenizer PATH` with the tokenizer that made its token ids"
+        hint = "pass the tokenizer that made its token ids: `--tokenizer PATH`"
         raise UsageError("no-vocabulary", f"the data of this run, `{plan.data.name}`, has no tokenizer", hint=hint)
     ids: TextIds = record.load(record.text_ids)(None if plan is None else plan.data.config, tokenizer)
     return ids
@@ -330,7 +330,7 @@ def eval(
 
 
 def _evaluate_tasks(run: str, tasks: list[str], include: Path | None, *, best: bool) -> None:
-    """Prints the metrics of tasks of lm-eval, and adds them to the summary of the run, if it has one."""
+    """Prints the metrics of lm-eval's tasks, and adds them to `summary.json` in the run folder, if this file exists."""
     generator, _ = open_generator(run, best=best, feature="`train-cli eval --harness`")
     results = import_module("sley_hf.generate").evaluate_tasks(generator, tasks, include)
     metrics = {f"{task}/{name}": value for task, values in results.items() for name, value in values.items()}
@@ -343,7 +343,7 @@ def _evaluate_tasks(run: str, tasks: list[str], include: Path | None, *, best: b
 
 
 def _evaluate_run(run: Path, data: list[str], *, best: bool) -> None:
-    """Prints the metrics of `[evaluation]`. data: changes of keys of `[data]`, as "key=VALUE"."""
+    """Prints the metrics of `[evaluation]` for the weights in the run folder `run`. data: changes of `[data]`: "key=VALUE"."""
     plan = load_run_plan(run, data)
     with ExitStack() as stack:
         try:
@@ -367,13 +367,13 @@ def _evaluate_run(run: Path, data: list[str], *, best: bool) -> None:
     _print_metrics(metrics)
 
 
-def _print_metrics(metrics: Mapping[str, float]) -> None:
+def _print_metrics(metrics: Mapping[str, float]) -> None:  # in aligned columns
     for name, value in metrics.items():
         typer.echo(f"{name:<{max(map(len, metrics))}}  {value:.4f}")
 
 
 def _is_nats_per_byte(plan: Plan) -> bool:
-    """Returns whether the plan's loss is a plain cross-entropy over bytes of text."""
+    """Returns whether the plan's loss is in nats per byte: a plain cross-entropy of text whose tokens are bytes."""
     record, loss = plan.data.record, plan.loss.config
     if not isinstance(loss, CrossEntropyConfig) or loss.label_smoothing or not isinstance(record, DatasetRecord):
         return False
@@ -381,9 +381,9 @@ def _is_nats_per_byte(plan: Plan) -> bool:
 
 
 def _describe_overlap(run_plan: Plan, plan: Plan) -> str:
-    """Returns a note if the run was trained on documents that are now evaluated, else "".
+    """Returns a note if the run was trained on documents of the evaluation, else "".
 
-    run_plan: the run's plan. plan: the same plan with the evaluated data.
+    run_plan: the run's plan. plan: the same plan with the data of the evaluation.
     """
     record = plan.data.record
     if not isinstance(record, DatasetRecord) or record.describe_overlap is None or run_plan.data.name != plan.data.name:
