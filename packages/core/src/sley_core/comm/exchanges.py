@@ -74,11 +74,10 @@ class Wait(NamedTuple):
 
 @dataclass
 class Progress:
-    """Records the exchanges and waits of one rank in one run, in all its groups. A queue is a sequence of exchanges that the
-    members of a group start in the same order: the collectives of one channel, or the messages from one rank to another.
-    last_numbers: the number of the last exchange of each queue. recent_turns: the last `NUM_RECENT` exchanges of each queue.
-    step_progress: the position in the action list. on_wait: called after each successful wait, with the exchange and the value
-    of `time.perf_counter` at the start of the wait.
+    """Records a rank's exchanges and waits in all its groups. A queue is a sequence of exchanges that the members of a group
+    start in the same order: the collectives of one channel, or the messages from one rank to another. last_numbers: the number
+    of the last exchange of each queue. recent_turns: the last `NUM_RECENT` exchanges of each queue. step_progress: the position
+    in the action list. on_wait: called after a successful wait, with the exchange and the `time.perf_counter` of its start.
     """
 
     last_numbers: dict[str, int] = field(default_factory=dict)
@@ -156,9 +155,8 @@ class SentBytes:
 
 @dataclass(frozen=True)
 class Members:
-    """Names the members of one group of ranks, from the view of one member, which is called this rank. axis: the mesh axis
-    along which they communicate. ranks: the global ranks of all members, ascending. rank: this rank's global rank. progress:
-    records this rank's exchanges in all its groups.
+    """Names the members of one group of ranks, one of which is this rank. axis: the mesh axis along which they communicate.
+    ranks: the global ranks of all members, ascending. rank: this rank. progress: this rank's exchanges in all its groups.
     """
 
     axis: str
@@ -317,6 +315,7 @@ def _checksum_label(operation: str, label: str) -> int:
 
 @lru_cache(maxsize=4096)
 def _encode_text(label: str, num_bytes: int) -> bytes:
+    """Returns, in UTF-8, `label` cut to the room in a header, and `num_bytes`."""
     size = f" ({num_bytes} bytes)"
     room = HEADER_BYTES - 16 - len(size)
     return label.encode()[:room].decode("utf-8", "ignore").encode() + size.encode()

@@ -372,10 +372,9 @@ def connect_transports(
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns the `value` of every rank of `group`, in the order of ranks. A blocking collective over `group`, by default over
-    torch's default group. value: can be written as JSON; tuples come back as lists, and keys of mappings as strings. torch's
-    object collectives unpickle messages, so they are not used: any user of the host can connect to gloo's ports, and could make
-    a rank run code.
+    """Returns each rank's `value`, in the order of ranks. A blocking collective over `group`, by default torch's default group.
+    value: can be written as JSON; tuples come back as lists, and keys of mappings as strings. torch's object collectives are
+    unsafe: they unpickle messages, and any user of the host can connect to gloo's ports, and could make a rank run code.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     local = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)

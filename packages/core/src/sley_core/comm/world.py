@@ -206,8 +206,7 @@ class Simulation:
         self, members: Members, kind: ExchangeKind, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None] | None:
         """Simulates an exchange by `members` on `channel` that sends `tensor` and fills `result`, which may be the same tensor.
-        Returns a function that is called when the rank waits for the exchange, or None if there is nothing to call. label:
-        describes the content in errors.
+        Returns a function that is called when the rank waits for the exchange, or None. label: describes the content.
         """
         return None
 
@@ -336,9 +335,8 @@ class World(AbstractContextManager["World"]):
 
     @classmethod
     def fake(cls, rank: int, size: int, device: Device | None = None, simulation: Simulation | None = None) -> "World":
-        """Returns the view of rank `rank` in a world of `size` ranks without processes. Its default group uses torch's backend
-        `fake`. device: a device whose tensors have no values; meta by default. simulation: replaces peers and values; without
-        it, a run can be assembled but cannot take steps.
+        """Returns the view of rank `rank` in a world of `size` ranks without processes, over torch's backend `fake`. device: a
+        device without values; meta by default. simulation: replaces peers and values; without it, no run can take steps.
         """
         # torch installs an exception hook that prefixes a fatal error with `[rank0]:`, once for each such world.
         except_hook = sys.excepthook

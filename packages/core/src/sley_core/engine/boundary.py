@@ -163,6 +163,7 @@ class Leaf:
 
     @property
     def num_bytes(self) -> int:
+        """Returns the size of the tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property

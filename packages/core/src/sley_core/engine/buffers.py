@@ -89,6 +89,7 @@ class FlatBuffer:
 
     @property
     def num_bytes(self) -> int:
+        """Returns the size of `data` in bytes."""
         return self.data.numel() * self.data.element_size()
 
 
@@ -106,6 +107,7 @@ class ElementRange(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Returns the number of elements in the range."""
         return self.last - self.first
 
     def optimizer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -257,6 +259,7 @@ class GradientBuffer(FlatBuffer):
 
 
 def _buffer_alignment(shard: BufferShard | None) -> dict[str, Any]:
+    """Returns the arguments `alignment` and `multiple` of a `FlatLayout` with `shard`; {} if the defaults apply."""
     return {} if shard is None else {"alignment": SHARD_ALIGNMENT, "multiple": shard.count}
 
 

@@ -113,6 +113,7 @@ class SumMemory:
         return memory
 
     def clear(self) -> None:
+        """Drops all tensors, so that the next step allocates new ones."""
         self.unused.clear()
         self.created.clear()
 

@@ -109,9 +109,8 @@ class GradientStore:
         return [accumulator.param for accumulator in self._order]
 
     def gradient(self, param: Param) -> Tensor:
-        """Returns a view of the gradient of `param`, with the parameter's shape and the store's dtype. Raises RunError
-        `gradient-frozen` if the parameter is frozen, `gradients-freed` after an offload, and `gradient-sharded` once a reducer
-        has reduced the gradient to shards.
+        """Returns a view of the gradient of `param`, in its shape and the store's dtype. Raises RunError `gradient-frozen` if
+        it is frozen, `gradients-freed` after an offload, and `gradient-sharded` once the gradient has been reduced to shards.
         """
         if param not in self._accumulators:
             message = f"the parameter {param.name!r} is frozen, so it has no gradient in this step"

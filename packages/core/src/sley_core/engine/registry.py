@@ -62,9 +62,8 @@ class Param:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Returns the current `nn.Parameter`, or this rank's shard if the parameter is sharded. Looks it up at each access,
-        since materialising or moving replaces the object. Raises RunError "weight-replaced" if the module's attribute is no
-        longer a parameter.
+        """Returns the current `nn.Parameter`, or this rank's shard. Looks it up at each access, since materialising or moving
+        replaces the object. Raises RunError "weight-replaced" if the module's attribute is no longer a parameter.
         """
         holder = self.holders[0]
         parameter = holder.module._parameters.get(holder.attribute)
@@ -162,14 +161,17 @@ class ParameterRegistry:
         return len(self.params)
 
     def __getitem__(self, name: str) -> Param:
+        """Returns the parameter with this name or alias. Raises KeyError if there is none."""
         return self._by_name[name]
 
     @property
     def names(self) -> list[str]:
+        """Returns the names of the parameters in model order, without aliases."""
         return [param.name for param in self.params]
 
     @property
     def trainable(self) -> list[Param]:
+        """Returns the parameters that require a gradient now, in model order."""
         return [param for param in self.params if param.trainable]
 
     @property

@@ -92,8 +92,7 @@ Shards = dict[int, Shard]
 
 def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[ParameterPlace]], int | None], group: Group) -> Shards:
     """Returns this rank's shards of the parameters of `layers`; {} if `group` has one rank. Shards of different ranks differ
-    only in `index`. shard_dim: a function that receives the places of a parameter, and returns the dim along which to shard it,
-    or None if it stays unsharded.
+    only in `index`. shard_dim: returns the dim along which to shard the parameter in these places; None leaves it unsharded.
     """
     places: dict[nn.Parameter, list[ParameterPlace]] = {}
     for layer in layers if group.size > 1 else ():
@@ -121,8 +120,7 @@ def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
 
 def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]:
     """Returns full copies of sharded tensors, and clones of unsharded tensors. Runs one blocking all-gather over `wp` per dtype
-    of shards. parts: this rank's shard of each tensor, or the full tensor, for the same parameters in the same order on all
-    ranks.
+    of shards. parts: this rank's shard of each tensor, or the full tensor, in the same order on all ranks.
     """
     full_tensors = {param: shard.detach().clone() for param, shard in parts.items() if param.shard is None}
     sharded = {param: shard.detach() for param, shard in parts.items() if param.shard is not None}

@@ -105,6 +105,7 @@ class StepBatch:
 
     @property
     def num_microbatches(self) -> int:
+        """Returns the number of microbatches that this rank runs."""
         return len(self.micros)
 
 
@@ -172,7 +173,7 @@ class BatchSplitter:
         return replace(self, info=replace(self.info, fields=fields), slices=slices)
 
     def split_prediction(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
-        """Does the same as `split_input` without loss weights. reads: the fields that layers read; others may be missing."""
+        """Checks and splits `batch` like `split_input`, without loss weights. reads: the fields that `batch` must have."""
         names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)))
         return replace(self.select_fields(names | set(reads)), loss=None).split_input(batch)
 
@@ -329,8 +330,7 @@ class WholeSequences:
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor], micro: Batch) -> tuple[Any, dict[str, Tensor]]:
         """Returns the output and the fields for full sequences. A blocking collective over `sp`. batch: the fields that the
-        loss reads, on the device. micro: all fields of the microbatch. Raises RunError "outputs-apart" if a tensor of the
-        output has no value for each position.
+        loss reads, on the device. micro: all fields of the microbatch. Raises RunError "outputs-apart" as `gather_output` does.
         """
         fields = {}
         for name, value in batch.items():

@@ -104,6 +104,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
+        """Returns whether loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
@@ -159,6 +160,7 @@ class LossScale:
         return {"value": self.value, "num_good": self._num_good, "num_skipped": self.num_skipped}
 
     def restore(self, state: Mapping[str, float | int]) -> None:
+        """Sets the values that `state` returned."""
         self.value = float(state["value"])
         self._num_good = int(state["num_good"])
         self.num_skipped = int(state["num_skipped"])
@@ -197,6 +199,7 @@ class Skips:
         return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
 
     def restore(self, state: Mapping[str, int]) -> None:
+        """Sets the values that `state` returned, and discards totals that have not been settled."""
         self.num_skipped, self.num_in_a_row = int(state["num_skipped"]), int(state["num_in_a_row"])
         self._unread = None
 
@@ -271,6 +274,7 @@ def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
 
 
 def _describe_samples(ranks: Sequence[int], reports: Sequence[RankReport]) -> str:
+    """Returns a text with up to MAX_SHOWN samples from the reports of `ranks`; "" if they have none."""
     numbers = list(dict.fromkeys(number for rank in ranks for number in reports[rank].samples))
     if not numbers:
         return ""

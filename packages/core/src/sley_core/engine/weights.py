@@ -172,8 +172,7 @@ class MasterWeights:
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
         """Rounds the masters into the working weights, drops references to gradients, and starts to fetch the parts of other
-        ranks, which may be incomplete until `weights.settle`. are_sent: whether the working weights already have the new
-        values; by default True if there is a `device`.
+        ranks, which end in `weights.settle`. are_sent: whether working weights have the values; by default, if `device` is set.
         """
         self._copy_back()
         if masters := list(self._masters.values()):
@@ -263,9 +262,8 @@ def update_cost(shape: Sequence[int]) -> int:
 
 
 class PartExchange:
-    """Exchanges the parts of parameters over one group. All its ranks call `gather` and `scatter` in the same order. owners: by
-    parameter, the coordinate of its owner in the group. sizes: by parameter, the number of elements of each rank's part. Both
-    are equal on all ranks.
+    """Exchanges parts of parameters over one group. Its ranks call `gather` and `scatter` in the same order. owners, sizes: by
+    parameter, the coordinate of its owner, and the number of elements of each rank's part. Both are equal on all ranks.
     """
 
     def __init__(self, group: Group) -> None:

@@ -28,9 +28,8 @@ _cached_values: Any = WeakIdKeyDictionary()
 def once_per_field(field: Tensor, key: Hashable, compute: Callable[[], T]) -> T:
     """Returns `compute()`, or its cached result. `compute` must depend only on `field` and `key`, and runs without gradients.
     Use it for values that many layers compute from one field, such as a mask from `cu_seqlens`. A cached result lives as long
-    as the tensor object `field`, which exists for one microbatch; a write to the field invalidates it. A compiled layer
-    computes inside its graph instead. In inference mode, whose tensors have no version and may not enter a graph later, every
-    call computes.
+    as the tensor object `field`, which exists for one microbatch; a write to the field invalidates it. Compiled layers compute
+    inside the graph. In inference mode, whose tensors have no version and may not enter a graph later, every call computes.
     """
     if torch.compiler.is_compiling() or field.is_inference() or torch.is_inference_mode_enabled():
         return compute()
@@ -109,6 +108,7 @@ def attention_mask(cu_seqlens: Tensor | None, window: int | None, x: Tensor) -> 
 @lru_cache(maxsize=2)
 @torch.no_grad()
 def _causal_mask(num_positions: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the mask of `attention_mask` for one document per row, [1, 1, s, s]. Keeps the last two results."""
     one_document = torch.tensor([[0, num_positions]], device=device)
     return _compute_mask(one_document, window, torch.empty((1, num_positions), dtype=dtype, device=device))
 

@@ -234,8 +234,7 @@ def _check_parameters(name: str, module: nn.Module, build: MetaParameters | None
 class HostModel:
     """A second build of a model, on the host, from which `load_values` takes parameters with values. model: the result of
     `build_on_meta`. The constructor calls the factory and initialises the layers without builders. Raises PlanError
-    "model-init" if a parameter shares memory without being tied, "model-differs" if the new model differs from `model`, or the
-    factory's own errors.
+    "model-init" if a parameter shares memory but is not tied, "model-differs" if the builds differ, or the factory's errors.
     """
 
     def __init__(self, model: Model) -> None:

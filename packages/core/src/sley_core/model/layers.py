@@ -73,8 +73,7 @@ class Model:
     values. Layers that it initialises completely may be made on meta. per_rank_buffers: name patterns (`"*.running_mean"`) of
     buffers that training may write, and that then differ between ranks; all other buffers are constant. ties: pairs of
     parameter names, `("embed.table.weight", "head.output.weight")`; the first parameter, which must be in an earlier layer,
-    replaces the second. Layers with builders can be tied only in this way. Raises PlanError "model-factory" if a layer is
-    invalid.
+    replaces the second. Layers with builders can be tied only so. Raises PlanError "model-factory" if a layer is invalid.
     """
 
     def __init__(
@@ -127,8 +126,7 @@ class Model:
 
     def build_layer(self, layer: Layer, seed: int, *, initialises: bool = True) -> None:
         """Calls the layer's builder, if any, with generators seeded by `derive_seed(seed, layer.name)`, then `init_weights`.
-        initialises: whether to call `init_weights`. Raises PlanError "model-factory" if the builder fails or does not return a
-        module, and "model-init" if `init_weights` fails.
+        initialises: whether to do so. Raises PlanError "model-factory" or "model-init" if builder or `init_weights` fails.
         """
         if layer.builder is None:
             return
@@ -336,8 +334,7 @@ def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
 class ForwardPatch:
     """Makes `module(...)` call `forward`, from construction until `undo`. If a module has several patches, it calls the latest;
     `__wrapped__` is the previous forward. Patches can be undone in any order; after the last `undo` the module's `__dict__` is
-    as before the first patch. If a program assigns another forward over a patch, that forward stays. A copy or pickle of the
-    module has the unpatched forward.
+    as before the first patch. A forward that a program assigns over a patch stays. Copies of the module are not patched.
     """
 
     __slots__ = ("_forward", "_previous", "module")

@@ -68,8 +68,7 @@ def fingerprint(value: Tensor) -> Tensor:
 
 def _weighted_sum(words: Tensor, start: int) -> Tensor:
     """Returns the sum of `words`, int64 [n], each multiplied by an odd pseudorandom factor for its position from `start` on.
-    The upper half of a word also changes its lower half. Otherwise two words that differ only in their highest bit, such as a
-    sign, could swap positions undetected.
+    The upper half of a word also changes its lower half; otherwise two words that differ in a sign could swap unnoticed.
     """
     factors = torch.arange(start + 1, start + 1 + words.numel(), device=words.device) * _FACTORS[0]
     factors = (factors ^ (factors >> 29)) * _FACTORS[1] | 1
@@ -138,8 +137,7 @@ def assume_device_type(device_type: str) -> Iterator[None]:
 
 def uniform_items(items: Iterable[T]) -> Iterator[T]:
     """Yields `items`. For each item the caller must run the same operations on the same shapes; the last item may be smaller.
-    Within `estimate_bytes`, stops once an item leaves as many bytes in use as the previous item, since further items would not
-    use more.
+    Within `estimate_bytes`, stops once two items leave equally many bytes in use, since further items would not use more.
     """
     last_bytes = None
     for item in items:
@@ -228,6 +226,7 @@ def check_references(
 
 
 def _registered_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and tensor of each plain strided parameter and buffer of the layers `modules`."""
     for layer, module in modules.items():
         for name, tensor in (*module.named_parameters(layer), *module.named_buffers(layer)):
             if not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.strided:
