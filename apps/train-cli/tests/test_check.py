@@ -151,8 +151,8 @@ def test_a_tie_without_a_handler_is_refused(cli: Cli, own_model: Own, monkeypatc
     path = own_model(TIED_LAYERS)
     without_handler = (*PIPELINE, "gradient_handlers=[]")
     monkeypatch.setattr("train_cli.local_launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
-    cli("check", path, changes=without_handler).expect(0, "use --model to check whether there are such weights")
-    assert "use --model to check" not in cli("check", path, changes=PIPELINE).err
+    cli("check", path, changes=without_handler).expect(0, "use --model to find such weights")
+    assert "use --model to find" not in cli("check", path, changes=PIPELINE).err
     for arguments in (("check", path, "--model"), ("run", path)):
         result = cli(*arguments, changes=without_handler)
         assert (result.code, result.err.count("error[handler-missing]")) == (3, 1), result.err

@@ -161,7 +161,7 @@ def test_eval_on_other_data_notes_documents_of_the_training_data(cli: Any, train
     assert 40 < int(match[1]) < 60
     assert "this is not a held-out loss" in cli("eval", run, "--data", "held_out=0.5").err
     lines = cli("eval", run, "--data", copies, "--data", 'separator="\\n"')
-    assert "it is not known whether it was trained on these" in lines.err
+    assert "it is not known whether it was trained on the held-out text" in lines.err
 
     def evaluated(text: str) -> tuple[float, str]:
         (folder / "other.txt").write_text(text, "utf-8")
