@@ -1,1 +1,1 @@
-"""Devices, groups and collectives: the one place that calls torch.distributed."""
+"""Devices, groups and collectives: the only code that calls torch.distributed."""

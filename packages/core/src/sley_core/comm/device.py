@@ -266,7 +266,7 @@ class Device:
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:
-        """Seeds all generators that a forward may use: those of torch, `random` and numpy. seed: an integer in [0, 2**63)."""
+        """Seeds all generators that a forward may use, in torch, `random` and numpy. seed: an integer in [0, 2**63)."""
         seed_host(seed)
         if self.type == "cuda":
             torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)

@@ -5,7 +5,7 @@ World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Ku
 World.fake(3, 64)   rank 3 of 64 without devices or peers: assembles a run on meta; takes steps with a device of fake tensors
 
 `World.make_groups` makes communicators from the topology's table of groups. All ranks process its lines in the same order, and
-join those that name them. After start-up nothing runs on the default group, and only this module calls `new_group`. A fake
+join the groups that name them. After start-up nothing runs on the default group, and only this module calls `new_group`. A fake
 world (`Simulation`) has the same groups, with torch's backend "fake" and transports that exchange nothing.
 """
 
@@ -213,8 +213,8 @@ class Simulation:
     def make_output_describer(
         self, plan: Any, stage: Any, dataset: Any, dtype: torch.dtype
     ) -> Callable[[int, int], Any] | None:
-        """Returns a function `(stage, chunk)` that describes the output of another stage's chunk, or None if no steps are run
-        or there is only one stage. stage: the run's stage, with all layers of the model on meta. dtype: the parameters' dtype.
+        """Returns None. A simulation that runs steps returns a function `(stage, chunk)`, which describes the output of a chunk
+        of another stage. stage: the run's stage, with all layers of the model on meta. dtype: the parameters' dtype.
         """
         return None
 
@@ -300,7 +300,7 @@ class World(AbstractContextManager["World"]):
         """Joins the world that the launcher's environment describes, and returns it. Without a launcher, returns
         `alone(device)`. Blocks until all ranks have joined. An existing default group is used and left open. timeout_s: the
         limit of start-up and of each collective on the default group, in seconds. environ: the environment; `os.environ` by
-        default. rendezvous: the launcher's rendezvous, whose store replaces that of the environment. Raises RunError
+        default. rendezvous: the launcher's rendezvous, whose store replaces the environment's store. Raises RunError
         `rendezvous-failed` if peers are missing, or if the environment does not define a valid rank and size.
         """
         environ = os.environ if environ is None else environ

@@ -319,7 +319,7 @@ class CopyComparison:
             raise RunError("ranks-differ", fault, hint=hint)
 
     def _values_by_axis(self) -> dict[str, dict[str, Tensor]]:
-        """Returns, by axis, the values that its ranks have in common: a dict by name, in the same order on all ranks."""
+        """Returns, for each axis, the weights and buffers that all its ranks have, by name, in the same order on all ranks."""
         groups, values = self.parts.groups, defaultdict[str, dict[str, Tensor]](dict)
         for param in sorted(self.parts.registry, key=lambda param: param.name):
             for axis in (param.reduce_group, param.tie_axis):

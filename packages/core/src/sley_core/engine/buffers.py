@@ -396,7 +396,7 @@ class WeightStore:
             self.settle()
 
     def settle(self) -> None:
-        """Blocks until this rank's weights are those of the last step, and may be written. All ranks call this."""
+        """Blocks until this rank has the weights of the last step, and may write them. All ranks call this."""
         for completion in self._completions:
             completion.finish()
 

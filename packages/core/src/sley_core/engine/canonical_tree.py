@@ -8,7 +8,7 @@
           ├── [4,6) ── 4, 5                     rank 1 has 4 to 6:       [4,7)
           └── 6                                 ranks of three cuts, 0-2, 3-4, 5-6:  [0,2) 2 | 3 4 | 5 6
 
-Any division of the leaves into runs gives nodes that add up to the same root. The maximal nodes of a run are those inside it
+Any division of the leaves into runs gives nodes that add up to the same root. The maximal nodes of a run are nodes inside it
 whose parents are not. They are disjoint and cover the run. Adding siblings until one node is left performs exactly the
 additions of the tree, whatever the order of the nodes: the operands of each addition are fixed, and a + b equals b + a bit for
 bit. A run has at most 2 log2(n) + 1 maximal nodes: each of its borders splits one node per level, which has at most one child
@@ -17,7 +17,7 @@ inside the run. If leaves come in order, at most one sum per level is stored at 
 An accumulator sums each microbatch of a gradient separately:
 
     contributions of a microbatch ──> leaf ──> partial sums, added ──> settle ──> rows, one per node of this rank's run
-                                        └ closed when another begins                 └ a reducer adds up those of all ranks
+                                        └ closed when another begins                 └ a reducer adds up all ranks' rows
 
 The rows of all ranks are added in the order of the same tree:
 

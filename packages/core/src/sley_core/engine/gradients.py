@@ -51,7 +51,8 @@ class GradientStore:
     """Accumulates the gradients of all trainable parameters of `registry`, in `dtype` on `device`. planner: makes the first
     layout; a reducer may call `lay_out` with another planner. on_ready: called with each parameter once per step, when its
     gradient is complete. on_chunk_done: called with each chunk once per step. `begin_step` makes a new layout if parameters
-    were frozen or unfrozen between steps, or sets `refusal` to an error if the layout is fixed. num_layouts: layouts so far.
+    were frozen or unfrozen between steps, or sets `refusal` to an error if the layout is fixed. num_layouts: the number of
+    layouts so far.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class GradientStore:
     # Layouts and steps
 
     def lay_out(self, planner: Planner) -> None:
-        """Replaces the buffers by those of the layout that `planner` returns. Discards all gradients, and a running step."""
+        """Replaces the buffers according to the layout that `planner` returns. Discards all gradients, and a running step."""
         self._planner = planner
         trainable = self.registry.trainable
         layout = planner(trainable[::-1])

@@ -5,7 +5,7 @@ which belongs to the store. The classes here are "fast": they add terms in their
 `engine.canonical` add in one order for all layouts. No other code depends on which of the two a run has.
 
 On a CPU, torch adds the squares of a tensor one after the other in the tensor's own dtype. Over ten million fp32 elements the
-norm is off by 4e-4 (measured), and the error depends on how gradients lie in buffers, i.e. on the layout. Along the rows of a
+norm is off by 4e-4 (measured), and the error depends on how gradients lie in buffers, so on the layout. Along the rows of a
 matrix, torch adds in vectors, so a long tensor is viewed as rows, whose norms are combined in float64.
 """
 
@@ -50,7 +50,7 @@ class Accumulator:
              reset ──> OPEN ── expected passes ──> COMPLETE ── report, in the store's order ──> REPORTED ──> reset, next step
                         ^                             │                                            │
                         └──────── check_open ─────────┘                                            └── `gradient-late`
-                          a backward within the backward came once more
+                          a nested backward reaches the parameter
 
     num_contributions: the number of contributions in this step. num_passes: the number of passes in the action that completes
     the gradient. Autograd makes one pass per backward, however often it uses the parameter; the queue of a W action makes one

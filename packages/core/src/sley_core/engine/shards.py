@@ -2,7 +2,7 @@
 
     5 rows over 2 ranks     | 0 1 2 | 3 4 . |      . a row of zeros, whose gradient is always zero
 
-A shard is an equal range of rows (dim 0) or columns (dim 1), as the communicator decides; the last ones are padded with zeros,
+A shard is an equal range of rows (dim 0) or columns (dim 1), as the communicator decides. The last shards get zeros as padding,
 so that all ranks have the same shapes. Initial values are drawn for the full weight and then cut, in every layout.
 
     module.weight ──> StandIn   shape, size, numel, len: of the full weight;  dtype, device: of the shard
@@ -242,7 +242,7 @@ def _tensors_of_class(cls: type[AnyTensor], value: Any) -> Iterator[AnyTensor]:
 
 
 def sharded_read_error(param: Param, label: str) -> RunError:
-    """Returns the error `sharded-weight-read`. label: what reads the parameter, such as "`norm` reads"."""
+    """Returns the error `sharded-weight-read`. label: names the reader, such as "`norm` reads"."""
     assert param.shard is not None, f"{param.name} is not sharded"
     part = f"{param.shard.unpadded_size} of {param.shape[param.shard.dim]} {'columns' if param.shard.dim else 'rows'}"
     message = f"{label} the parameter {param.name!r} outside its module or after its run, but this rank has only {part}"

@@ -57,7 +57,7 @@ class BatchWeight:
 
     def inverse(self, like: Tensor) -> Tensor:
         """Returns scale / weight as a scalar, or 0 if the weight is 0. The first call calls `total`, which may wait for other
-        ranks, and determines the dtype and device, which are those of `like`.
+        ranks, and determines the dtype and device of all results. like: a tensor with this dtype and device.
         """
         if self._inverse is None:
             total = self._total()
@@ -371,8 +371,8 @@ class PositionAdditivity:
         self._is_checked = any(results)
 
     def _check_window(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
-        """Compares the loss of a window with the sum over its halves. Returns True if the check succeeded, or is impossible;
-        False if no label counts in this window. Raises RunError "loss-not-additive" if they differ.
+        """Compares the loss of a window with the sum over its halves. Returns True if they are equal, or cannot be compared;
+        False if the losses are 0 or not finite. Raises RunError "loss-not-additive" if they differ.
         """
         half = size // 2
         spans = (start, size), (start, half), (start + half, half), (start, size)

@@ -307,8 +307,8 @@ class PartExchange:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], received_sizes: Sequence[Sequence[int]], label: str, like: Tensor | None = None
     ) -> list[Sequence[Tensor]]:
-        """Sends the tensors `sent[i]` to member i, and returns those from each member, flat. received_sizes: their numbers of
-        elements. like: a tensor of their dtype and device, needed if this rank sends nothing. A blocking collective.
+        """Sends the tensors `sent[i]` to member i, and returns the tensors from each member, flat. received_sizes: their
+        numbers of elements. like: a tensor of their dtype and device, needed if this rank sends nothing. A blocking collective.
         """
         flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
         outgoing = torch.cat(flat) if flat or like is None else like.new_empty(0)

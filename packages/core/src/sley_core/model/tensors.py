@@ -54,7 +54,7 @@ def flat_bytes(value: Tensor) -> Tensor:
 
 
 def fingerprint(value: Tensor) -> Tensor:
-    """Returns an int64 scalar on the device of `value`: a hash of its bytes. Values collide with a probability of 2^-32."""
+    """Returns a hash of the bytes of `value`, an int64 scalar on its device. Hashes collide with a probability of 2^-32."""
     data = flat_bytes(value)
     num_word_bytes = data.numel() // 8 * 8
     word_data, tail = data[:num_word_bytes], data[num_word_bytes:].to(torch.int64)
