@@ -112,10 +112,9 @@ def print_fault(fault: Fault, settings: Settings) -> None:
 
 
 def format_diagnostics(diagnostics: Sequence[Diagnostic], *, is_long: bool) -> str:
-    """Returns the diagnostics as text that ends in a newline. The last line has their number if there are several.
-
-    is_long: whether to show the source line of each diagnostic with a caret. If not, a diagnostic is one line, such as
-    `plan.toml:24:1: error[unknown-key]: ...`.
+    """Returns the diagnostics as text that ends in a newline. The last line has their number if there are several. is_long:
+    whether to show the source line of each diagnostic with a caret. If not, a diagnostic is one line, such as `plan.toml:24:1:
+    error[unknown-key]: ...`.
     """
     texts = list(map(_format_long if is_long else _format_short, diagnostics))
     if len(texts) > 1:
@@ -162,10 +161,9 @@ _REDRAW_INTERVAL_S = 0.2
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
-    """Prints the progress of a run of `num_steps` steps. Append the object to `run.readers`. Ignores failed writes.
-
-    On a terminal, it redraws one line; otherwise it prints a line after every `log_every`-th step and after the last step.
-    notes: the list to which the run appends its notes; new notes are printed. stream: None for stderr.
+    """Prints the progress of a run of `num_steps` steps. Append the object to `run.readers`. Ignores failed writes. On a
+    terminal, it redraws one line; otherwise it prints a line after every `log_every`-th step and after the last step. notes:
+    the list to which the run appends its notes; new notes are printed. stream: None for stderr.
     """
 
     def __init__(self, num_steps: int, log_every: int, notes: Sequence[str] = (), stream: TextIO | None = None) -> None:

@@ -34,7 +34,6 @@ def num_cores() -> int:
 
 def read_cgroup_cores(root: Path) -> float:
     """Returns the smallest CPU limit of this process's cgroup (version 2) and its parents, in cores; infinity for no limit.
-
     root: the root of the file system. A container may see its own cgroup as the root of cgroups.
     """
     try:
@@ -52,7 +51,6 @@ def read_cgroup_cores(root: Path) -> float:
 
 def describe_machine(*, include_gpus: bool = True) -> dict[str, Any]:
     """Returns the platform, cores, GPUs, environment variables, and versions of Python, torch and Sley's packages, by name.
-
     include_gpus: whether to list the GPUs. Listing GPUs creates a CUDA context in this process.
     """
     python = f"{platform.python_version()} ({sys.executable})"

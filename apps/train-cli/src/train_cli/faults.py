@@ -54,9 +54,8 @@ BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cl
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure of a command or rank: its diagnostics and exit code. After Ctrl-C there are no diagnostics to print.
-
-    trace: the full traceback. is_unexpected: whether the error is not a SleyError, so that torchrun shows the traceback.
+    """A failure of a command or rank: its diagnostics and exit code. After Ctrl-C there are no diagnostics to print. trace: the
+    full traceback. is_unexpected: whether the error is not a SleyError, so that torchrun shows the traceback.
     """
 
     diagnostics: tuple[Diagnostic, ...]
@@ -112,9 +111,8 @@ def _diagnose_error(error: Exception) -> Diagnostic:
 
 
 def _find_user_code(calls: Sequence[tuple[FrameType, int]]) -> tuple[Place | None, str | None]:
-    """Returns the place and source line of the innermost call in user code, or (None, None).
-
-    calls: the frame and line number of each call, the outermost first.
+    """Returns the place and source line of the innermost call in user code, or (None, None). calls: the frame and line number
+    of each call, the outermost first.
     """
     for frame, line in reversed(calls):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -202,11 +200,9 @@ def has_remote_peers() -> bool:
 
 
 class RankErrorReporter(AbstractContextManager["RankErrorReporter"]):
-    """A context manager that prints an error of its block, writes it into the error file, and raises SystemExit instead.
-
-    Before `is_training` is set, an error occurs on all ranks, or keeps this rank from joining the other ranks. Only the first
-    rank of each host prints such an error, and this rank sends it to its peers. print_function: None if a local launcher prints
-    errors.
+    """A context manager that prints an error of its block, writes it into the error file, and raises SystemExit instead. Before
+    `is_training` is set, an error occurs on all ranks, or keeps this rank from joining the other ranks. Only the first rank of
+    each host prints such an error, and this rank sends it to its peers. print_function: None if a local launcher prints errors.
     """
 
     def __init__(self, rank: int, print_function: Callable[[Fault], None] | None = None) -> None:
@@ -278,10 +274,9 @@ class FailedRank:
 
 
 def find_cause(ranks: Sequence[FailedRank], world_size: int, killed_states: Mapping[int, str] = MappingProxyType({})) -> Fault:
-    """Returns the fault to show for a run of `world_size` ranks, given its failed `ranks`, at least one.
-
-    killed_states: a description of the process state of each rank that had to be killed. Ranks that only obeyed a signal are
-    not blamed. If all failed ranks obeyed a signal, the fault has their exit code and no diagnostics.
+    """Returns the fault to show for a run of `world_size` ranks, given its failed `ranks`, at least one. killed_states: a
+    description of the process state of each rank that had to be killed. Ranks that only obeyed a signal are not blamed. If all
+    failed ranks obeyed a signal, the fault has their exit code and no diagnostics.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     assert ranks, "no rank failed"
@@ -330,10 +325,9 @@ def _describe_failed_rank(first: FailedRank, failed_ranks: Sequence[FailedRank],
 def _describe_hung_ranks(
     killed_states: Mapping[int, str], busy_faults: Mapping[int, Fault], world_size: int, waiting: FailedRank | None = None
 ) -> Fault:
-    """Returns the fault of ranks that did not end after a signal.
-
-    killed_states: the process states of ranks without a report, by rank. busy_faults: the faults that busy ranks reported, by
-    rank. waiting: a rank that waited for one of these ranks, or None.
+    """Returns the fault of ranks that did not end after a signal. killed_states: the process states of ranks without a report,
+    by rank. busy_faults: the faults that busy ranks reported, by rank. waiting: a rank that waited for one of these ranks, or
+    None.
     """
     states = [*killed_states.items(), *((rank, fault.diagnostics[0].message) for rank, fault in busy_faults.items())]
     message = "; ".join(f"rank {rank} of {world_size} did not respond{f': {state}' if state else ''}" for rank, state in states)

@@ -66,7 +66,6 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
 
 def _describe_host_memory(model: Model, ranks_per_host: int) -> list[str]:
     """Returns notes on the host memory of the initial values of `model`, and on a factory that does not run on meta.
-
     ranks_per_host: the number of ranks on a host. A rank creates all layers without a builder at the same time.
     """
     tensors = {
@@ -126,9 +125,8 @@ def meta_state(layer: Layer, dtype: torch.dtype, fp32_patterns: Sequence[str] = 
 
 
 def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], state: dict[str, Tensor]) -> Any:
-    """Calls `layer` on meta with `args` and the fields that it reads, and returns its output.
-
-    state: a result of `meta_state`, to which the forward may write. Raises the errors of the layer's forward.
+    """Calls `layer` on meta with `args` and the fields that it reads, and returns its output. state: a result of `meta_state`,
+    to which the forward may write. Raises the errors of the layer's forward.
     """
     layer_fields = {name: fields[name] for name in layer.fields}
     with torch.device("meta"):  # tensors that the forward creates are on meta too
@@ -246,10 +244,9 @@ def _describe_value(value: Any) -> str:
 
 
 def _find_written_statistics(layer: Layer, state: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Returns the name and module of each running statistic that a call of `layer` has written.
-
-    state: the buffers that were passed to the call; their versions were 0 before the call. On meta, torch increments only the
-    version of `num_batches_tracked`, so this buffer stands for all statistics of its module.
+    """Returns the name and module of each running statistic that a call of `layer` has written. state: the buffers that were
+    passed to the call; their versions were 0 before the call. On meta, torch increments only the version of
+    `num_batches_tracked`, so this buffer stands for all statistics of its module.
     """
     return [
         (f"{layer.name}.{prefix}{attribute}", module)

@@ -88,9 +88,8 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
 
 @contextmanager
 def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[Run, SignalHandler]]:
-    """Joins the world, and assembles the run of `plan` for the block. Yields the run and the handler of signals.
-
-    folder: the run folder, in which this rank reports a failure. writes: whether the run also writes its other files there.
+    """Joins the world, and assembles the run of `plan` for the block. Yields the run and the handler of signals. folder: the
+    run folder, in which this rank reports a failure. writes: whether the run also writes its other files there.
     """
     gc.freeze()  # else each collection would search all modules, which takes half a second
     gc.enable()

@@ -50,9 +50,8 @@ Verdict = dict[str, Any]
 
 
 def open_rendezvous(plan: Plan) -> "Rendezvous":
-    """Checks that all ranks have the same plan and versions, and returns this rank's rendezvous. All ranks must call it.
-
-    Raises RunError "preflight" on all ranks, or only on this rank if it does not find the other ranks.
+    """Checks that all ranks have the same plan and versions, and returns this rank's rendezvous. All ranks must call it. Raises
+    RunError "preflight" on all ranks, or only on this rank if it does not find the other ranks.
     """
     rendezvous = Rendezvous.join(os.environ, timeout_s=plan.limits.start_timeout_s)
     info = {"the plan": plan.digest, "torch": torch.__version__}
@@ -124,10 +123,9 @@ class Rendezvous:
         return cls(rank, size, prefix_store, timeout_s, is_store_owner, f"{job} of {size} ranks")
 
     def agree(self, info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> None:
-        """Compares `info`, values by name, with the values of rank 0. Returns when all ranks have arrived and agree.
-
-        details: for some names in `info`, the parts of the value by name, so that messages show only the differing parts.
-        Raises RunError "preflight" on all ranks, with the rank that differs, its host, its value and a hint.
+        """Compares `info`, values by name, with the values of rank 0. Returns when all ranks have arrived and agree. details:
+        for some names in `info`, the parts of the value by name, so that messages show only the differing parts. Raises
+        RunError "preflight" on all ranks, with the rank that differs, its host, its value and a hint.
         """
         if self.rank == 0:
             rank_0 = self._identity | {"info": {**info}, "details": {**details}}

@@ -80,10 +80,9 @@ class FolderInUseError(Exception):
 
 
 class FolderLock:
-    """Locks `folder` until `release`, and creates it if it is missing.
-
-    Raises FolderInUseError if another process holds the lock, and OSError if the lock file cannot be written. The lock is an
-    flock(2) on this file, which the kernel releases when the process ends. On file systems without flock, nothing is locked.
+    """Locks `folder` until `release`, and creates it if it is missing. Raises FolderInUseError if another process holds the
+    lock, and OSError if the lock file cannot be written. The lock is an flock(2) on this file, which the kernel releases when
+    the process ends. On file systems without flock, nothing is locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -152,10 +151,9 @@ def is_folder_of_restarted_run(folder: Path) -> bool:
 
 
 def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> None:
-    """Raises PlanError "run-folder" if `locked_run_folder` could not create or continue the folder. Changes nothing.
-
-    A folder is refused if it exists and neither `overwrite` nor `resume` is set, if it is not a run folder, if an active run
-    uses it, or if it cannot be written.
+    """Raises PlanError "run-folder" if `locked_run_folder` could not create or continue the folder. Changes nothing. A folder
+    is refused if it exists and neither `overwrite` nor `resume` is set, if it is not a run folder, if an active run uses it, or
+    if it cannot be written.
     """
     folder = run_folder(plan)
     with _folder_errors(plan, folder):
@@ -177,10 +175,9 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
 
 @contextmanager
 def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
-    """Creates the run folder of `plan` with its `plan.toml`, and locks it until the block ends. Yields the folder.
-
-    resume: whether to keep the files of an existing run folder. Even without `overwrite`, replaces a folder that has failure
-    reports but no results, or that has only records of ranks. Raises the errors of `check_run_folder`.
+    """Creates the run folder of `plan` with its `plan.toml`, and locks it until the block ends. Yields the folder. resume:
+    whether to keep the files of an existing run folder. Even without `overwrite`, replaces a folder that has failure reports
+    but no results, or that has only records of ranks. Raises the errors of `check_run_folder`.
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)

@@ -75,9 +75,8 @@ def copy_run_files(plan: Plan, folder: Path) -> None:
 
 
 def load_run_plan(folder: Path, data_changes: Sequence[str] = ()) -> Plan:
-    """Returns the resolved plan of the run in `folder`, even if the folder was moved.
-
-    data_changes: changes of `[data]`, as "key=VALUE". Raises UsageError "no-run", and the errors of loading a plan.
+    """Returns the resolved plan of the run in `folder`, even if the folder was moved. data_changes: changes of `[data]`, as
+    "key=VALUE". Raises UsageError "no-run", and the errors of loading a plan.
     """
     if not (folder / PLAN_FILE).is_file():
         raise UsageError("no-run", f"`{folder}` must be a run folder, but has no `{PLAN_FILE}`")
@@ -98,9 +97,8 @@ def checkpoint_folder(plan: Plan, folder: Path) -> str:
 
 
 def _load_reader(plan: Plan | None) -> CheckpointFiles:
-    """Returns the checkpoint reader of the plan's checkpointer, or of the default checkpointer. Imports torch.
-
-    Raises PluginError "plugin-missing" if it is not installed, and UsageError "no-checkpoint-files" if it has no reader.
+    """Returns the checkpoint reader of the plan's checkpointer, or of the default checkpointer. Imports torch. Raises
+    PluginError "plugin-missing" if it is not installed, and UsageError "no-checkpoint-files" if it has no reader.
     """
     reader = _find_reader(plan)
     if reader is None:
@@ -176,10 +174,9 @@ def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tupl
 
 
 def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
-    """Returns the plan and the weights of a run or checkpoint, and prints the origin of the weights.
-
-    run: a run folder, or the path or URL of a checkpoint. best: whether to use the best checkpoint of a run folder instead of
-    its newest weights. Raises UsageError: "no-run" for another `run`, and "no-weights" if the run has no such weights.
+    """Returns the plan and the weights of a run or checkpoint, and prints the origin of the weights. run: a run folder, or the
+    path or URL of a checkpoint. best: whether to use the best checkpoint of a run folder instead of its newest weights. Raises
+    UsageError: "no-run" for another `run`, and "no-weights" if the run has no such weights.
     """
     from sley_core.checkpointing import load_plan_and_weights
 
@@ -313,9 +310,8 @@ def read_only_plan(plan: Plan) -> Plan:
 
 
 def one_process_plan(plan: Plan) -> Plan:
-    """Returns a plan that computes the same values as `plan` in one process, without parallel axes, reducers and offload.
-
-    The result has the same batches, microbatches, seed, precision, `reduction` and transforms.
+    """Returns a plan that computes the same values as `plan` in one process, without parallel axes, reducers and offload. The
+    result has the same batches, microbatches, seed, precision, `reduction` and transforms.
     """
     tables = _remove_tables(plan, (*_OUTPUT_TABLES, *_LAYOUT_TABLES))
     tables["parallel"] = {**tables.get("parallel", {}), "dp": 1, "pp": 1, "sp": 1, "wp": 1}
@@ -333,10 +329,9 @@ def has_layout(plan: Plan) -> bool:
 
 @contextmanager
 def open_trained_run(folder: Path, plan: Plan, *, best: bool = False, with_evaluation: bool = False) -> Iterator["Run"]:
-    """Yields a one-process run with the newest weights of the run in `folder`, and prints the origin of the weights.
-
-    plan: from `load_run_plan`. best: whether to use the best checkpoint instead. with_evaluation: whether the run can evaluate;
-    if not, `NoData` replaces its data, unless a factory makes the data. Raises UsageError "no-weights".
+    """Yields a one-process run with the newest weights of the run in `folder`, and prints the origin of the weights. plan: from
+    `load_run_plan`. best: whether to use the best checkpoint instead. with_evaluation: whether the run can evaluate; if not,
+    `NoData` replaces its data, unless a factory makes the data. Raises UsageError "no-weights".
     """
     from sley_core.comm.world import World
     from sley_trainer.assemble import assemble

@@ -63,7 +63,6 @@ def has_launcher() -> bool:
 
 def die_with_launcher() -> None:
     """Makes the kernel kill this process when its launcher or torchrun ends, even by SIGKILL. Does nothing in other processes.
-
     This works even while the rank hangs in a driver. Call it before slow imports. Exits at once if the launcher is dead.
     """
     global _has_launcher
@@ -80,10 +79,8 @@ def die_with_launcher() -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends this process with exit code `code`.
-
-    A failed rank exits without destructors, since the destructors of communicators may wait for dead peers. Its
-    `multiprocessing` children are killed, since Python's exit handlers do not run.
+    """Ends this process with exit code `code`. A failed rank exits without destructors, since the destructors of communicators
+    may wait for dead peers. Its `multiprocessing` children are killed, since Python's exit handlers do not run.
     """
     if code and "RANK" in os.environ:
         for stream in (sys.stdout, sys.stderr):
@@ -109,7 +106,6 @@ def _kill_children() -> None:
 
 class TerminationInterrupt(BaseException):
     """Raised in the main thread by a stop signal other than SIGINT if there is no run to stop. code: the process's exit code.
-
     It does not derive from SystemExit, since a SystemExit of the user's factory is reported as a failure.
     """
 

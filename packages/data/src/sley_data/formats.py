@@ -119,7 +119,6 @@ PLAIN_FORMAT = Format()
 
 def detect_format(path: Path) -> Format:
     """Returns the format of the file at `path`; `PLAIN_FORMAT` if reading fails, since the code that reads it later reports it.
-
     The format of a compressed file has the `unsupported` of its content.
     """
     try:

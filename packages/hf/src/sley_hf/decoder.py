@@ -172,7 +172,6 @@ class Embed(nn.Module):
 
 class Block(nn.Module):
     """One decoder layer of transformers, [b, s, hidden] -> [b, s, hidden]: a copy of layer `index` of the model `causal`.
-
     arguments: computes the arguments of the layer, except the hidden states. routers: the routers of the model if training adds
     their load-balancing loss, or None.
     """
@@ -252,7 +251,6 @@ class _HiddenStates(nn.Module):
 
 class Head(nn.Module):
     """The layer `head`: the last norm, and the forward of the causal model after its base model, [b, s, hidden] -> [b, s, v].
-
     routers: the routers if training adds their load-balancing loss, or None.
     """
 

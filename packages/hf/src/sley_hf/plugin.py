@@ -20,9 +20,8 @@ Kernel = Literal[  # the values of `attention`
 
 
 class DecoderConfig(ModelConfig):
-    """A causal language model of transformers, split into its embedding, decoder layers and head.
-
-    Exactly one of the keys `weights` and `config` is required.
+    """A causal language model of transformers, split into its embedding, decoder layers and head. Exactly one of the keys
+    `weights` and `config` is required.
     """
 
     weights: PlanPath | None = None

@@ -330,10 +330,9 @@ def weight_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
 
 
 def describe_dtypes(plan: Plan, model: Model) -> list[str]:
-    """Returns a note on the dtypes of parameters and buffers if the plan computes in a narrow dtype, else [].
-
-    Raises PlanError "precision-keep" if a pattern of `[precision] keep` matches no parameter, or if it matches one and a part
-    needs all weights in one dtype: a gradient handler that returns shards, or an offload manager that updates on the host.
+    """Returns a note on the dtypes of parameters and buffers if the plan computes in a narrow dtype, else []. Raises PlanError
+    "precision-keep" if a pattern of `[precision] keep` matches no parameter, or if it matches one and a part needs all weights
+    in one dtype: a gradient handler that returns shards, or an offload manager that updates on the host.
     """
     working, master = weight_dtypes(plan)
     keep = plan.precision.keep
@@ -363,9 +362,8 @@ def describe_dtypes(plan: Plan, model: Model) -> list[str]:
 
 def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[str]:
     """Returns a note with the name of torch's kernel for the model's attention, if `[model] attention` names such a kernel, or
-    if it is "auto", a module has a `head_dim`, and `device` is not a CPU. Otherwise returns [].
-
-    Raises PlanError "attention-kernel" if the kernel in `[model] attention` cannot compute the attention.
+    if it is "auto", a module has a `head_dim`, and `device` is not a CPU. Otherwise returns []. Raises PlanError
+    "attention-kernel" if the kernel in `[model] attention` cannot compute the attention.
     """
     name = plan.model.config.attention
     modules = [module for layer in model.layers for module in layer.module.modules()]

@@ -63,9 +63,8 @@ class Metrics:
 
 
 class Tally:
-    """Adds up the sums and counts of `metrics` over the microbatches of one evaluation on this rank.
-
-    names: the sorted names of the user's metrics; None before the first result.
+    """Adds up the sums and counts of `metrics` over the microbatches of one evaluation on this rank. names: the sorted names of
+    the user's metrics; None before the first result.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -192,10 +191,9 @@ def local_rows(global_size: int, parts: Parts) -> range:
 def build_evaluation_feeds(
     plan: Plan, parts: Parts, info: DataInfo, build_feed: Callable[..., Feed]
 ) -> dict[str, EvaluationFeed]:
-    """Returns the feed of each evaluation set by name; the name of the held-out split is "". All ranks call it together.
-
-    info: the declaration of the training data. build_feed: `build_feed(dataset, batch_size, shuffle=...)` returns the feed of
-    this rank's rows. Raises PlanError "evaluation-set" if a set is empty, is a stream without `steps`, or has other fields.
+    """Returns the feed of each evaluation set by name; the name of the held-out split is "". All ranks call it together. info:
+    the declaration of the training data. build_feed: `build_feed(dataset, batch_size, shuffle=...)` returns the feed of this
+    rank's rows. Raises PlanError "evaluation-set" if a set is empty, is a stream without `steps`, or has other fields.
     """
     size, feeds = plan.batch.global_size, dict[str, EvaluationFeed]()
     if plan.evaluation is not None and plan.evaluation.held_out:
@@ -292,10 +290,9 @@ def _build_custom_metric(plan: Plan) -> Metric:
 
 
 class BestEvaluation:
-    """Tracks the best value of one evaluation metric. The state is the same on all ranks, and checkpoints save it.
-
-    patience: the number of consecutive evaluations without improvement that ends the run; None for no limit. value, step: the
-    best value and its step; None and 0 before the first. num_since_best: the number of evaluations since then.
+    """Tracks the best value of one evaluation metric. The state is the same on all ranks, and checkpoints save it. patience:
+    the number of consecutive evaluations without improvement that ends the run; None for no limit. value, step: the best value
+    and its step; None and 0 before the first. num_since_best: the number of evaluations since then.
     """
 
     def __init__(self, table: KeepBestTable, patience: int | None) -> None:

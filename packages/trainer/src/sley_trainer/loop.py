@@ -35,10 +35,9 @@ MAX_EXP = 709.0
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A launched step whose row is not written yet. On CUDA, its totals may not be on the host yet.
-
-    step: the number of the step, from 1. counts: the counts over all ranks' samples. data_wait_s: the seconds for which this
-    rank waited for data. samples: the numbers of this rank's samples in the data; empty if a program passed the batch.
+    """A launched step whose row is not written yet. On CUDA, its totals may not be on the host yet. step: the number of the
+    step, from 1. counts: the counts over all ranks' samples. data_wait_s: the seconds for which this rank waited for data.
+    samples: the numbers of this rank's samples in the data; empty if a program passed the batch.
     """
 
     step: int
@@ -234,9 +233,8 @@ class Loop:
             raise run_closed_error("run")
 
     def _finish_pending(self) -> None:
-        """Writes the row of the pending step, if any, and waits for weights in flight. Public methods call it first.
-
-        Raises RunError "step-running" within a step or an evaluation, and on CUDA in a listener while the next step runs.
+        """Writes the row of the pending step, if any, and waits for weights in flight. Public methods call it first. Raises
+        RunError "step-running" within a step or an evaluation, and on CUDA in a listener while the next step runs.
         """
         self._check_open()
         if self._activity or (self._is_training and self._pending_step is not None):

@@ -156,10 +156,9 @@ def probe_optimizer(
 def try_optimizer(
     plan: Plan, ndims: Collection[int], dtype: torch.dtype, device: torch.device, *, lr_changes: bool = True
 ) -> tuple[Traits, list[OptimizerFault]]:
-    """Returns the traits and faults of the plan's optimizer. Preserves the states of the random generators.
-
-    ndims: the numbers of dims of the model's parameters; the trials use the largest and the smallest number. lr_changes:
-    whether the learning rate changes during the run.
+    """Returns the traits and faults of the plan's optimizer. Preserves the states of the random generators. ndims: the numbers
+    of dims of the model's parameters; the trials use the largest and the smallest number. lr_changes: whether the learning rate
+    changes during the run.
     """
     config: Any = plan.optimizer.config
     options = [{"lr": config.lr, "initial_lr": config.lr, "weight_decay": decay} for decay in (config.weight_decay, 0.0)]

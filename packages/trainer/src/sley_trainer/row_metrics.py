@@ -242,10 +242,9 @@ def attention_width(module: Any) -> int:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Returns this process's peak memory in MiB: torch's allocations on a CUDA device, or the resident set on a CPU.
-
-    The resident set includes torch's libraries (about 200 MiB), the stacks of threads and mapped files. It is read from /proc
-    if that exists, since getrusage may report the peak of the parent process at the fork.
+    """Returns this process's peak memory in MiB: torch's allocations on a CUDA device, or the resident set on a CPU. The
+    resident set includes torch's libraries (about 200 MiB), the stacks of threads and mapped files. It is read from /proc if
+    that exists, since getrusage may report the peak of the parent process at the fork.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
@@ -260,10 +259,9 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 class SourceSums:
-    """Sums the losses and loss weights of each source of samples in one step on this rank.
-
-    names: the names of the sources. fields: the declared batch fields. weighs: whether this rank counts loss weights.
-    weighs_whole: whether this rank counts the weights of full sequences instead of its slices.
+    """Sums the losses and loss weights of each source of samples in one step on this rank. names: the names of the sources.
+    fields: the declared batch fields. weighs: whether this rank counts loss weights. weighs_whole: whether this rank counts the
+    weights of full sequences instead of its slices.
     """
 
     def __init__(
@@ -297,7 +295,6 @@ class SourceSums:
     @torch.no_grad()
     def add(self, micro: int, output: Any, batch: Mapping[str, Tensor], sources: Tensor, loss: Tensor) -> None:
         """Adds the loss of a microbatch. If `output` is a collective `SplitLogits`, all ranks that share it must call this.
-
         output: the model's output. batch: the fields that the loss reads, on the device. sources: the source of each sample, on
         the host. loss: the loss of the whole microbatch.
         """

@@ -37,7 +37,6 @@ from sley_trainer.state_dict import LoadedWeights, Precision, WeightSaver
 
 class Run(Loop, AbstractContextManager["Run"]):
     """One rank's part of a training run. All ranks must call the same methods in the same order, except `stop` and `close`.
-
     parts: this rank's parts of the run, whose `world`, `topology`, `groups`, `layers`, `registry` and `store` are also
     attributes of the run. memory: reports the run's memory and moves it between device and host.
     """
@@ -126,7 +125,6 @@ class Run(Loop, AbstractContextManager["Run"]):
     @on_stream
     def evaluate(self, batch: GivenBatch | None = None) -> float:
         """Returns the mean loss over the batches of all ranks; the result is the same on every rank. Does not change the run.
-
         batch: this rank's samples, as in `step`; None takes the plan's held-out samples. Raises RunError "not-finite" or
         "nothing-counts" on all ranks, and UsageError "no-evaluation" if there is neither a batch nor held-out samples.
         """
@@ -234,10 +232,9 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def save_checkpoint(self, path: str | Path | None = None) -> str:
-        """Writes a complete checkpoint and returns its folder.
-
-        path: the folder to create; None creates the next folder in the run's checkpoint folder. Raises RunError
-        "checkpoint-failed" on all ranks if the folder cannot be written. The run can then continue without this checkpoint.
+        """Writes a complete checkpoint and returns its folder. path: the folder to create; None creates the next folder in the
+        run's checkpoint folder. Raises RunError "checkpoint-failed" on all ranks if the folder cannot be written. The run can
+        then continue without this checkpoint.
         """
         self._finish_pending()
         return self._checkpointer.save(path, self.num_steps_done)
@@ -299,10 +296,9 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def close(self) -> None:
-        """Stops threads, closes files and removes hooks, even if one of these actions fails. Does not close the world.
-
-        Layers become ordinary modules again. Modules with sharded weights then raise RunError "sharded-weight-read"
-        when called, and methods of the run raise "run-closed". A second call does nothing.
+        """Stops threads, closes files and removes hooks, even if one of these actions fails. Does not close the world. Layers
+        become ordinary modules again. Modules with sharded weights then raise RunError "sharded-weight-read" when called, and
+        methods of the run raise "run-closed". A second call does nothing.
         """
         if self._is_closed:
             return

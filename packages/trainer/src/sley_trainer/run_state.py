@@ -44,10 +44,9 @@ T = TypeVar("T")
 
 
 class RunState(checkpointing.TrainingState):
-    """Gives a checkpointer the state of a run on this rank, and restores it; implements `TrainingState`.
-
-    components: the plan's components with their objects in the run. plan_values: the plan values that the run has determined,
-    by their path in the plan. notes: messages for the user. best: the best evaluation; None if the plan has no `keep_best`.
+    """Gives a checkpointer the state of a run on this rank, and restores it; implements `TrainingState`. components: the plan's
+    components with their objects in the run. plan_values: the plan values that the run has determined, by their path in the
+    plan. notes: messages for the user. best: the best evaluation; None if the plan has no `keep_best`.
     """
 
     def __init__(

@@ -56,10 +56,8 @@ ActionGenerator = Callable[[int], Sequence[Sequence[Action]]]
 
 class ActionLists:
     """Generates, lowers and caches the action lists of one stage. Lowering adds transfers between stages. Each stage lowers the
-    lists of all stages, so that every rank detects a wrong schedule.
-
-    generate: returns the compute actions of all stages, which are not cached. lower_all_stages: takes the number of
-    microbatches, and returns the lowered training lists of all stages.
+    lists of all stages, so that every rank detects a wrong schedule. generate: returns the compute actions of all stages, which
+    are not cached. lower_all_stages: takes the number of microbatches, and returns the lowered training lists of all stages.
     """
 
     def __init__(self, generate: ActionGenerator, placement: Placement, stage: int) -> None:

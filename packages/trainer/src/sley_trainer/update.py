@@ -261,10 +261,9 @@ class Averages:
                 self.tensors[entry.parameter] = entry.parameter.detach().clone()
 
     def update(self, params: Sequence[OptimizerParam], step: int, index: int, is_allowed: Tensor | None) -> None:
-        """Moves the averages towards the updated values of `params`.
-
-        step: the number of the step, from 0. index: the number of updates before this one. is_allowed: a bool on the device, or
-        None; False leaves the averages unchanged. Raises RunError "averaging-weight" if the rule returns no value from 0 to 1.
+        """Moves the averages towards the updated values of `params`. step: the number of the step, from 0. index: the number of
+        updates before this one. is_allowed: a bool on the device, or None; False leaves the averages unchanged. Raises RunError
+        "averaging-weight" if the rule returns no value from 0 to 1.
         """
         weight = 1.0
         if self.first_update is not None and index > self.first_update:
