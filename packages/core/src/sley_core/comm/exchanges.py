@@ -21,6 +21,7 @@ COLLECTIVE_HINT = (
     "check the other ranks of the group: one has stopped, or did not join the collective within [limits] collective_timeout_s; "
     "`train-cli doctor` names that rank, even if the ranks started their exchanges in different orders"
 )
+"""The hint of the errors that a failed exchange or communicator raises."""
 
 NUM_RECENT = 32
 """The number of latest exchanges that `Progress` keeps per queue. Ranks that diverge block each other after fewer exchanges."""
@@ -258,6 +259,7 @@ MISMATCH_HINT = (
     "microbatch and differ between ranks. To skip a layer, multiply its output by 0 or 1, or draw "
     "from your own generator with the same seed on all ranks"
 )
+"""The hint of the error `ranks-differ` for different exchanges."""
 
 
 class Mark(NamedTuple):

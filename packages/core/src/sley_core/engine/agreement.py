@@ -65,6 +65,7 @@ _HINTS = {
     "sums, on all ranks",
     BATCH: "pass the same samples, the rows `run.rows` of a batch, to all stages of a pipeline and all ranks of a sequence",
 }
+"""The hint of the error `ranks-differ` for each fact."""
 
 FactView = tuple[Any, int]
 """A rank's value of a fact, as a description for errors and as a checksum."""

@@ -121,7 +121,7 @@ def copy_containers(value: Any, copies: dict[int, Any] | None = None) -> Any:
     return copied
 
 
-_PLAIN_TYPES = str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Enum
+_PLAIN_TYPES = str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Enum  # types of immutable values
 _ATOMIC_TYPES = Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, *_PLAIN_TYPES
 """The types whose values `copy_containers` does not copy and `tensors_in` does not search."""
 

@@ -115,7 +115,7 @@ class CanonicalReduction(Reduction):
         return ExactTotals(self.groups, gradients, self.pad_losses(loss), norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        """Returns the sum over `weights` of each digit, NUM_WEIGHT_DIGITS sums. Adds infinite and NaN weights to the first."""
+        """Returns NUM_WEIGHT_DIGITS sums over `weights`, one per digit. Adds infinite and NaN weights to the first sum."""
         sums = [0.0] * NUM_WEIGHT_DIGITS
         for weight in weights:
             if not math.isfinite(weight):

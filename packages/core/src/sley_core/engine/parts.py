@@ -63,7 +63,7 @@ class StepState:
     """
 
     def __init__(self, within: ActionProgress | None = None) -> None:
-        """within: in an evaluation, the progress of the training, whose step stays unchanged; None in the training."""
+        """Creates the state before the first step. within: for an evaluation, the progress of the training; else None."""
         self._is_within = within is not None
         self.step_progress = within or ActionProgress()
         self.step = -1
@@ -98,7 +98,7 @@ class StepState:
 
     @was_taken.setter
     def was_taken(self, taken: bool | Callable[[], bool]) -> None:
-        """taken: the value, or a function that returns it. The first read calls the function, which may wait for the device."""
+        """Sets the value, or a function that returns it. The first read calls this function, which may wait for the device."""
         self._was_taken = taken
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:

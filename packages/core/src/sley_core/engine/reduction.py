@@ -133,7 +133,7 @@ class Accumulator:
 
     @property
     def is_assigned(self) -> bool:
-        """Returns whether a backward called by the user assigned `parameter.grad` without a hook call."""
+        """Returns whether a backward has assigned `parameter.grad` itself, so that no hook was called."""
         gradient = self.parameter.grad
         return self.has_hook and gradient is not None and gradient is not self.view
 
@@ -183,7 +183,7 @@ class UnbufferedAccumulator(Accumulator):
     """Accumulates a gradient that no handler reduces, in autograd's tensor or in a tensor that each step allocates."""
 
     def __init__(self, param: Param, empty: Tensor) -> None:
-        """empty: a tensor of the store's dtype without elements."""
+        """Creates the accumulator with `empty`, a tensor of the store's dtype without elements, as its view."""
         self._empty = empty
         super().__init__(param, empty)
 

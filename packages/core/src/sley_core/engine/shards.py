@@ -253,7 +253,7 @@ def sharded_read_error(param: Param, label: str) -> RunError:
     return RunError("sharded-weight-read", message, hint=hint)
 
 
-_READABLE_FUNCTIONS = SHAPE_FUNCTIONS | SHARD_FUNCTIONS | GRADIENT_FUNCTIONS | {Tensor.__repr__}
+_READABLE_FUNCTIONS = SHAPE_FUNCTIONS | SHARD_FUNCTIONS | GRADIENT_FUNCTIONS | {Tensor.__repr__}  # they read no values
 
 
 class _UnreadableTensor:

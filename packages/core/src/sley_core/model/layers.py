@@ -44,6 +44,7 @@ Layers: TypeAlias = (
     | Mapping[str, nn.Module | Builder]
     | Iterable[nn.Module | tuple[str, nn.Module | Builder] | tuple[str, Builder, int]]
 )
+"""The forms in which `Model` accepts its layers. A tuple has a name, a module or builder, and a count for a builder."""
 
 MODEL: KeyPath = ("model",)
 """The path of the table `[model]` in the plan, for errors."""

@@ -137,7 +137,7 @@ def assume_device_type(device_type: str) -> Iterator[None]:
 
 def uniform_items(items: Iterable[T]) -> Iterator[T]:
     """Yields `items`. For each item the caller must run the same operations on the same shapes; the last item may be smaller.
-    Within `estimate_bytes`, stops once two items leave equally many bytes in use, since further items would not use more.
+    Within `estimate_bytes`, stops once two consecutive items leave equally many bytes in use, as all later items would.
     """
     last_bytes = None
     for item in items:
@@ -167,7 +167,7 @@ _META_ADDRESS_SHIFT = 64
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}  # attributes of modules whose tensors follow a replacement
 _LEAF_TYPES: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
-_LEAF_TYPES += (torch.dtype, torch.device, torch.Generator, type(None))
+_LEAF_TYPES += (torch.dtype, torch.device, torch.Generator, type(None))  # a search does not enter objects of these types
 _CONTAINER_TYPES = (dict, OrderedDict)  # a search skips empty ones at once
 
 
