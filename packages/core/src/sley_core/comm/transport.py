@@ -111,9 +111,9 @@ class Transport(Published, Protocol):
     """
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
-        """Publishes `shards`, and returns an object that gathers them. They must not change until its `wait_sent`. By default,
-        each gather is an ordinary exchange. All ranks call this method and `wait_sent` in the same order relative to their
-        other exchanges. Only one publication may be open at a time.
+        """Publishes `shards`, and returns an object that gathers them. They must not change until `wait_sent` of this object.
+        By default, each gather is an ordinary exchange. All ranks call this method and `wait_sent` in the same order relative
+        to their other exchanges. Only one publication may be open at a time.
         """
         return self
 

@@ -1,1 +1,1 @@
-"""What runs in a step: the parameter registry, the gradient store, the executor and the update."""
+"""The core of a training step: the parameter registry, the gradient store, reductions, masters and calls of layers."""

@@ -458,14 +458,14 @@ class Each(GradientHandler):
 
 class GradientNorms(GradientHandler):
     """Adds `gradient_norm/NAME` to each row for each parameter that is trained when the run starts: the 2-norm of the full,
-    unscaled gradient before clipping, in fp64. It is the same in every layout, and 0 while the parameter is frozen.
+    unscaled gradient before clipping, in fp64. The norm is equal in every layout, and 0 while the parameter is frozen.
     """
 
     def __init__(self, config: GradientNormsConfig) -> None:
         self.config = config
 
     def attach(self, parts: Parts) -> None:
-        """Adds the metric `gradient_norm/NAME` for each trained parameter: the L2 norm of its gradient over all ranks."""
+        """Adds the metric `gradient_norm/NAME` for each trained parameter: the 2-norm of its gradient over all ranks."""
         self._store = parts.store
         for param in parts.registry.trainable:
             share = partial(self._squared_norm_share, param, parts.numbers.replica_weight(param))

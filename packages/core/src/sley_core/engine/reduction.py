@@ -2,7 +2,7 @@
 
 An `Accumulator` adds up the gradient of one parameter, and refuses contributions that come too late. A run has one `Reduction`,
 which belongs to the store. The classes here are "fast": they add terms in their order of arrival. Their subclasses in
-`engine.canonical` add in one order for all layouts. No other code depends on which of the two a run has.
+`engine.canonical` add in one order for all layouts. No other code depends on the choice.
 
 On a CPU, torch adds the squares of a tensor one after the other in the tensor's own dtype. Over ten million fp32 elements the
 norm is off by 4e-4 (measured), and the error depends on how gradients lie in buffers, so on the layout. Along the rows of a
@@ -320,7 +320,7 @@ class Reduction:
 
     @staticmethod
     def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
-        """Raises PlanError if the model's gradients cannot be added in the order of this reduction. By default, all can.
+        """Raises PlanError if the model's gradients cannot be added in the order of this reduction. By default, does nothing.
         stages: the full model, on meta. per_rank_buffers: name patterns of the buffers that differ between ranks.
         """
 

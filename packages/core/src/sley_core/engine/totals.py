@@ -8,7 +8,7 @@ The loss scale lifts gradients above fp16's smallest numbers, and is lowered whe
     an overflow on any rank of the world              ──> nobody steps; scale x backoff_factor, but not below min_scale
     an overflow at min_scale                          ──> RunError: the scale is not the cause
 
-The rule is that of torch.amp.GradScaler, which has no minimum and could skip steps forever. All ranks see the same totals, so
+The rule comes from torch.amp.GradScaler, which has no minimum and could skip steps forever. All ranks see the same totals, so
 they have the same scale.
 
 With `on_nan = "skip"` a step whose loss or gradient norm is not finite changes no weight and no optimizer state, and the
