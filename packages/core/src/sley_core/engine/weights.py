@@ -171,8 +171,8 @@ class MasterWeights:
                     entry.parameter.detach().copy_(values[entry.param].view(entry.parameter.shape))
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
-        """Rounds the masters into the working weights, drops references to gradients, and starts to fetch the parts of other
-        ranks, which end in `weights.settle`. are_sent: whether working weights have the values; by default, if `device` is set.
+        """Rounds the masters into the working weights, drops references to gradients, and starts to fetch other ranks' parts
+        (`weights.settle` waits). are_sent: whether working weights already have the values; by default, if `device` is set.
         """
         self._copy_back()
         if masters := list(self._masters.values()):

@@ -6,7 +6,7 @@ are computed as usual. (Within `torch.device("meta")` common code such as `torch
 If the factory needs the values of parameters, this run is on the host, too.
 
 The second run (`HostModel`) is on the host, with the generators in the state after `torch.manual_seed(seed)`. Then the model's
-`init_weights(module, name)` is called for every module. In this rank's layers, the resulting modules replace the modules on meta,
+`init_weights(module, name)` is called for every module. In this rank's layers, the resulting modules replace the meta modules,
 after their parameters are sharded, cast and moved to the device. Layers with builders are built one at a time, to save memory.
 torch fills new memory with NaN. A parameter with NaN values afterwards raises an error, because nothing has written them.
 """
