@@ -78,7 +78,7 @@ class Progress:
     """Records a rank's exchanges and waits in all its groups. A queue is a sequence of exchanges that the members of a group
     start in the same order: the collectives of one channel, or the messages from one rank to another. last_numbers: the number
     of the last exchange of each queue. recent_turns: the last `NUM_RECENT` exchanges of each queue. step_progress: the position
-    in the action list. on_wait: called after a successful wait, with the exchange and the `time.perf_counter` of its start.
+    in the action list. on_wait: called after a successful wait, with the exchange and `time.perf_counter()` at its start.
     """
 
     last_numbers: dict[str, int] = field(default_factory=dict)

@@ -125,7 +125,7 @@ class GradientStore:
         return self._accumulators[param].view
 
     def part(self, param: Param) -> Tensor:
-        """Returns a view of this rank's part of the gradient: `elements(param)`, or all. Raises RunError if frozen or freed."""
+        """Returns a view of this rank's part of the gradient: its `elements`, or all. Raises RunError if frozen or freed."""
         self._check_not_freed()
         return self._parts[param] if param in self._parts else self.gradient(param)
 

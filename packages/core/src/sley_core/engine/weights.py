@@ -42,7 +42,7 @@ class OptimizerParam:
     updated tensor. original: the working weight in the modules, which may be the same object. elements: the range of elements
     in `parameter`; None if it has all. is_owned: whether `parameter` is the full tensor of a split matrix that this rank owns.
     master: the memory of a master weight; None if `parameter` is the working weight or a view of it. working: with a master,
-    the elements of the working weight that get its values. synced: the `state` when both were last equal.
+    the elements of the working weight that get its values. synced: the `state` at which they were last equal.
     """
 
     param: Param
@@ -172,7 +172,7 @@ class MasterWeights:
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
         """Rounds the masters into the working weights, drops references to gradients, and starts to fetch other ranks' parts
-        (`weights.settle` waits). are_sent: whether working weights already have the values; by default, if `device` is set.
+        (`weights.settle` waits). are_sent: whether the working weights have the values; True by default with a `device`.
         """
         self._copy_back()
         if masters := list(self._masters.values()):
@@ -374,7 +374,7 @@ class MatrixOwners:
             self._memory.append((flat.data, free(flat.data)))
 
     def gather_values(self, parts: Mapping[Param, Tensor]) -> None:
-        """Copies the values of all split parameters to their owners. A collective. parts: this rank's parts, if not empty."""
+        """Copies the values of all split parameters to their owners. A collective. parts: this rank's nonempty parts."""
         for memory, num_bytes in self._memory:
             reallocate(memory, num_bytes)
         parts = {param: parts.get(param, self._template) for param in self.params}

@@ -171,7 +171,7 @@ class MetaParameters:
 
 
 class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skips in-place draws such as `normal_` on meta, which torch runs slowly after importing its compiler."""
+    """A mode that skips in-place draws on meta, such as `normal_`. They would be slow, and load torch's compiler."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

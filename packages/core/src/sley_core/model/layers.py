@@ -74,7 +74,7 @@ class Model:
     values. Layers that it initialises completely may be made on meta. per_rank_buffers: name patterns (`"*.running_mean"`) of
     buffers that training may write, and that then differ between ranks; all other buffers are constant. ties: pairs of
     parameter names, `("embed.table.weight", "head.output.weight")`; the first parameter, which must be in an earlier layer,
-    replaces the second. Layers with builders can be tied only so. Raises PlanError "model-factory" if a layer is invalid.
+    replaces the second. Layers with builders can be tied only here. Raises PlanError "model-factory" if a layer is invalid.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Model:
 
     def build_layer(self, layer: Layer, seed: int, *, initialises: bool = True) -> None:
         """Calls the layer's builder, if any, with generators seeded by `derive_seed(seed, layer.name)`, then `init_weights`.
-        initialises: whether to do so. Raises PlanError "model-factory" or "model-init" if builder or `init_weights` fails.
+        initialises: whether to call it. Raises PlanError "model-factory" if the builder, "model-init" if `init_weights` fails.
         """
         if layer.builder is None:
             return
