@@ -113,8 +113,7 @@ def print_fault(fault: Fault, settings: Settings) -> None:
 
 def format_diagnostics(diagnostics: Sequence[Diagnostic], *, is_long: bool) -> str:
     """Returns the diagnostics as text that ends in a newline. The last line has their number if there are several. is_long:
-    whether to show the source line of each diagnostic with a caret. If not, a diagnostic is one line, such as `plan.toml:24:1:
-    error[unknown-key]: ...`.
+    whether to show the source line with a caret; if not, each is a line like `plan.toml:24:1: error[unknown-key]: ...`.
     """
     texts = list(map(_format_long if is_long else _format_short, diagnostics))
     if len(texts) > 1:
@@ -156,8 +155,7 @@ EVALUATION_PREFIX = "held_out/"
 
 _MIB = 1 << 20  # bytes
 
-_REDRAW_INTERVAL_S = 0.2
-"""The minimum number of seconds between two redraws of the progress line."""
+_REDRAW_INTERVAL_S = 0.2  # the minimum number of seconds between two redraws of the progress line
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
@@ -264,7 +262,7 @@ def format_header(run: "Run", num_bytes: Mapping[str, int]) -> str:
 
 
 def describe_repetition(num_samples: int | None, plan: Plan) -> str:
-    """Returns a note if an evaluation uses samples more than once, else "". num_samples: the held-out samples, if known."""
+    """Returns a note if an evaluation repeats samples, else "". num_samples: the number of held-out samples, if known."""
     assert plan.evaluation is not None, "the plan has no [evaluation]"
     size = plan.batch.global_size
     num_used = plan.evaluation.steps * size

@@ -210,7 +210,7 @@ def _load_command(name: str) -> Any:
 
 
 def import_optional(package: str, module: str, feature: str) -> Any:
-    """Imports and returns `module` of `sley-<package>`. Raises PluginError "command-missing" if it is not installed."""
+    """Imports and returns `module` of `sley-<package>`, which `feature` needs. Raises PluginError "command-missing"."""
     if find_spec(module.partition(".")[0]) is None:
         message = f"{feature} needs sley-{package}, which is not installed"
         raise PluginError("command-missing", message, hint=install_hint(package))
@@ -219,7 +219,7 @@ def import_optional(package: str, module: str, feature: str) -> Any:
 
 @cache
 def find_foreign_commands() -> dict[str, tuple[EntryPoint, ...]]:
-    """Returns the entry points of other packages' commands by name. A name has several if several packages use it."""
+    """Returns the entry points of other packages' commands, by the name of the command, which several packages may use."""
     commands: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         commands[point.name] = (*commands.get(point.name, ()), point)

@@ -88,7 +88,7 @@ def _describe_host_memory(model: Model, ranks_per_host: int) -> list[str]:
 
 
 def _describe_sharding(plan: Plan, run: Run) -> list[str]:
-    """Returns a note on the first stage's share of sharded parameters, and on its largest other one; [] without `[weights]`."""
+    """Returns a note on the sharded share of the first stage's parameters, and on its largest parameter that is not sharded."""
     if plan.parallel.wp == 1 or plan.weights is None:
         return []
     numels = {param.name: prod(param.shape) for param in run.registry}
@@ -113,7 +113,7 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
 
 
 def meta_state(layer: Layer, dtype: torch.dtype, fp32_patterns: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Returns copies on meta of the layer's parameters and buffers by name. dtype: for names that match no `fp32_patterns`."""
+    """Returns the layer's parameters and buffers on meta by name. dtype: of parameters that match no `fp32_patterns`."""
     state = {
         name: torch.empty_like(buffer, device="meta", dtype=select_buffer_dtype(buffer, dtype))
         for name, buffer in layer.module.named_buffers()

@@ -131,7 +131,7 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
 
 
 def _start_reporter(run: Run, folder: Path, totals: "RunTotals", resume: str | None) -> console.ProgressReporter:
-    """Writes the plan and the start record, prints the header, and returns the reporter, which reads rows like `totals`."""
+    """Writes the plan and the start record, prints the header, adds `totals` and a reporter to the run, and returns it."""
     (folder / SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
     resolved = run.resolved_plan  # also has the values that the data determine
     write_plan(resolved, folder)

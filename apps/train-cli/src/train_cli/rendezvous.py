@@ -34,8 +34,7 @@ from train_cli.faults import PREFLIGHT, Fault
 RESPONSE_TIMEOUT_S = 8.0
 """The time limit in seconds of resolving a name, of opening a port, and of an answer of the store."""
 
-_NOTIFICATION_TIMEOUT_S = 30.0
-"""The seconds for which a rank that cannot start tries to reach rank 0, which may start later."""
+_NOTIFICATION_TIMEOUT_S = 30.0  # the seconds for which a rank that cannot start tries to reach rank 0, which may start later
 
 ARRIVAL_GRACE_S = 10.0
 BUILD_GRACE_S = 60.0

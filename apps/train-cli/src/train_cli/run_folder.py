@@ -200,7 +200,7 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
 
 
 def _replace_files(plan: Plan, folder: Path, *, overwrite: bool) -> None:
-    """Deletes the files in a locked run folder, except failure reports, and writes `plan.toml`. Raises "run-folder"."""
+    """Deletes the files in a locked run folder, except failure reports, and writes the plan. Raises PlanError "run-folder"."""
     if _has_protected_files(folder) and not (overwrite and _is_run_folder(folder)):
         raise _refusal_error(plan, f"another run has just created `{folder}`", "choose another `run.name`")
     for path in folder.iterdir():

@@ -297,8 +297,7 @@ def resume_run(run: "Run", folder: Path, resume: str | None) -> list[str]:
     return [*notes, f"continuing after step {result.step} of {run.plan.run.steps}, from {result.path}", *result.notes]
 
 
-_OUTPUT_TABLES = ("checkpoint", "profile")
-"""The tables of a plan whose only effect is that a run writes files."""
+_OUTPUT_TABLES = ("checkpoint", "profile")  # the tables of a plan whose only effect is that a run writes files
 
 _LAYOUT_TABLES = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload")
 """The tables of a plan that decide where and when a run computes its values, but change no value."""

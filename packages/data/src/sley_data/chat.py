@@ -52,8 +52,7 @@ class ChatStats:
         self.first_dropped.setdefault(reason, name)
 
 
-_LABEL_BIT = 1 << 31
-"""The bit that is set in a stored token if the token is a label."""
+_LABEL_BIT = 1 << 31  # the bit that is set in a stored token if the token is a label
 
 # The reasons for dropped or cut samples in `ChatStats.dropped`.
 TOO_LONG_REASON = "longer than `sequence`"
@@ -255,8 +254,7 @@ class ChatDataset(LazyDataset):
         }
 
 
-_MAX_CHECKED_CONVERSATIONS = 64
-"""The maximum number of conversations that a check of more than `MAX_CHECK_BYTES` renders."""
+_MAX_CHECKED_CONVERSATIONS = 64  # the maximum number of conversations that a check of more than `MAX_CHECK_BYTES` renders
 
 
 @report_errors

@@ -31,8 +31,7 @@ from sley_data.documents import Conversation, Message
 from sley_data.plugin import ChatConfig
 from sley_data.tokenizer import Tokenizer, TokenizerIds
 
-_BATCH_SIZE = 64
-"""The number of conversations whose texts are tokenized in one call."""
+_BATCH_SIZE = 64  # the number of conversations whose texts are tokenized in one call
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the start of a block around an assistant's turn
 _CURRENT_DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")  # group 2 is the format

@@ -21,8 +21,7 @@ from sley_data.plugin import BYTE_VOCAB_SIZE, DocumentMode, TextConfig, TokensCo
 from sley_data.streams import MAX_BYTES_IN_MEMORY, TokenStream, load_text_stream, load_token_stream
 from sley_data.tokenizer import Tokenizer
 
-_WINDOWS_PER_BLOCK = 1 << 20
-"""The number of windows whose documents are counted at a time, to limit the memory."""
+_WINDOWS_PER_BLOCK = 1 << 20  # the number of windows whose documents are counted at a time, to limit the memory
 
 
 def count_windows(num_tokens: int, sequence_length: int) -> int:

@@ -98,8 +98,7 @@ class TextDocument(NamedTuple):
 Document: TypeAlias = TextDocument | Conversation
 """A document of `data.text` or `data.chat`."""
 
-_PIECE_BYTES = 1 << 10
-"""The size in bytes of each piece of a held-out token file that is searched for in the training files."""
+_PIECE_BYTES = 1 << 10  # the size in bytes of each piece of a held-out token file that is searched for in the training files
 
 _MAX_SEARCH_BYTES = 1 << 30
 """The maximum number of bytes that are searched for copies of held-out tokens, which takes about a second."""
@@ -149,8 +148,7 @@ def _read_pieces(file: DataFile) -> list[bytes]:
     return [piece for piece in dict.fromkeys(pieces) if len(set(piece)) > 4]
 
 
-_MAX_COMPARE_BYTES = 1 << 30
-"""The maximum number of bytes that are read only to compare documents, which takes about a second."""
+_MAX_COMPARE_BYTES = 1 << 30  # the maximum number of bytes that are read only to compare documents, which takes about a second
 
 
 def read_split(config: DocumentsConfig, split: Split, files: Sequence[DataFile]) -> Iterator[tuple[Document, bool]]:

@@ -161,8 +161,7 @@ def _match_signature(head: bytes, signatures: dict[bytes, T]) -> T | None:
 
 
 _BLOCK_BYTES = 1 << 13
-_NUM_BLOCKS = 16
-"""The number of blocks of `_BLOCK_BYTES` bytes that `read_blocks` reads: 128 KiB in total."""
+_NUM_BLOCKS = 16  # the number of blocks of `_BLOCK_BYTES` bytes that `read_blocks` reads: 128 KiB in total
 
 _MIN_IDS = 64
 """The minimum number of ids that `check_token_ids` checks. In fewer ids, a suspicious pattern may be chance."""
@@ -275,8 +274,7 @@ def read_index(path: Path, num_bytes: int) -> MegatronIndex:
 
 _WHITESPACE = b" \t\r\n"  # of JSON
 _BOM = b"\xef\xbb\xbf"  # the byte order mark that may begin a UTF-8 file
-_BATCH_ROWS = 256
-"""The number of table rows that are in memory at a time."""
+_BATCH_ROWS = 256  # the number of table rows that are in memory at a time
 
 
 def read_rows(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:

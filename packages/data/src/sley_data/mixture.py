@@ -29,8 +29,7 @@ from sley_core.errors import PlanError, RunError
 from sley_data.plugin import MixtureConfig, SourceTable
 from sley_data.sources import build_source_component, list_sources, locate_errors
 
-_ALL_LENGTHS = range(1 << 62)
-"""All possible numbers of samples, in which `Interleaving` searches for a length by bisection."""
+_ALL_LENGTHS = range(1 << 62)  # all possible numbers of samples, in which `Interleaving` searches for a length by bisection
 
 
 class Interleaving:
@@ -82,8 +81,7 @@ def to_integer_shares(weights: Sequence[float]) -> list[int]:
     return [int(fraction * denominator) for fraction in fractions]
 
 
-_NUM_PROBES = 4
-"""The number of first reads of each source that are watched, to find out whether reading draws random numbers."""
+_NUM_PROBES = 4  # the number of first reads of each source that are watched, to find out whether reading draws random numbers
 
 
 @dataclass
@@ -99,7 +97,7 @@ class _Source:
 
 
 class Mixture:
-    """The dataset of the samples of several datasets, each with the additional field `source`, the number of its source.
+    """A dataset that mixes the samples of several datasets, and adds the field `source`, the number of the sample's source.
 
     The c-th sample that a run reads from a source is sample c % length of the source's own order in epoch c // length. The seed
     of this order depends only on the run's seed and the source's name.

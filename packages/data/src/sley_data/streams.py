@@ -137,13 +137,12 @@ MIN_PART_BYTES = 1 << 25
 """The size in bytes of the text of a cached part: a part ends with the document that reaches this size."""
 
 MIN_CACHED_BYTES = 1 << 23
-"""The minimum size in bytes of text whose tokens are cached. Each run tokenizes smaller text again, in about a second."""
+"""With a tokenizer, the minimum bytes of text whose tokens are cached. Each run tokenizes less text again in about a second."""
 
 MAX_BYTES_IN_MEMORY = 1 << 27
-"""The same minimum without a tokenizer, for tokens that are bytes. Each rank holds smaller text in memory."""
+"""Without a tokenizer, the minimum bytes of text whose tokens are cached. Each rank holds less text in memory."""
 
-_REPORT_INTERVAL_S = 5.0
-"""The minimum time in seconds between two progress lines."""
+_REPORT_INTERVAL_S = 5.0  # the minimum time in seconds between two progress lines
 
 _SUMMARY_NAME = "complete.json"  # the summary of a cache folder
 _OFFSETS_NAME = "offsets"  # the offsets of all documents in a cache folder

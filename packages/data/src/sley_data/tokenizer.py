@@ -20,8 +20,7 @@ from sley_data.plugin import BYTE_VOCAB_SIZE, TextConfig
 
 T = TypeVar("T")
 
-_BATCH_SIZE = 256
-"""The number of documents in each call of `tokenizers`, which runs one thread per core."""
+_BATCH_SIZE = 256  # the number of documents in each call of `tokenizers`, which runs one thread per core
 
 _TOKENIZER_NAME = "tokenizer.json"  # the file in the folder of a fast tokenizer
 
@@ -113,7 +112,9 @@ def read_ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 def _load_tokenizer(path: Path) -> Any:
-    """Returns the tokenizer at `path`. Raises PluginError "tokenizers-missing", PlanError "tokenizer-missing" or "-invalid"."""
+    """Returns the tokenizer at `path`. Raises PluginError "tokenizers-missing", or PlanError "tokenizer-missing" or
+    "tokenizer-invalid".
+    """
     try:
         from tokenizers import Tokenizer as HFTokenizer
     except ImportError:
@@ -136,7 +137,7 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def _decode_text(name: str, content: bytes) -> str:
-    """Returns the UTF-8 text of the document `name`. Raises PlanError "data-encoding" for other bytes."""
+    """Returns the text of the document `name`. Raises PlanError "data-encoding" if `content` is not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:

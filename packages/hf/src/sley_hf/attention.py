@@ -221,7 +221,7 @@ def uses_interface(model_class: type) -> bool:
 
 
 def add_attention(model: nn.Module, kernel: str) -> None:
-    """Adds a `SleyAttention` to each attention module of a transformers model. kernel: its name in transformers."""
+    """Adds a `SleyAttention` to each attention module of a transformers model. kernel: the kernel's name in transformers."""
     for module in list(model.modules()):
         if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx"):
             module.add_module(ATTENTION_NAME, SleyAttention(kernel))

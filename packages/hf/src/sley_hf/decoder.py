@@ -60,7 +60,7 @@ def build_layers(config: DecoderConfig, data: DataInfo) -> Model:
 
 
 def build_routers(config: DecoderConfig, causal: Any, structure: ModuleNames) -> Routers | None:
-    """Returns the routers if training adds a load-balancing loss, else None. Raises PlanError "hf-structure" if it cannot."""
+    """Returns the routers if training adds their loss, else None. Raises PlanError "hf-structure" if this is not supported."""
     if not has_router_loss(config):
         return None
     try:
@@ -76,7 +76,9 @@ def split_into_layers(
     initialize: Callable[[nn.Module, str], None] | None = None,
     routers: Routers | None = None,
 ) -> Model:
-    """Returns a transformers model on meta as a `Model` of layers. routers: the routers, if training adds their loss."""
+    """Returns a transformers model on meta as a `Model` of layers. initialize: sets the values of a module, given its name.
+    routers: the routers if training adds their loss, or None.
+    """
     arguments = LayerArguments(causal, structure)
     indices = range(causal.config.num_hidden_layers)
     blocks = [(f"blocks.{index}", partial(Block, causal, structure, arguments, index, routers)) for index in indices]

@@ -101,7 +101,7 @@ def shrink_config(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
 
 
 def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
-    """Builds the layers of `model` in evaluation mode with the parameters of the transformers model `reference`; returns it."""
+    """Builds the layers of `model` in evaluation mode with the parameters of the model `reference`, and returns `model`."""
     values = {to_layer_name(name, structure): p for name, p in reference.named_parameters(remove_duplicate=False)}
     for layer in model.build().layers:
         layer.module.eval()
@@ -136,7 +136,7 @@ def _compute_document_logits(reference: Any, row: Tensor, bounds: list[int]) -> 
 
 
 def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the plan's model with the weights `source`, for transformers. Raises RunError "weights-mismatch" for others."""
+    """Returns the plan's model for transformers. Raises RunError "weights-mismatch" if `source` has other weights."""
     config = plan.model.config
     assert isinstance(config, DecoderConfig), config
     hf_config = read_hf_config(config)

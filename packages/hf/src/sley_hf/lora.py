@@ -37,8 +37,8 @@ BASE_NAME_PART = ".base_layer."
 
 
 def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Module, str], None]:
-    """Returns a function that adds adapters to a layer in place, given its module and name. layer_names: the names of all
-    layers, the head last. Raises PluginError "plugin-import" without peft. The function raises as `find_target_modules`.
+    """Returns a function that adds adapters to a layer in place, given its module and name. layer_names: all layers, the head
+    last. Raises PluginError "plugin-import" if peft is missing. The function raises the errors of `find_target_modules`.
     """
     try:
         import peft

@@ -93,7 +93,7 @@ def has_router_loss(config: DecoderConfig) -> bool:
 
 
 def check_router_loss(config: DecoderConfig, loss: Component) -> Iterator[Problem]:
-    """Yields a problem if training needs the load-balancing loss, but `loss` of the plan does not accept `SplitLogits`."""
+    """Yields a problem if training needs the load-balancing loss, but the plan's loss does not accept `SplitLogits`."""
     if has_router_loss(config) and not (isinstance(loss.record, LossRecord) and loss.record.split_logits):
         message = f"`{loss.name}` does not add the load-balancing loss of the routers"
         yield Problem(("loss",), message, "use `core.cross_entropy`, or remove `router_loss` and `output_router_logits`")

@@ -57,8 +57,8 @@ class Routers:
                 yield module
 
     def add_terms(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> RoutedStates:
-        """Returns the output of a block: `hidden`, and the p and c in the previous layer's output `before`, with those of the
-        block added. logits: the logits [tokens, E] of each router in the block.
+        """Returns the output of a block: `hidden`, and p and c of `before`, the output of the previous layer, with p and c of
+        this block added. logits: the logits [tokens, E] of each router in the block.
         """
         probabilities, counts = [], []
         if isinstance(before, RoutedStates):
@@ -132,8 +132,8 @@ class LoadBalancingLoss:
             parts.numbers.add(f"experts/{name}", partial(self._mean_share, index, parts.topology.dp))
 
     def compute_loss(self, routed: RoutedStates, num_labels: Tensor) -> Tensor:
-        """Returns this rank's term of coefficient x loss x number of labels; its sum over `sp` is this product. Collective over
-        `sp`. routed: the output of the last block. num_labels: the number of this rank's labels that are not ignored, [].
+        """Returns this rank's term of coefficient x loss x number of labels, which is the sum of the terms over `sp`. All ranks
+        of `sp` must call it. routed: the output of the last block. num_labels: the number of this rank's labels that count, [].
         """
         *_, probabilities, counts = routed
         totals = torch.cat([counts, num_labels.view(1)])

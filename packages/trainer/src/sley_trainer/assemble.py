@@ -56,9 +56,9 @@ from sley_trainer.stepper import Stage, build_stage, count_layer_parameters, lis
 def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Draft | None" = None) -> Run:
     """Returns the run of `plan` on this rank of `world`. All ranks must call it.
 
-    folder: the folder for metrics and profiles; None, which all ranks must then pass, writes no files. draft: an unused draft
-    of this plan for a world of this size; None builds a new one. If `world` is simulated, no weights are allocated and no data
-    is read, and on meta the run can be inspected but not stepped.
+    folder: the folder for metrics and profiles, or None on all ranks to write no files. draft: an unused draft of this plan for
+    a world of this size; None builds a new draft. If `world` is simulated, no weights are allocated and no data is read; on the
+    meta device, the run can be inspected but not stepped.
 
     Raises PlanError with all problems of the plan, and RunError if ranks disagree. An error undoes all patches of the model.
     """
@@ -288,9 +288,9 @@ def build_draft(plan: Plan, world: World) -> Draft:
 
 
 def build_meta_model(plan: Plan, info: DataInfo) -> Model:
-    """Returns the model on meta, in training mode, with the parameters frozen that the plan freezes. info: the declaration of
-    the training data. Raises PlanError for any fault of the model, such as "sequence-positions" if each slice of a sequence
-    would count its positions from 0.
+    """Builds the model on meta, freezes the parameters that the plan freezes, and returns the model in training mode. info: the
+    declaration of the training data. Raises PlanError for any fault of the model, such as "sequence-positions" if each slice of
+    a sequence would count its positions from 0.
     """
     plan.model.load()  # imported first, so that parameters created by the import do not count as parts of the build
     if plan.adapters is not None:

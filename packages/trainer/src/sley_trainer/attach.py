@@ -163,7 +163,7 @@ def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) ->
 
 
 def list_built_components(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
-    """Returns the components of the plan with their objects in the run, if a checkpoint may contain state of the objects."""
+    """Returns the plan's components that have an object in the run, such as handlers and hooks, each with its object."""
     pairs = [
         (plan.weights, stepper.executor.communicator),
         (plan.link, stepper.executor.boundaries.link),
@@ -200,6 +200,7 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def before_step(self, step: int) -> None:
+        """Starts the profiler if `step`, from 1, is the first step to record."""
         if step == self.first_step:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
             # There is only one cycle, but without `acc_events` torch 2.11 warns that it drops events of earlier cycles.

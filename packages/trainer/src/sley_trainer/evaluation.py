@@ -160,7 +160,7 @@ class EvaluationFeed:
     """Yields the samples of one evaluation set, the same in each evaluation.
 
     feed: yields this rank's rows of each global batch of `batch_size` samples. first_row: the index of the first of these rows.
-    num_samples: the number of samples to count over all ranks; the last batch may go beyond, since the feed restarts at the end
+    num_samples: the number of samples to count over all ranks; the last batch may have more, since the feed restarts at the end
     of the data. fields: the names of the batch fields.
     """
 
@@ -224,7 +224,7 @@ def build_evaluation_feeds(
 def _open_evaluation_set(
     name: str, evaluation_set: EvaluationSet, plan: Plan, parts: Parts, info: DataInfo
 ) -> tuple[AnyDataset, int]:
-    """Opens the data of the set `name`; returns the dataset and the number of samples to evaluate. Raises PlanError."""
+    """Returns the dataset of the set `name` and the number of samples to evaluate. Raises PlanError "evaluation-set"."""
     component, keys = evaluation_set.data, evaluation_set.settings
     dataset = open_dataset(component, DataContext(plan.run.seed, "held_out" if keys.split == "held_out" else "train"))
     path = component.path

@@ -100,7 +100,7 @@ class Executor:
     def run(self, entries: LoweredList, state: StepState, run: ListRun) -> Tensor:
         """Runs a list with its exchanges, after discarding a list that failed. Returns the sum of the losses of this rank's
         samples, or, if `keeps_micro_losses`, one loss per microbatch, float64 on the device. The caller disables autograd for
-        an evaluation. All ranks with a list of the same step must call it.
+        an evaluation. All ranks must call it in the same order.
         """
         shape = (len(run.batch),) if self.keeps_micro_losses else ()
         run.total = torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
@@ -168,7 +168,7 @@ class Executor:
                 call_hooks(self.hooks, "after_backward", weights_step, None)
 
     def _forward(self, micro: MicroStep, chunk_state: "ChunkState", run: ListRun) -> None:
-        """Runs the chunk's forward, and sends the output or computes the loss. Stores the loss or graph edges in the state."""
+        """Runs the chunk's forward, and sends the output or computes the loss. `chunk_state` then starts the backward."""
         batch = run.batch[micro.micro]
         if micro.micro not in run.fields:
             moved = {name: self.device.move(value) for name, value in batch.items() if name in self._field_names}
@@ -247,8 +247,8 @@ class Executor:
 
 @torch.no_grad()
 def _detach_output(output: Any, layer: str, *, clone: bool) -> Any:
-    """Returns the model's output without its graph, with the full logits of a `SplitLogits`, which its ranks may gather. layer:
-    the model's last layer, for the RunError "boundary-type". clone: whether to copy other tensors.
+    """Returns the model's output without its graph. For a `SplitLogits`, all ranks gather the full logits. layer: the last
+    layer, which RunError "boundary-type" names. clone: whether to copy other tensors.
     """
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         return output.logits()
@@ -336,7 +336,7 @@ class ChunkState:
         return unflatten(tensors_in_graph, description.structure)
 
     def check_inputs_unmodified(self, layer: str) -> None:
-        """Raises RunError "boundary-overlap" if the chunk wrote to an input that overlapped with another where it was sent."""
+        """Raises RunError "boundary-overlap" if the chunk wrote to an input that overlapped with another on its sender."""
         watched, self._watched = self._watched, []
         if any(version_of(tensor) != version for tensor, version in watched):
             message = f"the layer {layer!r}, the first of its stage, writes in place to a received tensor that overlaps with "
@@ -384,7 +384,7 @@ ValueKey = tuple[Flow, int, int]
 
 
 class StageBoundaries:
-    """Passes values between one stage's chunks and their neighbours. link: sends to other stages; None if there are none."""
+    """Passes values between one stage's chunks and their neighbours. link: exchanges with other stages; None for one stage."""
 
     def __init__(self, placement: Placement, stage: int, link: StageLink | None) -> None:
         self.placement = placement
@@ -415,7 +415,7 @@ class StageBoundaries:
             self.link.send(entry, description, tensors, self._keys[entry.micro])
 
     def receive(self, flow: Flow, chunk: int, micro: int) -> Payload:
-        """Returns the previous chunk's output ("forward"), or the gradients of this chunk's output. Waits for another stage."""
+        """Returns the previous chunk's output ("forward") or the gradients of this chunk's output, and waits for a sender."""
         key = (flow, chunk, micro)
         if key in self._local:
             return self._local.pop(key)

@@ -26,8 +26,8 @@ from sley_trainer.run_state import RunState, build_checkpointer
 from sley_trainer.state_dict import LoadedWeights
 from sley_trainer.stepper import Stepper
 
-Row = dict[str, float | int]
-Outcome = Literal["finished", "interrupted", "failed"]
+Row = dict[str, float | int]  # the metrics of one step, by name
+Outcome = Literal["finished", "interrupted", "failed"]  # of a run
 
 MAX_EXP = 709.0
 """The loss in nats from which the perplexity is reported as infinite: `math.exp` overflows above about 709.78."""
@@ -158,7 +158,7 @@ class Loop:
 
     @contextmanager
     def _use_evaluation_weights(self) -> Iterator[None]:
-        """Within the block, the model has the weights for evaluations; state that a checkpoint still has to write is copied."""
+        """Within the block, the model has the weights for evaluations. First copies the state of an unfinished checkpoint."""
         update = self.stepper.update
         if update.switches_weights:
             self._checkpointer.copy_unwritten_state()
@@ -269,7 +269,7 @@ class Loop:
         self._start_time = self.device.moment()
 
     def _notify(self, hook: str, **arguments: Any) -> None:
-        """Calls `hook` in each plugin that implements it, in the plan's order. Raises PluginError if the hook of one raises."""
+        """Calls `hook` in each plugin that implements it, in the plan's order. Raises PluginError if a call fails."""
         for plugin in self._listening_plugins[hook]:
             plugin.call(hook, **arguments)
 

@@ -44,7 +44,7 @@ HINT = "keep tensors in `self.state[parameter]`, and numbers in attributes; a ch
 
 
 class OptimizerFault(NamedTuple):
-    """A fault of an optimizer. message: a sentence without its subject. hint: "" for none. key: the key of `[optimizer]`."""
+    """A fault of an optimizer. message: a predicate about it. hint: "" for none. key: the key of `[optimizer]` at fault."""
 
     message: str
     hint: str = HINT
@@ -52,7 +52,7 @@ class OptimizerFault(NamedTuple):
 
 
 class ToyParameters(NamedTuple):
-    """Describes the parameters of a trial. options: the options of each one's group. ndims: the number of dims of each."""
+    """The parameters of a trial. options: the options of each parameter's group. ndims: each parameter's number of dims."""
 
     options: Sequence[dict[str, Any]]
     ndims: Sequence[int]
@@ -77,7 +77,7 @@ class Trial:
         self.keeps_gradients = self.draws_random = False
 
     def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> "Trial":
-        """Takes the `steps` with these numbers, and returns this trial. Every trial gets the same gradients and random numbers.
+        """Takes the steps numbered `steps`, and returns this trial. Every trial gets the same gradients and random numbers.
         In step n, from 0, the learning rate is multiplied by factor ** (n + 1). one_by_one: steps each parameter separately.
         """
         for step in steps:
@@ -85,6 +85,7 @@ class Trial:
         return self
 
     def _step(self, number: int, factor: float, *, one_by_one: bool) -> None:
+        """Takes step `number` with random gradients, and sets the traits. factor: the factor of the learning rate."""
         self._generator.manual_seed(100 + number)
         gradients = [part for shape in self._shapes for part in self._draw_parts(shape)]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -128,7 +129,7 @@ def probe_optimizer(
     plan: Plan, parts: Parts, model: Model, factor: Callable[[int], float], dtype: torch.dtype, device: torch.device
 ) -> Traits:
     """Returns the traits of the plan's optimizer. factor: returns the factor of the learning rate at a step. dtype, device: of
-    the weights to update. Raises PlanError "optimizer-unfit" on every rank if a run with this optimizer would be wrong.
+    the weights to update. Raises PlanError "optimizer-unfit" on every rank if a run would give wrong results.
     """
     ndims = {param.ndim for layer in model.layers for param in layer.module.parameters() if param.requires_grad}
     lr_changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))
@@ -221,7 +222,7 @@ def try_optimizer(
 
 
 def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
-    """Returns a trial that a new optimizer has finished from the checkpoint of another after `RESUME_STEP` steps."""
+    """Returns a finished trial that stopped after `RESUME_STEP` steps, and continued from a checkpoint in a new optimizer."""
     first, second = Trial(build, toys).run(range(RESUME_STEP)), Trial(build, toys)
     states = {}
     with torch.no_grad():

@@ -60,7 +60,7 @@ def restore_generators(states: Mapping[str, Any], device: Device) -> None:
 
 
 def encode_state(value: Any, parameter: str, name: str) -> Any:
-    """Returns the optimizer's `value` in a form that JSON can encode. Raises RunError "optimizer-state" if it has none."""
+    """Returns the optimizer's `value` in a form that JSON can encode. Raises RunError "optimizer-state" if this fails."""
     try:
         return encode_value(value)
     except TypeError as error:
@@ -151,6 +151,7 @@ class RunRestorer:
             self.notes.append(f"weights of the checkpoint are {', '.join(saved_dtypes)}, and are converted to {master_dtype}")
 
     def _restore_averages(self) -> None:
+        """Restores the averages of weights. Notes if only the checkpoint or only the plan has averages."""
         update, has_averages = self.state.update, any(name.startswith(checkpointing.AVERAGES) for name in self.names)
         if update.averages is None:
             if has_averages:
@@ -181,6 +182,7 @@ class RunRestorer:
             )
 
     def _restore_optimizer(self) -> None:
+        """Restores the states, options and shared values of the optimizer for the parameters that this rank updates."""
         update = self.state.update
         params_by_id = {id(entry.parameter): entry for entry in update.masters.optimizer_params}
         states = {key: self._read_state(entry) for key, entry in params_by_id.items()}
@@ -198,6 +200,7 @@ class RunRestorer:
         )
 
     def _restore_stateful_objects(self) -> None:
+        """Restores the states of plugins' objects on this rank; resets and notes the states if the layout has changed."""
         for path, stateful_object in self.state.stateful_objects.items():
             prefix = self.state.rank_name(f"{path}/")
             names = [name for name in self.saved.names if name.startswith(prefix)] if self.is_same_layout else []

@@ -327,7 +327,7 @@ class SourceSums:
         return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORE_INDEX)
 
     def _select_rows(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
-        """Returns the output and the batch of the samples in `rows`. Raises RunError "outputs-apart" without a batch dim."""
+        """Returns output and batch of the samples in `rows`. Raises RunError "outputs-apart" if a tensor has no batch dim."""
         dim = self._fields[SOURCE].batch_dim
         tensors, structure = flatten(output)
         for tensor in tensors:

@@ -240,7 +240,7 @@ class RunState(checkpointing.TrainingState):
         return restorer.notes
 
     def _restore_values(self, description: checkpointing.SavedRun, notes: list[str]) -> None:
-        """Restores the position in the data, the loss scale and other numbers; appends a note for each that is lost."""
+        """Restores the position in the data, the loss scale and other values of `description`. Notes values that are lost."""
         update, state, world = self.update, description.state, self.parts.world
         self.parts.store.state.was_taken = bool(state["was_taken"])
         if update.scale is not None:

@@ -64,7 +64,7 @@ def modules_with_extra_state(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.
 
 
 def encode_extra_state(name: str, module: nn.Module) -> Tensor:
-    """Returns the extra state of `module`, uint8 [bytes] on the host. Raises RunError "extra-state" unless it is plain data."""
+    """Returns the extra state of `module` as text, uint8 [bytes] on the host. Raises RunError "extra-state" for other data."""
     try:
         text = json.dumps(encode_value(module.get_extra_state()))
     except TypeError as error:
@@ -115,8 +115,8 @@ class WeightSaver:
         self._shards = {param: buffer.shard for buffer in parts.store.buffers if buffer.shard for param in buffer.params}
 
     def check(self, folder: Path) -> None:
-        """Raises the same RunError on all ranks: "weights-unsaved" if `folder` has other files, "checkpoint-folder" if one of
-        several writing ranks cannot see its parent folder. Every rank must call it.
+        """Raises the same RunError on all ranks: "weights-unsaved" if `folder` has files other than weights,
+        "checkpoint-folder" if one of several writing ranks cannot see its parent folder. Every rank must call it.
         """
         failure = _describe_failure(partial(check_replaceable, folder), folder) if self._parts.world.rank == 0 else ""
         self._exchange_files([], failure, folder, {})
@@ -270,8 +270,8 @@ class LoadedWeights(NamedTuple):
 
 
 class ModelNames(NamedTuple):
-    """The names of all tensors of a model. parameters: the parameter's name in the registry, keyed by each of its names, with
-    the names of tied copies. buffers: the names of buffers and extra states.
+    """The names of all tensors of a model. parameters: the parameter's name in the registry, keyed by each of its names (a tied
+    parameter has several). buffers: the names of buffers and extra states.
     """
 
     parameters: Mapping[str, str]

@@ -90,7 +90,7 @@ class ActionLists:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's part of the model. layers_by_position: the stage and the layers of each part of the model, in its order."""
+    """One stage's part of the model. layers_by_position: (stage, layers) for each part of the model, in the model's order."""
 
     action_lists: ActionLists
     layers_by_position: Stages
@@ -145,7 +145,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
 
 
 def list_tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
-    """Returns the groups that sum gradients of tied parameters: for each tuple of tied stages, the ranks at equal offsets."""
+    """Returns the groups that sum gradients of tied parameters: the ranks with the same offset in each tuple of tied stages."""
     size = topology.ranks_per_stage
     return [
         GroupEntry(tie_axis(stages), DEFAULT_CHANNEL, tuple(number * size + offset for number in stages))
@@ -167,7 +167,7 @@ def needs_timed_costs(plan: Plan) -> bool:
 
 
 def time_layers(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns each layer's seconds, measured by the partitioner's timer, and equal on every rank. All ranks must call it."""
+    """Returns each layer's time in seconds, as the partitioner's timer measures it, on all ranks. All ranks must call it."""
     record = plan.partition.record if plan.partition else None
     assert isinstance(record, PartitionerRecord), record
     seconds: list[float] = record.load(record.timer)(plan, world, build_model, dtype)
@@ -213,7 +213,7 @@ class Stepper:
         self, step: int, batch: StepBatch, *, votes: Votes = NO_VOTES, outputs: dict[int, Any] | None = None
     ) -> StepTotals:
         """Trains on `batch` (forward, backward, reduction, update), and returns the totals of the step. All ranks must call it.
-        On CUDA it returns before the device is done, and `read` of the result waits. A failed step leaves the next step intact.
+        On CUDA it returns before the device is done, and `read` of the result waits. A call after a failed step starts afresh.
 
         step: the number of the step, from 0. votes: this rank's votes. outputs: receives a copy of the model's output of each
         microbatch, on ranks with the last layer.
@@ -361,7 +361,7 @@ class Stepper:
         return entries
 
     def close(self) -> None:
-        """Detaches all parts from the model, even if the detaching of a part fails. A later `step` raises StateError."""
+        """Detaches all parts from the model, even if one of them cannot be detached. A later `step` raises StateError."""
         self.is_closed = True
         self.undo.close()
 

@@ -101,9 +101,7 @@ def show(
     typer.echo("\n".join(lines))
 
 
-_MAX_RANKS = 32
-_MAX_GROUPS = 4
-"""The maximum numbers of ranks, and of groups of one axis, that `show` lists completely."""
+_MAX_RANKS, _MAX_GROUPS = 32, 4  # the maximum numbers of ranks, and of groups of one axis, that `show` lists completely
 
 
 def _format_plan(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
@@ -191,8 +189,7 @@ _NAMES = {
 _COLUMNS_PER_ACTION = 3
 """The number of columns of the shortest action, if the width allows it: a label of two characters, and the fill."""
 
-_OMISSION = " / "
-"""The text that replaces the middle of a step that is longer than the width."""
+_OMISSION = " / "  # the text that replaces the middle of a step that is longer than the width
 
 
 def draw_timeline(timeline: Timeline, num_columns: int | None = None) -> str:

@@ -161,7 +161,9 @@ def _find_field_contents(run: "Run") -> dict[str, str]:
 
 
 def _predict_logits(run: "Run", contents: Mapping[str, str], ids: Sequence[int], size: int) -> "Tensor":
-    """Returns the logits of the token after `ids`, float64 [size], on the host. Raises UsageError "no-logits" for others."""
+    """Returns the logits of the token after `ids`, float64 [size], on the host. Raises UsageError "no-logits" for another
+    output.
+    """
     import torch
 
     values = {"tokens": [list(ids)], "positions": [list(range(len(ids)))], "cu_seqlens": [[0, len(ids)]]}
@@ -233,7 +235,7 @@ def _print_answer(text_ids: TextIds, steps: Any) -> str:
 
 
 def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system: int) -> list[int]:
-    """Returns the ids of a conversation. If they exceed the model's positions, removes its oldest turns from `messages`."""
+    """Returns the ids of a conversation. If it is too long, first removes the oldest turns after `num_system` messages."""
     while True:
         ids: list[int] = generator.encode_chat(messages)
         if generator.max_length is None or len(ids) < generator.max_length or len(messages) <= num_system + 1:
