@@ -111,9 +111,7 @@ def _diagnose_error(error: Exception) -> Diagnostic:
 
 
 def _find_user_code(calls: Sequence[tuple[FrameType, int]]) -> tuple[Place | None, str | None]:
-    """Returns the place and source line of the innermost call in user code, or (None, None). calls: the frame and line number
-    of each call, the outermost first.
-    """
+    """Returns the place and source line of the innermost call in user code, or (None, None). calls: the outermost first."""
     for frame, line in reversed(calls):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         is_known = package in _SLEY_MODULES | _LIBRARIES | {"__main__"} or package in sys.stdlib_module_names
@@ -325,9 +323,8 @@ def _describe_failed_rank(first: FailedRank, failed_ranks: Sequence[FailedRank],
 def _describe_hung_ranks(
     killed_states: Mapping[int, str], busy_faults: Mapping[int, Fault], world_size: int, waiting: FailedRank | None = None
 ) -> Fault:
-    """Returns the fault of ranks that did not end after a signal. killed_states: the process states of ranks without a report,
-    by rank. busy_faults: the faults that busy ranks reported, by rank. waiting: a rank that waited for one of these ranks, or
-    None.
+    """Returns the fault of ranks that did not end after a signal. killed_states: the process states of ranks without a report.
+    busy_faults: the faults that busy ranks reported. waiting: a rank that waited for one of these ranks, or None.
     """
     states = [*killed_states.items(), *((rank, fault.diagnostics[0].message) for rank, fault in busy_faults.items())]
     message = "; ".join(f"rank {rank} of {world_size} did not respond{f': {state}' if state else ''}" for rank, state in states)

@@ -92,8 +92,7 @@ def launch(
 
 class _LocalRanks:
     """Starts, signals and ends the processes of the ranks. folder: the folder of their store and error files. kill_timeout_s:
-    the seconds from a forwarded signal until SIGKILL. killed_states: a description of the state of each process that had to be
-    killed, by rank.
+    the seconds from a forwarded signal until SIGKILL. killed_states: the process state of each killed rank, by rank.
     """
 
     def __init__(self, folder: Path, kill_timeout_s: float) -> None:

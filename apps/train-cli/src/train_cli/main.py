@@ -189,9 +189,8 @@ def build_command() -> Any:
 
 
 def _load_command(name: str) -> Any:
-    """Imports the command `name` and returns its function or Typer app. Raises PluginError: "command-missing" if the package
-    that defines the command is not installed, "command-ambiguous" if several packages define the command, and "command-import"
-    if its import fails.
+    """Imports the command `name` and returns its function or Typer app. Raises PluginError: "command-missing" if its package is
+    not installed, "command-ambiguous" if several packages define it, and "command-import" if its import fails.
     """
     if name in COMMAND_PACKAGES:
         import_optional(COMMAND_PACKAGES[name], f"sley_{COMMAND_PACKAGES[name]}", f"`train-cli {name}`")

@@ -1,7 +1,6 @@
 """Builds the model and calls its layers on the meta device before any rank starts, to find wrong shapes and dtypes.
 
-Otherwise a run would find these mistakes only in its first step. Notes list the layers that cannot run on meta, for example
-because their forward reads values.
+Otherwise a run would find these mistakes only in its first step. A note names the first layer that cannot run on meta.
 """
 
 import os
@@ -104,8 +103,7 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     """Returns a microbatch of the plan's data on meta, {field: [micro_size, ...]}, with the slice of coordinate 0 on axis `sp`.
 
     If a plugin's dataset declares a sequence length, no sample is read: `cu_seqlens` has one document, and other fields without
-    a sequence dim are omitted. Otherwise the first sample is read. Raises ValueError for a stream that would have to be read,
-    and the errors of the user's dataset.
+    a sequence dim are omitted. Otherwise the first sample is read. Raises ValueError for a stream, and the dataset's errors.
     """
     batch = micro_batch(plan, dataset)
     declared = {name: field for name, field in dataset.info.fields.items() if name in batch}

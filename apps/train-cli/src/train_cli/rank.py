@@ -201,9 +201,7 @@ def _write_summary(run: Run, folder: Path, outcome: str, totals: "RunTotals", no
 
 @dataclass
 class RunTotals:
-    """The totals of a run's metrics rows. tflop: in 10^12 FLOP per device. mfu_seconds: the sum of MFU times seconds. losses:
-    the last `NUM_AVERAGED` finite losses.
-    """
+    """The totals of a run's metrics rows. tflop: 10^12 FLOP per device. losses: the last `NUM_AVERAGED` finite losses."""
 
     num_steps: int = 0
     num_skipped: int = 0

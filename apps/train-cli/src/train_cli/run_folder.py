@@ -151,9 +151,8 @@ def is_folder_of_restarted_run(folder: Path) -> bool:
 
 
 def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> None:
-    """Raises PlanError "run-folder" if `locked_run_folder` could not create or continue the folder. Changes nothing. A folder
-    is refused if it exists and neither `overwrite` nor `resume` is set, if it is not a run folder, if an active run uses it, or
-    if it cannot be written.
+    """Raises PlanError "run-folder" if `locked_run_folder` could not create or continue the folder: if it exists and neither
+    `overwrite` nor `resume` is set, is not a run folder, is used by an active run, or cannot be written. Changes nothing.
     """
     folder = run_folder(plan)
     with _folder_errors(plan, folder):

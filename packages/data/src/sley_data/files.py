@@ -206,8 +206,7 @@ def _stat_file(path: Path) -> DataFile:
 
 def download_files(name: str) -> str:
     """Downloads the files with the hub name `name`, unless they are cached, and returns a pattern that matches the local files.
-    Raises PlanError "data-hub" for a wrong name or a failed download, and PluginError "hub-missing" if `huggingface_hub` is not
-    installed.
+    Raises PlanError "data-hub" for a wrong name or a failed download, and PluginError "hub-missing".
     """
     match = _HUB_URL_PATTERN.fullmatch(name)
     if match is None:
@@ -251,9 +250,7 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
 
 
 def find_library_files() -> FilesAndProblems:
-    """Returns the source files of Python's standard library, sorted by name, without tests and installed packages; or a problem
-    if this Python has none.
-    """
+    """Returns the source files of this Python's standard library, sorted by name, without tests, or a problem without any."""
     root = sysconfig.get_path("stdlib")
     if files := _walk_library(root):
         return [*files], []

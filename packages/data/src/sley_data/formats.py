@@ -240,8 +240,7 @@ class MegatronIndex:
 
 def read_index(path: Path, num_bytes: int) -> MegatronIndex:
     """Returns the Megatron index at `path`. num_bytes: the size of its token file. Raises OSError if the index cannot be read,
-    and ValueError if the index is wrong or does not fit the token file. The message of the ValueError is a predicate whose
-    subject is the index.
+    and ValueError, whose message is a predicate about the index, if it is wrong or does not fit the token file.
     """
     content = path.read_bytes()
     head = content[: _HEADER.size]

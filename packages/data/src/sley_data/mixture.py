@@ -34,8 +34,7 @@ _ALL_LENGTHS = range(1 << 62)  # all possible numbers of samples, in which `Inte
 
 class Interleaving:
     """Assigns the numbers 0, 1, 2, ... to sources. `interleaving[n]` is the source of number n, and the index of n among the
-    numbers of this source. shares: the share of each source, an integer of at least 1. Among the first sum(shares) numbers,
-    the count of each source is its share.
+    numbers of this source. shares: the count of each source among the first sum(shares) numbers, at least 1.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:

@@ -119,9 +119,7 @@ class TextConfig(DocumentsConfig):
 
 
 class ChatConfig(DocumentsConfig):
-    """Conversations, rendered with a chat template, tokenized, and packed whole. By default, only the assistant's tokens have
-    labels.
-    """
+    """Conversations, rendered with a chat template and packed whole. By default, only the assistant's tokens have labels."""
 
     files: Array[PlanPattern]
     """Files with conversations, as paths or patterns: JSON lines, a JSON array, Parquet or Arrow, or a folder written by

@@ -162,9 +162,8 @@ class _PartPaths(NamedTuple):
 
 
 def load_text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> TokenStream:
-    """Returns the stream of the non-empty documents of a split of text, in order. tokenizer: None for bytes. notes: a list
-    whose content is replaced by sentences for the user. Raises PlanError with all missing and empty files, or with the first
-    document that cannot be read.
+    """Returns the stream of the non-empty documents of a split of text, in order. tokenizer: None for bytes. notes: receives
+    sentences for the user. Raises PlanError with all missing and empty files, or with the first unreadable document.
     """
 
     def read() -> Iterator[TextDocument]:

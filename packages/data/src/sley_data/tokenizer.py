@@ -112,9 +112,7 @@ def read_ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 def _load_tokenizer(path: Path) -> Any:
-    """Returns the tokenizer at `path`. Raises PluginError "tokenizers-missing", or PlanError "tokenizer-missing" or
-    "tokenizer-invalid".
-    """
+    """Returns the tokenizer at `path`. Raises PluginError "tokenizers-missing", or PlanError, such as "tokenizer-invalid"."""
     try:
         from tokenizers import Tokenizer as HFTokenizer
     except ImportError:

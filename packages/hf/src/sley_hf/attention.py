@@ -1,8 +1,7 @@
 """The attention that `hf.decoder` registers with transformers: Sley's own, which supports packed documents and sequence slices.
 
 transformers calls `attend` in the forward of each attention module. `attend` calls the `SleyAttention` that `add_attention` has
-added to the module. The part that `[sequence]` names finds each `SleyAttention`, and makes it work on sequence slices. No class
-of transformers is changed.
+added to the module. The part that `[sequence]` names finds each `SleyAttention`, and makes it work on sequence slices.
 """
 
 import sys
@@ -158,9 +157,7 @@ def _build_causal_block_mask(batch: int, length: int, window: int | None, device
 
 
 def _build_block_mask(bounds: Tensor, length: int, window: int | None) -> Any:
-    """Returns flex_attention's mask of causal attention within documents, limited to `window` positions if it is not None.
-    bounds: `cu_seqlens` [b, n + 1].
-    """
+    """Returns flex_attention's mask of causal attention in a `window` within documents. bounds: `cu_seqlens` [b, n + 1]."""
     positions = torch.arange(length, device=bounds.device, dtype=bounds.dtype).repeat(len(bounds), 1)
     document = torch.searchsorted(bounds[:, 1:].contiguous(), positions, right=True)  # [b, s]
 

@@ -169,9 +169,8 @@ def _build_adapted_modules(plan: Plan) -> dict[str, Any]:
 def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], base: Path | None, out: Path) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` of peft into the new folder `out`. names: transformers' name
     of each weight, keyed by its name in the model without adapters. base: the folder or run from which the run started, or
-    None. If `base` is a folder of transformers, the export is checked: the model in `base` with the adapters must have the
-    run's weights. Raises UsageError "export-format" for adapters and trained weights that peft cannot represent, and RunError
-    "export-differs" if the check fails.
+    None. Raises UsageError "export-format" for adapters and trained weights that peft cannot represent. If `base` is a folder
+    of transformers, raises RunError "export-differs" unless its model with the adapters has the run's weights.
     """
     from safetensors.torch import save_file
 

@@ -25,9 +25,8 @@ class DecoderConfig(ModelConfig):
     """
 
     weights: PlanPath | None = None
-    """A folder written by `save_pretrained`, with `config.json` and safetensors files; or the folder of a run of this model,
-    such as `runs/x`, or of one of its checkpoints, such as `runs/x/checkpoints/step-00000100`. Training starts from these
-    weights.
+    """The initial weights: a folder written by `save_pretrained`, with `config.json` and safetensors files; or the folder of a
+    run of this model, such as `runs/x`, or of one of its checkpoints, such as `runs/x/checkpoints/step-00000100`.
     """
 
     config: PlanPath | None = None

@@ -211,8 +211,7 @@ class LayerArguments:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the positional and keyword arguments of decoder layer `index`, without the hidden states. hidden: the hidden
         states [b, s, h]. positions: [b, s], or None to count from 0. mask: the additive mask [b, 1, s, s], or None. field: the
-        field of the microbatch with which the arguments are cached, or None if they depend only on the shape, dtype and device
-        of `hidden`.
+        batch field with which the arguments are cached; None if only the shape, dtype and device of `hidden` determine them.
         """
         key = (id(self), tuple(hidden.shape), hidden.dtype, hidden.device)
 

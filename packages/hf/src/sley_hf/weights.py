@@ -1,8 +1,7 @@
 """Reads the initial values of `hf.decoder` from safetensors files, and provides the tensors of exported files.
 
-Stored tensors may have other names and layouts than the model. For example, an older version of transformers used other names,
-or each expert is a separate tensor. For each family, transformers has a table of renamings and conversions, which this module
-applies.
+Stored tensors may have other names and layouts than the model. For example, older versions of transformers used other names, or
+each expert is a separate tensor. This module applies the renamings and conversions that transformers has for each family.
 """
 
 from collections import defaultdict

@@ -24,9 +24,7 @@ class WandbConfig(Table):
     """The user or team that owns the project. Default: the default entity of the API key."""
 
     mode: Literal["online", "offline"] = "online"
-    """The destination of rows: "online" is the W&B server, and "offline" the folder `wandb` in the run's folder, from which
-    `wandb sync` can send them later.
-    """
+    """The destination of rows: "online" is the W&B server, "offline" the folder `wandb` in the run folder for `wandb sync`."""
 
     tags: tuple[str, ...] = ()
     """The tags of the W&B run."""

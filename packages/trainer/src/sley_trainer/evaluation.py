@@ -86,8 +86,7 @@ class Tally:
         """Adds the results of a microbatch, or, if not `is_counted`, only joins the collectives. Raises RunError
         "metric-result" if the user's function writes in place to its arguments, or does not return pairs of numbers.
 
-        output: the model's output, with full logits. fields: this rank's slices of the batch fields, on the device. batch: the
-        same slices on the host.
+        output: the model's output, with full logits. fields: this rank's batch fields, on the device. batch: on the host.
         """
         metrics, results = self.metrics, dict[str, Any]()
         versions = [(tensor, version_of(tensor)) for tensor in tensors_in((output, fields))]
@@ -292,7 +291,7 @@ def _build_custom_metric(plan: Plan) -> Metric:
 class BestEvaluation:
     """Tracks the best value of one evaluation metric. The state is the same on all ranks, and checkpoints save it. patience:
     the number of consecutive evaluations without improvement that ends the run; None for no limit. value, step: the best value
-    and its step; None and 0 before the first. num_since_best: the number of evaluations since then.
+    and its step; None and 0 before the first evaluation. num_since_best: the number of evaluations since the best.
     """
 
     def __init__(self, table: KeepBestTable, patience: int | None) -> None:

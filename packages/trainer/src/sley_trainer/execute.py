@@ -5,8 +5,7 @@
                                                      └ gradients            └ edges: where the backward starts
 
 Between forward and backward a chunk holds its inputs and the `GradientEdge`s of its outputs, but not the outputs, so a sent
-output can be freed. Received tensors may share the memory of the link. The fields of a microbatch are freed on the device after
-its last action.
+output can be freed. Received tensors may share the memory of the link. The device fields of a microbatch are freed at its end.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -150,6 +149,7 @@ class Executor:
                 run.fields.pop(entry.micro, None)
 
     def _run_action(self, kind: Kind, micro: MicroStep, run: ListRun) -> None:
+        """Runs one compute action for the chunk and microbatch of `micro`."""
         key = micro.chunk, micro.micro
         match kind:
             case Kind.FORWARD:
@@ -310,9 +310,8 @@ _ROOT = torch.empty(0, requires_grad=True)  # makes autograd record `_GraphStart
 
 @dataclass
 class ChunkState:
-    """The values of one chunk and one microbatch between forward and backward. inputs, description: the received inputs, with
-    no description on the first chunk. edges: the graph edges of outputs that get a gradient; empty on the last chunk. loss: the
-    loss on the last chunk, else None.
+    """The values of one chunk and one microbatch between forward and backward. inputs, description: the received inputs; empty
+    on the first chunk. edges: the graph edges of outputs that get a gradient. loss: only on the last chunk, without edges.
     """
 
     inputs: list[ChunkInput] = field(default_factory=list)

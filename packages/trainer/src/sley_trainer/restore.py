@@ -137,6 +137,7 @@ class RunRestorer:
         self._restore_extra_states()
 
     def _restore_weights(self) -> None:
+        """Restores weights and master weights, except frozen base weights. Notes a conversion of dtypes."""
         masters = self.state.update.masters
         dtypes = set()
         for param in self.state.parts.registry:
@@ -226,6 +227,7 @@ class RunRestorer:
         return checkpointing.join_leaves(decode_value(self.saved.description.trees.get(optimizer_param.name)), leaves)
 
     def _read_leaf(self, optimizer_param: OptimizerParam, name: str) -> Any:
+        """Returns the saved value `name` of the optimizer; of a tensor like the parameter, only this rank's part."""
         if name in self.saved.description.values:
             return decode_value(self.saved.description.values[name])
         shape = self.saved.kind(name).shape

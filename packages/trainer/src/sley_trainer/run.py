@@ -179,10 +179,9 @@ class Run(Loop, AbstractContextManager["Run"]):
         All ranks must pass the same state; each copies its own part, including shards and master weights. A tied weight may
         have any of its names. Buffers in `state` are loaded too; optimizer states do not change, and averages of weights
         start again. A mapping is checked before anything is written. Pairs are checked and written one by one, so that only
-        one tensor is in memory. strict: whether missing or unknown names are an error. The result lists these names.
+        one tensor is in memory. strict: whether missing or unknown names are an error; if not, the result lists them.
 
-        Raises RunError on all ranks: "weights-mismatch" for a wrong name, shape or dtype, "weights-differ" if ranks got
-        different values.
+        Raises RunError on all ranks: "weights-mismatch", and "weights-differ" if ranks got different values.
         """
         self._finish_pending()
         self.memory.require("loading weights", LOAD_PARTS)
@@ -233,8 +232,7 @@ class Run(Loop, AbstractContextManager["Run"]):
     @on_stream
     def save_checkpoint(self, path: str | Path | None = None) -> str:
         """Writes a complete checkpoint and returns its folder. path: the folder to create; None creates the next folder in the
-        run's checkpoint folder. Raises RunError "checkpoint-failed" on all ranks if the folder cannot be written. The run can
-        then continue without this checkpoint.
+        run's checkpoint folder. Raises RunError "checkpoint-failed" on all ranks if writing fails; the run can then continue.
         """
         self._finish_pending()
         return self._checkpointer.save(path, self.num_steps_done)

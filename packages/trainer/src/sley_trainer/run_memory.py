@@ -100,8 +100,7 @@ class RunMemory:
         """Copies weights that a program has written into the master weights, if weights and masters are on the device.
 
         reader: the purpose of a read that follows, such as "a checkpoint", or None. With a reader, raises StateError
-        "memory-away" if a program has written weights, and weights or masters are offloaded. Raises RunError "weight-replaced"
-        if a program has replaced a weight.
+        "memory-away" if written weights or masters are offloaded. Raises RunError "weight-replaced" for a replaced weight.
         """
         try:
             self.require(f"{reader} after a program has written weights", ("weights", "masters"))
@@ -168,9 +167,7 @@ class RunMemory:
 
 
 def _find_memory(copies: Mapping[int, torch.Tensor], tensor: torch.Tensor, part: str = "a part of the run") -> torch.Tensor:
-    """Returns `tensor`, or a view of its copy on the host if `copies` has one. Raises StateError "memory-away" if the tensor is
-    freed on the device and has no copy.
-    """
+    """Returns `tensor`, or a view of its copy in `copies`. Raises StateError "memory-away" if it is freed and has no copy."""
     copy = copies.get(storage_id(tensor))
     if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise StateError.offloaded_error(part, "reading on the host")

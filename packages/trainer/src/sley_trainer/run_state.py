@@ -157,6 +157,7 @@ class RunState(checkpointing.TrainingState):
         return self.parts.registry.base
 
     def _optimizer_states(self) -> list[tuple[OptimizerParam, Any]]:
+        """Returns the parameters that this rank updates, each with its optimizer state, {} before the first update."""
         params = self.update.masters.optimizer_params
         return [(entry, self.update.optimizer.state.get(entry.parameter, {})) for entry in params]
 
@@ -225,7 +226,7 @@ class RunState(checkpointing.TrainingState):
         )
 
     @property
-    def _layout(self) -> dict[str, int]:
+    def _layout(self) -> dict[str, int]:  # the size of each axis and of the world
         topology = self.parts.topology
         return {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")} | {"world": topology.world_size}
 

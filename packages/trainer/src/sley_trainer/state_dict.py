@@ -261,9 +261,7 @@ Pairs = Iterable[tuple[str, Tensor]]  # names with full tensors
 
 
 class LoadedWeights(NamedTuple):
-    """The result of `load_weights`. missing: the names of parameters that only the model has. unknown: the names that only the
-    loaded state has.
-    """
+    """The result of `load_weights`. missing: the names that only the model has. unknown: the names that only the state has."""
 
     missing: list[str]
     unknown: list[str]

@@ -137,9 +137,8 @@ class Update:
 
     @contextmanager
     def use_evaluation_weights(self) -> Iterator[None]:
-        """Within the block, weights and masters have the averages, or the values of the optimizer's evaluation mode, if the run
-        has either; afterwards, their exact earlier values. All ranks must call it between two steps, with all memory on the
-        device.
+        """Within the block, weights and masters are the averages, or the weights of the optimizer's evaluation mode, if the run
+        has either; their values are restored exactly. All ranks must call it between steps, with all memory on the device.
         """
         if not self.switches_weights:
             yield

@@ -159,7 +159,6 @@ def _load_text_ids(data: Component) -> TextIds | None:
 
 def format_documents(fields: Mapping[str, Sequence[int]], ids: TextIds | None) -> Iterator[str]:
     """Yields, for each document of a sample, a line with its positions, and its text. Brackets mark tokens that are labels.
-
     fields: the fields of the sample as flat lists. ids: converts token ids to text; None shows the ids.
     """
     tokens, labels = fields["tokens"], fields["labels"]

@@ -86,7 +86,6 @@ def export(
 
 def _export_hugging_face(plan: Plan, source: read.TensorReader, out: Path, *, check: bool) -> int:
     """Writes the weights in `source` as a transformers model into the new folder `out`; returns the number of weight files.
-
     check: whether to load the model with transformers, and compare its logits with the logits of the run's layers. Raises
     UsageError "export-format" if transformers has no such model, and RunError "export-differs" if the logits differ.
     """
@@ -153,10 +152,8 @@ def write_config_files(plan: Plan, model: read.HuggingFaceModel, folder: Path) -
 
 
 def _export_adapters(plan: Plan, source: read.TensorReader, run: Path, out: Path) -> None:
-    """Writes the adapters in `source` for peft into the new folder `out`.
-
-    run: the run folder. Raises UsageError "export-adapters" if the run has no adapters of peft, and RunError "export-differs"
-    if peft computes other values.
+    """Writes the adapters in `source` for peft into the new folder `out`. run: the run folder. Raises UsageError
+    "export-adapters" if the run has no adapters of peft, and RunError "export-differs" if peft computes other values.
     """
     from sley_core.checkpointing import SavedWeights
 
@@ -183,9 +180,8 @@ def make_hugging_face_model(plan: Plan, source: read.TensorReader) -> read.Huggi
 
 def _export_safetensors(plan: Plan, source: read.TensorReader, out: Path) -> int:
     """Writes the weights in `source` into the new folder `out`, and returns the number of files. A tied weight is written under
-    each of its names, as in a state dict. Prints the class of the module that has the exported names.
-
-    Raises RunError "weights-mismatch" if the factory no longer makes the run's model.
+    each of its names, as in a state dict. Prints the class of the module that has the exported names. Raises RunError
+    "weights-mismatch" if the factory no longer makes the run's model.
     """
     from sley_core.weight_files.write import MAX_FILE_BYTES, write_tensors
 

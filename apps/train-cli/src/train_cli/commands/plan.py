@@ -156,7 +156,6 @@ def format_groups(entries: Sequence[GroupEntry]) -> Iterator[str]:
 
 def _format_timeline(plan: Plan, topology: Topology) -> Iterator[str]:
     """Yields a drawing of the schedule, in which a backward takes two forwards, and the idle share and peak of each stage.
-
     Raises PlanError "no-pipeline" if the plan has no pipeline, and the errors of its schedule.
     """
     if plan.pipeline is None:
@@ -221,7 +220,6 @@ def draw_timeline(timeline: Timeline, num_columns: int | None = None) -> str:
 
 def _columns_per_second(timeline: Timeline, max_columns: int) -> float:
     """Returns the number of columns per second of the timeline. With this scale, the drawing may be wider than `max_columns`.
-
     The shortest action gets an integer number of columns if it gets at least one, so that equal actions look equal.
     """
     lengths = [span.end_s - span.start_s for span in timeline.spans if span.end_s > span.start_s]

@@ -76,7 +76,6 @@ def _format_plugin(name: str, loader: PluginLoader) -> Iterator[str]:
 
 def _format_records(plugin: Plugin, record_name: str) -> Iterator[str]:
     """Yields lines that describe each record of the plugin and its options. record_name: the name of a record, or "" for all.
-
     Raises PlanError "unknown-record" if the plugin has no such record.
     """
     records = [record for record in plugin.records.values() if record_name in ("", record.name)]
@@ -148,7 +147,6 @@ def new(
 
 def make_package_files(kind: str, name: str) -> dict[str, str]:
     """Returns the text of each file of a new plugin package `name`, by its path in the package. Raises as `check_name`.
-
     docs/write-a-plugin.md explains the package of a gradient handler, and examples/plugins/sley-narrow contains this package.
     """
     check_name(name)

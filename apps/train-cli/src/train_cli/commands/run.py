@@ -208,7 +208,6 @@ def verify(
 
 def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, Any], settings: console.Settings) -> list[Any]:
     """Trains `plan` in one process and then on `world_size` ranks, and returns the findings of each rank's comparison.
-
     arguments: the arguments of `compare_on_rank` except the folder. Raises typer.Exit if one of the runs does not finish.
     """
     import torch

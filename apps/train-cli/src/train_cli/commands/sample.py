@@ -115,11 +115,9 @@ def _print_text(text_ids: TextIds, ids: Iterable[int]) -> None:
 
 
 def generate(run: "Run", ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, seed: int) -> Iterator[int]:
-    """Yields token ids that continue `ids`, endlessly. The model sees at most the last ids that fit into one sample.
-
-    size: the number of possible ids. temperature: 0 takes the most likely id. top_k: the number of most likely ids from which
-    to sample; None for all. Raises UsageError "sample-fields" or "no-logits" if the model does not predict tokens, and RunError
-    "not-finite".
+    """Yields token ids that continue `ids`, endlessly. The model sees at most the last ids that fit into one sample. size: the
+    number of possible ids. temperature: 0 takes the most likely id. top_k: the number of most likely ids to choose from; None
+    for all. Raises UsageError "sample-fields" or "no-logits" for an unsuitable model, and RunError "not-finite".
     """
     import torch
 
@@ -161,9 +159,7 @@ def _find_field_contents(run: "Run") -> dict[str, str]:
 
 
 def _predict_logits(run: "Run", contents: Mapping[str, str], ids: Sequence[int], size: int) -> "Tensor":
-    """Returns the logits of the token after `ids`, float64 [size], on the host. Raises UsageError "no-logits" for another
-    output.
-    """
+    """Returns the logits of the token after `ids`, float64 [size], on the host. Raises UsageError "no-logits" without any."""
     import torch
 
     values = {"tokens": [list(ids)], "positions": [list(range(len(ids)))], "cu_seqlens": [[0, len(ids)]]}
@@ -258,9 +254,8 @@ def limit_tokens(generator: Any, prompt_length: int, max_new_tokens: int) -> int
 
 def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = None, feature: str) -> tuple[Any, TextIds]:
     """Returns a `sley_hf.generate.Generator` with the weights of a run, a checkpoint or an exported folder, and the mapping
-    between text and token ids. feature: the command, for errors.
-
-    Raises PluginError "command-missing" if sley-hf is missing, and UsageError "no-chat" if transformers has no such model.
+    between text and token ids. feature: the command, for errors. Raises PluginError "command-missing" if sley-hf is missing,
+    and UsageError "no-chat" if transformers has no such model.
     """
     generate = import_optional("hf", "sley_hf.generate", feature)
     if (Path(run) / CONFIG_FILE).is_file() and not (Path(run) / PLAN_FILE).is_file():  # a transformers model
@@ -281,9 +276,8 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
 
 
 def load_text_ids(plan: Plan | None, tokenizer: Path | None) -> TextIds:
-    """Returns the mapping between text and token ids of `tokenizer`, or of the plan's data if `tokenizer` is None.
-
-    Raises UsageError "no-vocabulary" if the plan's data has no such mapping, and PluginError if sley-data is not installed.
+    """Returns the mapping between text and token ids of `tokenizer`, or of the plan's data if `tokenizer` is None. Raises
+    UsageError "no-vocabulary" if the plan's data has no such mapping, and PluginError if sley-data is not installed.
     """
     if plan is None or tokenizer is not None:
         record: Any = (PluginLoader() if plan is None else plan.loader).record(DatasetRecord, "data.text")
@@ -383,9 +377,8 @@ def _is_nats_per_byte(plan: Plan) -> bool:
 
 
 def _describe_overlap(run_plan: Plan, plan: Plan) -> str:
-    """Returns a note if the run was trained on documents of the evaluation, else "".
-
-    run_plan: the run's plan. plan: the same plan with the data of the evaluation.
+    """Returns a note if the run was trained on documents of the evaluation, else "". run_plan: the run's plan. plan: the same
+    plan with the data of the evaluation.
     """
     record = plan.data.record
     if not isinstance(record, DatasetRecord) or record.describe_overlap is None or run_plan.data.name != plan.data.name:
