@@ -307,7 +307,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _open_store(address: str, port: int, size: int, timeout_s: float, *, is_server: bool) -> Store:
-    """Returns the store, which this rank serves, or to which it connects once it exists. Raises as `Rendezvous.join`."""
+    """Returns the store that this rank serves, or to which it connects. Raises the errors of `Rendezvous.join`."""
     start_s = time.monotonic()
     num_silent_attempts = 0
     while True:

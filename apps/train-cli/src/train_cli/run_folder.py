@@ -42,7 +42,7 @@ class RunRecorder:
     """The interface of sley-doctor's recorder. This class records nothing. In all methods, `folder` is the run folder."""
 
     def record_steps(self, parts: "Parts", feed: "Feed | None", folder: Path, notes: list[str]) -> AbstractContextManager[None]:
-        """Returns a context manager that records this rank's steps. Adds a note to `notes` if writing fails."""
+        """Returns a context manager that records this rank's steps. A recorder that cannot write adds a note to `notes`."""
         return nullcontext()
 
     def report_failure(self, folder: Path, world: "World", diagnostic: Diagnostic, error: BaseException) -> None:

@@ -232,7 +232,7 @@ def is_restarted() -> bool:
 
 def is_folder_continued(plan: Plan, resume: str | None) -> bool:
     """Returns whether a run of `plan` continues in its existing folder, instead of replacing the folder: if it resumes the same
-    run, or if a launcher has restarted it. resume: the value of `--resume`.
+    run, or if torchrun or SLURM has restarted the same job. resume: the value of `--resume`.
     """
     folder = run_folder(plan)
     if resume == AUTO:

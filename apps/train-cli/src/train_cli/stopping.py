@@ -202,7 +202,7 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
             raise KeyboardInterrupt if signum == signal.SIGINT else TerminationInterrupt(self._exit_codes[signum])
 
     def _watch(self) -> None:
-        """The thread: handles signals as they arrive, and ends the process at its deadline."""
+        """Runs in the thread: handles each signal when it arrives, and ends the process at its deadline."""
         while not self._is_closed:
             wait_s = None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
             if select.select([self._reader], [], [], wait_s)[0]:

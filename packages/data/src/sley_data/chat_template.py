@@ -276,7 +276,7 @@ def _select_trained_turns(conversation: Conversation, config: ChatConfig) -> lis
 
 
 def _describe_refusal(error: Exception) -> str:
-    return f"the template refuses it: {str(error) or type(error).__name__}"
+    return f"the template refuses the conversation: {str(error) or type(error).__name__}"
 
 
 def _fix_date(template: str) -> str:

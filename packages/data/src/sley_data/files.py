@@ -227,7 +227,9 @@ def download_files(name: str) -> str:
 
 
 def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
-    """Downloads the files of a dataset that match `pattern`, and returns their folder in the cache of `huggingface_hub`."""
+    """Downloads the files of a dataset that match `pattern`; returns the folder that contains them in the hub's cache. Raises
+    the errors of `download_files`.
+    """
     try:
         from huggingface_hub import HfApi, hf_hub_download
     except ImportError:
@@ -250,7 +252,7 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
 
 
 def find_library_files() -> FilesAndProblems:
-    """Returns the source files of this Python's standard library, sorted by name, without tests, or a problem without any."""
+    """Returns the source files of Python's standard library, without tests, sorted by name; or a problem if none exists."""
     root = sysconfig.get_path("stdlib")
     if files := _walk_library(root):
         return [*files], []

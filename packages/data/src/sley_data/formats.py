@@ -299,6 +299,7 @@ def build_row_error(file: DataFile, number: int, reason: str, hint: str | None =
 
 
 def _read_lines(file: DataFile) -> Iterator[tuple[int, Any]]:
+    """Yields the number and the JSON value of each line that is not empty."""
     with open_decompressed(file.path) as lines:
         for number, line in enumerate(lines, start=1):
             content = line.removeprefix(_BOM) if number == 1 else line
@@ -307,6 +308,7 @@ def _read_lines(file: DataFile) -> Iterator[tuple[int, Any]]:
 
 
 def _read_array(file: DataFile) -> Iterator[tuple[int, Any]]:
+    """Yields the number, from 1, and the value of each item of a file that is one JSON array."""
     with open_decompressed(file.path) as content:
         yield from enumerate(_parse_json(file, 1, content.read().removeprefix(_BOM)), start=1)
 

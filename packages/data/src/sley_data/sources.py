@@ -42,7 +42,7 @@ def build_source_component(config: MixtureConfig, number: int) -> Component:
 
 
 def to_source_path(number: int, path: KeyPath) -> KeyPath:
-    """Returns the path of the same key in the table of source `number`, for a key path in `[data]`; other paths unchanged."""
+    """Returns the path of a key of `[data]` in the table of source `number`. Returns the path of any other key unchanged."""
     return ("data", "sources", number, *path[1:]) if path[:1] == ("data",) else path
 
 

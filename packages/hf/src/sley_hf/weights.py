@@ -75,7 +75,9 @@ class FileInitializer:
                 self._targets |= {target.replace(first, name): target for name in other_patterns}
 
     def __call__(self, module: nn.Module, name: str) -> None:
-        """Sets the parameters that `module` itself owns. Raises RunError "weight-files" for a bad file or a wrong shape."""
+        """Sets the parameters that `module` itself owns. name: the name of the module in Sley's model. Raises RunError
+        "weight-files" for a bad file or a wrong shape.
+        """
         for attribute, parameter in module.named_parameters(recurse=False):
             if (hf_name := self._names.get(f"{name}.{attribute}")) is not None:
                 value = self._read(hf_name)

@@ -312,8 +312,8 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
 
 
 def find_head(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
-    """Returns the chunks in which the plan's `[loss] chunk_tokens` computes the head; None if the plan does not set it.
-    layers: all layers of the model. Raises PlanError if the head cannot be computed in chunks.
+    """Returns the head of the model if the plan's `[loss] chunk_tokens` computes its loss in chunks, else None. layers: all
+    layers of the model. Raises PlanError if the loss cannot be computed in chunks.
     """
     config = plan.loss.config
     if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:

@@ -220,7 +220,7 @@ class StepProfiler:
 
 
 def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
-    """Returns the run's data. All ranks must call it. has_feed: whether the run reads samples; if not, it gets no feeds."""
+    """Returns the run's data. All ranks must call it. has_feed: whether the run reads samples; if not, there are no feeds."""
     executor, topology = stepper.executor, parts.topology
     weighs_whole = executor.whole_sequences is not None
     loss = executor.loss if executor.has_loss and not weighs_whole else None

@@ -128,7 +128,7 @@ class RunRestorer:
                 yield name
 
     def restore(self) -> None:
-        """Restores all tensors and optimizer values of this rank, without communication, and notes states that are lost."""
+        """Restores all tensors and optimizer values of this rank, without communication. Adds notes on states that are lost."""
         self._restore_weights()
         self._restore_averages()
         self._restore_buffers()

@@ -229,7 +229,9 @@ class WeightSaver:
         return value if self._writes else None
 
     def _master_shard(self, param: Param) -> Tensor:
-        """Returns the master weight of this rank's shard of `param`, gathered from the ranks that update parts of it."""
+        """Returns the master weight of this rank's shard of `param`. All ranks of its reduce group must call it, since each of
+        them may update a part.
+        """
         parameter, master_dtype = param.parameter, self._masters.dtype
         entry, shard = self._optimizer_params.get(param), self._shards.get(param)
         if shard is None:
@@ -261,7 +263,7 @@ Pairs = Iterable[tuple[str, Tensor]]  # names with full tensors
 
 
 class LoadedWeights(NamedTuple):
-    """The result of `load_weights`. missing: the names that only the model has. unknown: the names that only the state has."""
+    """The result of `load_weights`. missing: parameters that only the model has. unknown: names that only the state has."""
 
     missing: list[str]
     unknown: list[str]

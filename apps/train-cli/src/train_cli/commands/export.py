@@ -60,7 +60,7 @@ def export(
     ] = True,
     best: BestOption = False,
 ) -> None:
-    """Write the newest weights of a run, or those of a checkpoint, for other programs."""
+    """Write the newest weights of a run, or the weights of a checkpoint, for other programs."""
     plan, source = open_weights(run, best=best)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("export-folder", f"`{out}` exists and is not an empty folder", hint="choose another `--out`")

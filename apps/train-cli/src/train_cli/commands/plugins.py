@@ -146,8 +146,8 @@ def new(
 
 
 def make_package_files(kind: str, name: str) -> dict[str, str]:
-    """Returns the text of each file of a new plugin package `name`, by its path in the package. Raises as `check_name`.
-    docs/write-a-plugin.md explains the package of a gradient handler, and examples/plugins/sley-narrow contains this package.
+    """Returns the text of each file of a new plugin package `name`, by its path in the package. kind: a value of `PluginKind`.
+    Raises UsageError "plugin-name" for an invalid name. docs/write-a-plugin.md explains the package of a gradient handler.
     """
     check_name(name)
     folder = Path(__file__).parents[1] / "templates" / kind
