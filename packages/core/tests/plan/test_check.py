@@ -180,7 +180,7 @@ def test_an_optimizer_by_factory_is_refused_where_a_rank_lacks_what_it_may_look_
         assert len(found) == (not accepted), tables
     hints = [hint for code, _, hint in problems(make(optimizer=optimizer, **WP)) if code == "optimizer-layout"]
     is_unknown = scope is None and factory == "torch.optim:NextYears"
-    assert all(('`scope = "elementwise"`' in hint) == is_unknown for hint in hints)
+    assert all(('set `scope` to "elementwise"' in hint) == is_unknown for hint in hints)
 
 
 def test_a_check_that_fails_names_its_plugin(make: Make) -> None:
