@@ -73,7 +73,7 @@ def compare_with_transformers(config: DecoderConfig) -> str:
         differences["the load-balancing loss"] = abs(_compute_load_balancing_loss(model, tokens) / float(expected) - 1)
     for kind, difference in differences.items():
         if not difference <= LAYER_TOLERANCE:
-            message = f"Sley computes other values than transformers for {kind} of `{small.model_type}`: they differ by {difference:.1%}"
+            message = f"Sley and transformers compute {kind} of `{small.model_type}` with a difference of {difference:.1%}"
             raise PlanError("hf-differs", message, path=("model",), hint="use a model of another family")
     largest = max(differences.values())
     return f"the logits of a copy with {small.num_hidden_layers} layers equal transformers' within {largest:.1g}"
