@@ -108,7 +108,7 @@ def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
 
 
 SCOPE_DESCRIPTIONS = {"per_matrix": "needs whole matrices", "global": "needs all gradients at once"}  # for messages
-SCOPE_HINT = ', or set `scope` to "elementwise" or "matrix" if an update reads only gradients of its element or parameter'
+SCOPE_HINT = ', or set `scope = "elementwise"` or "matrix" if an update reads only gradients of its element or parameter'
 
 
 def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
