@@ -76,7 +76,7 @@ EMBEDDING = "the gradient of `embed.tokens.weight`, since step 1,"
 @pytest.mark.parametrize(
     ("use", "changes", "messages"),
     [
-        ("wrong.mean", {}, [f"{EMBEDDING} on stage 0", "0.5 times that of one process"]),
+        ("wrong.mean", {}, [f"{EMBEDDING} on stage 0", "0.5 times the value of one process"]),
         ("wrong.twice", TIED, [f"{EMBEDDING} on stage 0 (rank 0)", "2 times that of"]),
         ("wrong.late", {}, ["the gradient of `blocks.0.feed_forward.up.weight`, since step 2", "off by"]),
     ],
@@ -132,7 +132,7 @@ def test_noise_in_part_of_a_bias_is_no_difference(verified: Verified, own_model:
         assert text.startswith("differs: the weight `1.fused.bias`, since step 3")
         assert "the gradient agrees, and only the update differs" in text
     else:
-        assert "not compared where the gradient is only rounding noise: 1.fused.bias (" in text
+        assert "not compared, since the gradient is only rounding noise: 1.fused.bias (" in text
 
 
 def test_tolerance_is_that_of_the_record_and_all_tensors_are_compared(

@@ -39,7 +39,7 @@ def test_two_ranks_that_differ_are_not_told_apart() -> None:
     verdict = verdict_of(report(0, A, B, C, wait=B), report(1, A, exchange(2, "c"), wait=exchange(2, "c")))
     assert (verdict.kind, verdict.ranks) == ("left out", ())
     assert [item.label for item in verdict.exchanges] == ["b", "c"]
-    assert "as number 2 of that queue" in verdict.cause
+    assert "as number 2 of one queue" in verdict.cause
     assert verdict.cause.endswith(
         "one rank has skipped the all-reduce of b over stage[0, 1], or the other rank makes it once too often"
     )

@@ -119,7 +119,7 @@ def report(
     if missing := [name for name in _REQUIRED_MODULES if find_spec(name) is None]:
         raise PluginError(
             "report-missing",
-            f"a report needs {' and '.join(f'`{name}`' for name in missing)}, which are not installed",
+            f"a report needs modules that are not installed: {' and '.join(f'`{name}`' for name in missing)}",
             hint=install_hint("doctor", "report"),
         )
     from sley_doctor.report_page import read_runs, render_page

@@ -288,7 +288,7 @@ def describe_cause(cause: Cause) -> str:
     usual = _format_seconds(cause.usual_s) if cause.usual_s >= MIN_SHOWN_S else "almost no time"
     location = _LOCATIONS.get(cause.location) or describe_action(cause.location).removeprefix("the ")
     work = f"its {location} takes {_format_seconds(cause.seconds)} longer"
-    return f"rank {cause.ranks[0]} makes other ranks wait: {work} than on other ranks {step}; those take {usual}"
+    return f"rank {cause.ranks[0]} makes other ranks wait: {work} than on other ranks {step}; the other ranks take {usual}"
 
 
 def find_remedy(cause: Cause) -> str:
@@ -303,7 +303,7 @@ def describe_no_cause(judgement: Judgement) -> str:
     steps = f"steps {judgement.blocks[0].first} to {judgement.blocks[-1].last}"
     message = f"none: in {steps} no rank worked {MIN_SHARE:.0%} of a step longer than its peers"
     is_cuda = any(rank.start.device == "cuda" for rank in judgement.blocks[0].ranks.values())
-    caveat = "; these are host times, which show neither a slow GPU nor a host that falls behind within a step"
+    caveat = "; times are measured on the host, and show neither a slow GPU nor a host that falls behind within a step"
     return message + (caveat if is_cuda else "")
 
 

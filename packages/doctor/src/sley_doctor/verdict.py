@@ -137,7 +137,7 @@ def _describe_mismatch(
     if _has_same_description(odd, usual):
         description = f"rank {odd_rank} has {odd.num_bytes} bytes for the {odd}, but rank {usual_rank} has {usual.num_bytes}"
         return Divergence("size", odd_ranks, exchanges, description)
-    differ = f"rank {odd_rank} starts the {odd}, but rank {usual_rank} starts the {usual}, as number {number} of that queue"
+    differ = f"rank {odd_rank} starts the {odd}, but rank {usual_rank} starts the {usual}, as number {number} of one queue"
     next_usual, next_odd = usual_exchanges.get(number + 1), odd_exchanges.get(number + 1)
     subject = f"rank {odd_rank}" if has_majority else "one rank"
     if next_usual is not None and is_same_exchange(next_usual, odd):
@@ -306,8 +306,8 @@ _ABORT_CODE = -signal.SIGABRT  # the exit code of a process that native code abo
 _STUCK = "stuck"  # the kind of a report of a rank that could not end when asked to
 
 # The remedies of verdicts.
-_SLOW_REMEDY = "check that code; if it is only slow, set a longer `[limits] collective_timeout_s`"
-_STOPPED_REMEDY = "the cause is outside of the run: a user, a debugger, a batch system that suspends jobs; start the run again"
+_SLOW_REMEDY = "check the code that the rank was running; if it is only slow, set a longer `[limits] collective_timeout_s`"
+_STOPPED_REMEDY = "the cause is outside the run: a user, a debugger, a batch system that suspends jobs; start the run again"
 _ORDER_REMEDY = (
     "all ranks of a group must start the same exchanges in the same order: check for code that depends on the rank or its "
     "data, in the forward and in your own hooks and handlers, near this exchange"
@@ -392,7 +392,7 @@ def _find_busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
     """Returns the verdict on a rank that was stuck outside any exchange, or None if there is no such rank."""
     for report in by_rank.values():
         if report.kind == _STUCK and report.wait is None:
-            cause = f"rank {report.rank} did not reach the others: {report.message}"
+            cause = f"rank {report.rank} did not reach the other ranks: {report.message}"
             return _add_position(report, _build_peer_verdict(report.rank, cause, "busy", _SLOW_REMEDY, by_rank))
     return None
 
@@ -404,7 +404,7 @@ def _find_divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | No
         return None
     if divergence.ranks:
         odd_rank = divergence.ranks[0]
-        cause, first = f"rank {odd_rank} differs from the others: {divergence.description}", by_rank[odd_rank]
+        cause, first = f"rank {odd_rank} differs from the other ranks: {divergence.description}", by_rank[odd_rank]
     else:
         cause = f"ranks have diverged: {divergence.description}"
         first = min(by_rank.values(), key=lambda report: report.time)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 UNCOMPILED_NOTE = "the layers are estimated as if they were not compiled"
 TENSORS_NOTE = (
-    "these are only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
+    "the figures count only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
 )
 
 SOURCES = {  # descriptions of `prices.Source`, which continue "3 layers were"
@@ -181,7 +181,7 @@ def seconds_lines(estimate: "PlanEstimate", machine: MachineFile) -> Iterator[st
             for description, value in sorted(waits_s.items(), key=lambda item: -item[1])
         )
         idle = f"idle {step.timeline.idle_share(stage):.1%}" + (f": {waits}" if waits else "")
-        started = f"; its host starts all of it in {step.host_s[stage]:.4g} s" if step.host_s[stage] else ""
+        started = f"; its host launches this work in {step.host_s[stage]:.4g} s" if step.host_s[stage] else ""
         yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}{started}"
     yield f"  {_describe_sources(estimate)} ({machine.device.name})"
 
@@ -270,7 +270,7 @@ def search(
 def result_lines(result: "SearchResult", skip_reasons: Sequence[str], limit: int | None) -> Iterator[str]:
     """Yields the lines about the result of a search. skip_reasons: see `Choices`. limit: the bytes of a device, or None."""
     too_large = "" if limit is None else f"; {result.num_too_large:,} exceed {console.format_bytes(limit)}"
-    yield f"{result.num_layouts:,} layouts considered; the best {result.num_verified:,} of the formula were verified{too_large}"
+    yield f"{result.num_layouts:,} layouts considered; the {result.num_verified:,} best by the formula were verified{too_large}"
     yield from (f"  {count:,} excluded: {reason}" for reason, count in result.refusals.most_common())
     yield from (f"  excluded: {name}" for name in skip_reasons)
     if result.num_dropped:
@@ -287,7 +287,7 @@ def result_lines(result: "SearchResult", skip_reasons: Sequence[str], limit: int
         yield f"  {fast.seconds:10.4g} s  {console.format_bytes(fast.num_bytes):>12}  {fast.layout}"
     sources = {source for fast in result.fastest_layouts for source in fast.sources}
     if "counted" in sources and len(sources) > 1:
-        yield "  Some layers were measured, others are computed from their operators: their seconds may not be comparable."
+        yield "  Some layers were measured, and others were computed from their operators. Their seconds may not be comparable."
         yield "  Use `calibrate --plan` to measure the layers of the plan."
 
 

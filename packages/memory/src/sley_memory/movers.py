@@ -337,7 +337,7 @@ class HostCopyMover(Mover):
             elif storage.memory.numel() and not self._has_warned:
                 self._has_warned = True
                 name = next(iter(storage.tensors))
-                message = f"{name} stays on the device, since torch does not own its memory (shared, or from numpy)"
+                message = f"{name} stays on the device, since torch does not own its memory: another process or numpy does"
                 warnings.warn(message, RuntimeWarning, 5)
         sizes = {storage_id(storage.memory): storage.memory.numel() for storage in storages}
         for key in [key for key, host in self._host_memory.items() if host.numel() != sizes.get(key)]:

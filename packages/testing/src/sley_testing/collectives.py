@@ -86,7 +86,7 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]]) -> None:
     for (group, _), members in _calls_by_communicator(sequences).items():
         for call in (call for calls in members.values() for call in calls):
             is_ordered = call.op != "recv_any"
-            assert is_ordered, f"a receive from any source has no order to prove: {group}{_format_site(call)}"
+            assert is_ordered, f"the order of a receive from any source cannot be checked: {group}{_format_site(call)}"
         group_calls = {rank: [c for c in calls if c.op not in _POINT_TO_POINT_OPS] for rank, calls in members.items()}
         _assert_equal_calls(f"the order on {group} is not the same on all ranks", group_calls)
         # The sends and receives of each pair (source, target) of recorded ranks.

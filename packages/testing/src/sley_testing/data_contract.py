@@ -184,7 +184,7 @@ def _check_field(name: str, value: torch.Tensor, field: Field, num_samples: int,
     assert dtype == field.dtype, f"the field `{name}` is {dtype}, but {field.dtype} is declared"
     for dim, declared, label in ((field.batch_dim, num_samples, "samples"), (field.sequence_dim, sequence, "positions")):
         if dim is not None:
-            assert dim < value.ndim, f"the field `{name}` {tuple(value.shape)} has no dim {dim}, which is that of {label}"
+            assert dim < value.ndim, f"the field `{name}` {tuple(value.shape)} has no dim {dim} for its {label}"
             size = value.shape[dim]
             assert declared in (None, size), f"the field `{name}` has {size} {label}, but {declared} are declared"
 

@@ -179,7 +179,7 @@ class OptimizerContract:
         tables = self._plan()
         if handler == "dp.sharded":
             if find_spec("sley_dp") is None or not self._can_step_separately():
-                pytest.skip("needs sley-dp, and an optimizer that can update one parameter at a time")
+                pytest.skip("the test needs sley-dp, and an optimizer that can update one parameter at a time")
             if self._run_probe(torch.float64)[0].draws_random:
                 pytest.skip("the optimizer draws other random numbers for parts")
         expected = record(tables, NUM_STEPS).weights

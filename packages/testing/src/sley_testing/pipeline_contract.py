@@ -175,7 +175,7 @@ def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_microbatch
         sequences[key] = sequences.get(key, "") + action.kind.value
     expected = {(chunk, micro_batch) for chunk in range(chunks) for micro_batch in range(num_microbatches)}
     assert sequences.keys() == expected, (
-        f"{label}: {sorted(sequences.keys() ^ expected)[:3]} (chunk, microbatch) missing or too many"
+        f"{label}: {sorted(sequences.keys() ^ expected)[:3]} (chunk, microbatch) are missing or not expected"
     )
     for (chunk, micro_batch), sequence in sequences.items():
         assert sequence in ("FB", "FIW"), f"{label}: chunk {chunk} of microbatch {micro_batch} has {sequence}, not FB or FIW"

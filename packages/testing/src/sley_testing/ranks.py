@@ -144,7 +144,7 @@ def _pickle_call(call: tuple[object, ...]) -> bytes:
         return pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"cannot be sent to another process: {error}; use a function at module level and pass the rest as arguments"
+            f"the call cannot be sent to a rank: {error}; use a function at module level, and pass all values as arguments"
         ) from error
 
 

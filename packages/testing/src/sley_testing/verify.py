@@ -148,7 +148,7 @@ def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) 
         yield f"{largest.quantity:<16}{largest.error:>14.2g}{limit:>12.2g}  {location}"
     if noisy := _noisy_parameters(ranks):
         omitted = f" and {len(noisy) - _MAX_NAMES} more" if len(noisy) > _MAX_NAMES else ""
-        yield f"not compared where the gradient is only rounding noise: {', '.join(noisy[:_MAX_NAMES])}{omitted}"
+        yield f"not compared, since the gradient is only rounding noise: {', '.join(noisy[:_MAX_NAMES])}{omitted}"
     if skipped := _skipped_steps(ranks):
         yield f"skipped because gradients are not finite in this precision: step {', '.join(map(str, skipped))}"
 
@@ -201,17 +201,17 @@ def _describe_first_difference(all_differences: Sequence[tuple[RankFindings, Com
     subject = f"{article[first.quantity]} `{first.name}`" if first.name else f"the {first.quantity}"
     yield f"differs: {subject}, {time}, on stage {rank.stage} (rank {rank.rank})"
     if first.factor is not None:
-        yield f"  it is {first.factor:.6g} times that of one process"
+        yield f"  it is {first.factor:.6g} times the value of one process"
     else:
         sizes = "its norm is" if first.name else "it is"
-        yield f"  relative error {first.error:.3g}: {sizes} {first.actual:.6g}, that of one process {first.expected:.6g}"
+        yield f"  relative error {first.error:.3g}: {sizes} {first.actual:.6g}, but {first.expected:.6g} in one process"
     same_step = {
         comparison.name: None
         for _, comparison in all_differences
         if (comparison.step, comparison.quantity) == (first.step, first.quantity)
     }
     if names := [*same_step][1:]:
-        yield f"  so do {len(names)} more: {', '.join(names[: _MAX_NAMES - 1])}{', ...' * (len(names) >= _MAX_NAMES)}"
+        yield f"  {len(names)} more differ: {', '.join(names[: _MAX_NAMES - 1])}{', ...' * (len(names) >= _MAX_NAMES)}"
     is_later_loss = first.quantity == "loss" and first.step > 1
     yield f"  {'see the earlier differences' if is_later_loss else _LIKELY_CAUSES[first.quantity]}"
 

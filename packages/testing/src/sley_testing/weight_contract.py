@@ -218,7 +218,7 @@ def _weight_errors(run: Run) -> Iterator[str]:
                     yield f"{param.name} reads as {list(value.shape)}, which is not the full weight"
             except RunError as error:
                 if param.name not in str(error):
-                    yield f"the refusal of {param.name} does not name it: {error}"
+                    yield f"the error of a read of {param.name} does not name it: {error}"
         module = param.holders[0].module
         if type(module) is nn.Embedding:
             weight = module(torch.arange(len(full_weight)))
