@@ -77,8 +77,8 @@ EMBEDDING = "the gradient of `embed.tokens.weight`, since step 1,"
     ("use", "changes", "messages"),
     [
         ("wrong.mean", {}, [f"{EMBEDDING} on stage 0", "0.5 times the value of one process"]),
-        ("wrong.twice", TIED, [f"{EMBEDDING} on stage 0 (rank 0)", "2 times that of"]),
-        ("wrong.late", {}, ["the gradient of `blocks.0.feed_forward.up.weight`, since step 2", "off by"]),
+        ("wrong.twice", TIED, [f"{EMBEDDING} on stage 0 (rank 0)", "2 times the value of"]),
+        ("wrong.late", {}, ["the gradient of `blocks.0.feed_forward.up.weight`, since step 2", "relative error"]),
     ],
 )
 def test_handler_bug_is_reported_with_first_parameter(
