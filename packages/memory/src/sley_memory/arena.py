@@ -136,7 +136,7 @@ class HostArena:
             self._has_warned = True
             warnings.warn(
                 f"an offload needs {num_locked_bytes / 10**6:.0f} MB of page-locked memory, but `host_budget_mb` allows "
-                f"{self._max_locked_bytes / 10**6:.0f}; the rest is pageable, so its copies are slower",
+                f"{self._max_locked_bytes / 10**6:.0f} MB; the rest is pageable, so its copies are slower",
                 RuntimeWarning,
                 stacklevel=5,
             )

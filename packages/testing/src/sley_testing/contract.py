@@ -172,7 +172,7 @@ class GradientHandlerContract:
 
     @pytest.mark.parametrize("num_microbatches", [1, 3])
     def test_reduction_matches_record(self, ranks: Callable[..., Ranks], num_microbatches: int) -> None:
-        """Compares gradients with gradients of `core.each`, as the record promises. A transform must only keep shapes."""
+        """Compares gradients with the gradients of `core.each`, as the record promises. A transform must keep shapes."""
         baseline = self._observe(ranks, num_microbatches, [EACH])
         results = self._observe(ranks, num_microbatches)
         record, config = self._handler_record()

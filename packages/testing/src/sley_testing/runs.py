@@ -84,11 +84,12 @@ def record(
     batches: Sequence[GivenBatch] | None = None,
     records_calls: bool = False,
 ) -> RunRecord:
-    """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world, and returns the record. folder:
-    the plan's folder. load: the checkpoint to resume from. save: the path of a checkpoint after the last step. prepare: a
-    function that is called with the run before the run loads the checkpoint. before_step: a function that is called before each
-    step with the run and the number of steps taken so far. batches: global batches, one per step, that replace the plan's data;
-    this rank uses its rows. records_calls: whether to record collectives, which takes time.
+    """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world, and returns the record.
+
+    folder: the plan's folder. load: the checkpoint to resume from. save: the path of a checkpoint after the last step. prepare:
+    a function that is called with the run before the run loads the checkpoint. before_step: a function that is called before
+    each step with the run and the number of steps taken so far. batches: global batches, one per step, that replace the plan's
+    data; this rank uses its rows. records_calls: whether to record collectives, which takes time.
     """
     recorded = RunRecord()
     with running(tables, folder) as run:
