@@ -371,7 +371,7 @@ def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[s
     if name not in KERNELS and (name != "auto" or device.type == "cpu" or not head_dims):
         return []
     is_packed = any(DOCUMENTS in layer.fields for layer in model.layers)
-    head_dim = head_dims[0] if head_dims else 64
+    head_dim = head_dims[0] if head_dims else 64  # a width that all kernels support
     kernel = find_attention_kernel(name, head_dim, device, weight_dtypes(plan)[0], is_packed=is_packed)
     return [f"attention uses torch's kernel `{kernel}`"]
 
