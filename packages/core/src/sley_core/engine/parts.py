@@ -134,7 +134,7 @@ class Waits:
 
     def before_layer(self, name: str, wait: Callable[[], None], is_due: Callable[[], bool] | None = None) -> None:
         """Registers `wait`, which is called before every use of the weights of layer `name`. is_due: returns whether weights
-        are missing; if it returns False, `wait` is not called. None: `wait` is always called. `is_due` must be cheap, change
+        are missing; if it returns False, `wait` is not called. If None, `wait` is always called. `is_due` must be cheap, change
         nothing, and return the same value on all ranks that hold shards of the layer, since these ranks read each other's
         shards during a step only if nothing is due.
         """

@@ -139,7 +139,7 @@ class BatchSplitter:
         whole = [batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)
         counts = [self._count(piece) for piece in whole]
         if whole is batch and set(counts) != {1}:  # it came in microbatches
-            message = f"each list item must be 1 microbatch ([batch] micro_size = {self.micro_size}), but items have {counts}"
+            message = f"list items have {counts} microbatches, but must have 1 each ([batch] micro_size = {self.micro_size})"
             raise RunError("batch-size", message, hint="pass one or more microbatches of that size")
         for piece in whole:
             check_tokens(piece, self.info)

@@ -66,10 +66,10 @@ class Attention(nn.Module):
         dropout: float = 0.0,
     ) -> Tensor:
         """Returns the context [b, s, h, d], in the dtype of q. q: [b, s, h, d]. k, v: [b, s, h_kv, d], where h is a multiple of
-        h_kv. cu_seqlens: [b, n + 1] integers: the starts of each row's documents, 0 first, then padded with s; None: one
+        h_kv. cu_seqlens: [b, n + 1] integers: the starts of each row's documents, 0 first, then padded with s; None means one
         document per row. scale: the factor of the scores; 1 / sqrt(d) if None. window: the number of positions, including
-        itself, to which a position attends; None: all up to itself. dropout: the probability with which attention weights are
-        dropped.
+        itself, to which a position attends; None means all up to itself. dropout: the probability with which attention weights
+        are dropped.
         """
         is_cuda = device_kind(q) == "cuda"
         if cu_seqlens is not None and is_cuda and not dropout and _has_varlen(q.dtype):
