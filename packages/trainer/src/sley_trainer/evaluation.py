@@ -190,8 +190,8 @@ def local_rows(global_size: int, parts: Parts) -> range:
 def build_evaluation_feeds(
     plan: Plan, parts: Parts, info: DataInfo, build_feed: Callable[..., Feed]
 ) -> dict[str, EvaluationFeed]:
-    """Returns the feed of each evaluation set by name; the name of the held-out split is "". All ranks call it together. info:
-    the declaration of the training data. build_feed: `build_feed(dataset, batch_size, shuffle=...)` returns the feed of this
+    """Returns the feed of each evaluation set by name; the name of the held-out split is "". All ranks must call it. info: the
+    declaration of the training data. build_feed: `build_feed(dataset, batch_size, shuffle=...)` returns the feed of this
     rank's rows. Raises PlanError "evaluation-set" if a set is empty, is a stream without `steps`, or has other fields.
     """
     size, feeds = plan.batch.global_size, dict[str, EvaluationFeed]()

@@ -414,7 +414,7 @@ class StageBoundaries:
             self.link.send(entry, description, tensors, self._keys[entry.micro])
 
     def receive(self, flow: Flow, chunk: int, micro: int) -> Payload:
-        """Returns the previous chunk's output ("forward") or the gradients of this chunk's output, and waits for a sender."""
+        """Returns the previous chunk's output ("forward") or the gradients of this chunk's output. May wait for a stage."""
         key = (flow, chunk, micro)
         if key in self._local:
             return self._local.pop(key)

@@ -340,7 +340,7 @@ class LazyCheckpointer(Checkpointer):
         if self._default is not None:
             self._default.close()
 
-    def _load_default(self) -> Checkpointer:
+    def _load_default(self) -> Checkpointer:  # raises PluginError "plugin-missing"
         if self._default is None:
             loader = self._state.plan.loader
             record = loader.record(CheckpointerRecord, CHECKPOINTER)

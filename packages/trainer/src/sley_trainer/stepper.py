@@ -167,7 +167,7 @@ def needs_timed_costs(plan: Plan) -> bool:
 
 
 def time_layers(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns each layer's time in seconds, as the partitioner's timer measures it, on all ranks. All ranks must call it."""
+    """Returns the seconds of each layer, which the partitioner's timer measures. All ranks must call it and get equal times."""
     record = plan.partition.record if plan.partition else None
     assert isinstance(record, PartitionerRecord), record
     seconds: list[float] = record.load(record.timer)(plan, world, build_model, dtype)
