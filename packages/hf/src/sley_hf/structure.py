@@ -181,7 +181,7 @@ def copy_with_recorders(
 
 class LayerArguments:
     """Computes the arguments of all decoder layers, except the hidden states, once per microbatch. All blocks of a model share
-    one object. It is not an `nn.Module`, so that its buffers, such as rotary frequencies, keep their dtypes outside of layers.
+    one object. The class is not an `nn.Module`, so that its buffers, such as rotary frequencies, belong to no layer.
     """
 
     def __init__(self, causal: Any, structure: ModuleNames) -> None:

@@ -159,7 +159,7 @@ def _find_field_contents(run: "Run") -> dict[str, str]:
 
 
 def _predict_logits(run: "Run", contents: Mapping[str, str], ids: Sequence[int], size: int) -> "Tensor":
-    """Returns the logits of the token after `ids`, float64 [size], on the host. Raises UsageError "no-logits" without any."""
+    """Returns the next token's logits, float64 [size], on the host. Raises UsageError "no-logits" if the model returns none."""
     import torch
 
     values = {"tokens": [list(ids)], "positions": [list(range(len(ids)))], "cu_seqlens": [[0, len(ids)]]}
