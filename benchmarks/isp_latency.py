@@ -116,8 +116,8 @@ class _LateTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)
 
-    def reduce_scatter(self, tensors: Any, scratches: Any, *, label: str, contents: int = 0) -> Work:
-        return self.wire.carry(self.transport.reduce_scatter(tensors, scratches, label=label, contents=contents), label)
+    def reduce_scatter(self, tensors: Any, scratches: Any, *, label: str, checksum: int = 0) -> Work:
+        return self.wire.carry(self.transport.reduce_scatter(tensors, scratches, label=label, checksum=checksum), label)
 
 
 def measured(fraction: float, rounds: int) -> tuple[dict[str, list[float]], int, Sleeps]:

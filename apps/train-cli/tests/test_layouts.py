@@ -114,7 +114,7 @@ def test_torch_merges_the_pieces_of_a_checkpoint(texts: Path, tmp_path: Path, ra
     consolidate_safetensors_files(str(tmp_path / "saved"), str(tmp_path / "merged"), file_numbers)
     merged = WeightFiles(tmp_path / "merged")
     assert set(merged.names) == set(expected)
-    assert all(torch.equal(merged.tensor(name), expected[name]) for name in expected if expected.kind(name).shape)
+    assert all(torch.equal(merged.tensor(name), expected[name]) for name in expected if expected.info(name).shape)
 
 
 def train_and_resume(tables: Tables, texts: Path, path: Path) -> list[RunRecord]:

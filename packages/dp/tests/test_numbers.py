@@ -94,7 +94,7 @@ def test_freezing_and_unfreezing_between_steps(ranks, small, own):
 def record_transports(handlers, small_plan, folder):
     """Records three steps of each handler over sockets, and over memory of peers, without messages of buckets."""
 
-    def refuse(*args, label, contents):
+    def refuse(*args, label, checksum):
         raise AssertionError(label)
 
     plans = [small_plan | {"gradient_handlers": [handler]} for handler in handlers]

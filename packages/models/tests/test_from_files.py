@@ -16,7 +16,7 @@ from torch import Tensor
 from sley_core.errors import PlanError, RunError
 from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict
-from sley_core.weight_files.read import INDEX_FILE, TensorKind, WeightFiles
+from sley_core.weight_files.read import INDEX_FILE, TensorInfo, WeightFiles
 from sley_models.hf import build_hugging_face_model, list_param_shapes
 from sley_models.hf_config import to_hf_config
 from sley_models.llama import build_llama
@@ -223,7 +223,7 @@ def test_weights_of_another_model_are_refused() -> None:
     plan = plan_from_dict(small_plan())
     shapes = {**list_param_shapes(plan.model.config, 256), "rope": (1,)}
     del shapes["blocks.0.attention.key.weight"]
-    source: Any = SimpleNamespace(names=list(shapes), kind=lambda name: TensorKind("F32", shapes[name]))
+    source: Any = SimpleNamespace(names=list(shapes), info=lambda name: TensorInfo("F32", shapes[name]))
     with pytest.raises(RunError, match=r"'blocks.0.attention.key.weight' is missing, 'rope' is unknown") as raised:
         build_hugging_face_model(plan, source)
     assert raised.value.diagnostics[0].code == "weights-mismatch"

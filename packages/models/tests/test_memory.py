@@ -36,7 +36,7 @@ class Ones:
         self.shapes = {hf_name(name): shape for name, shape in list_param_shapes(SIZES, 256).items()}
         self.names = list(self.shapes)
 
-    def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
+    def info(self, name: str) -> tuple[str, tuple[int, ...]]:
         return "F32", self.shapes[name]
 
     def tensor(self, name: str) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sley_checkpoint.folders import STAGING_PREFIX, FileDigest, Folder, compute_crc, open_folder
 from sley_core.api import state
-from sley_core.api.files import TensorKind
+from sley_core.api.files import TensorInfo
 from sley_core.errors import RunError, format_cause
 
 INDEX_NAME = "checkpoint.json"  # the file name of the index
@@ -33,7 +33,7 @@ FORMAT_VERSION = 3  # an index with another version cannot be read
 
 
 @dataclass(frozen=True)
-class TensorInfo:
+class SavedTensor:
     """A saved tensor: its safetensors dtype, its full shape, and the file and rectangle of each of its pieces."""
 
     dtype: str
@@ -49,7 +49,7 @@ class CheckpointIndex(state.SavedRun):
 
     token: str
     files: dict[str, FileDigest]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, SavedTensor]
 
     def to_bytes(self) -> bytes:
         """Returns the content of the index file, which begins with a checksum of the index."""
@@ -85,9 +85,9 @@ def read_index(folder: Folder) -> CheckpointIndex:
         raise RunError("checkpoint-damaged", f"{folder.uri}/{INDEX_NAME} is damaged: {error}") from error
 
 
-def _parse_tensor_info(fields: Mapping[str, Any]) -> TensorInfo:
+def _parse_tensor_info(fields: Mapping[str, Any]) -> SavedTensor:
     pieces = [(file, state.Rectangle(tuple(offsets), tuple(sizes))) for file, (offsets, sizes) in fields["pieces"]]
-    return TensorInfo(fields["dtype"], tuple(fields["shape"]), pieces)
+    return SavedTensor(fields["dtype"], tuple(fields["shape"]), pieces)
 
 
 CHUNK_BYTES = 16 << 20
@@ -175,10 +175,10 @@ class Checkpoint(Mapping[str, Tensor]):
     def place(self) -> str:
         return self.folder.uri
 
-    def kind(self, name: str) -> TensorKind:
+    def info(self, name: str) -> TensorInfo:
         """Returns the dtype and full shape of a tensor."""
         info = self.index.tensors[name]
-        return TensorKind(info.dtype, info.shape)
+        return TensorInfo(info.dtype, info.shape)
 
     def tensor(self, name: str) -> Tensor:
         return self[name]

@@ -422,7 +422,7 @@ class WriteAssignment(NamedTuple):
     """
 
     file_indices: list[list[list[int]]]
-    tensors: dict[str, reader.TensorInfo]
+    tensors: dict[str, reader.SavedTensor]
 
 
 def assign_pieces(rank_pieces: Sequence[Sequence[PieceInfo]]) -> WriteAssignment:
@@ -442,12 +442,12 @@ def assign_pieces(rank_pieces: Sequence[Sequence[PieceInfo]]) -> WriteAssignment
         loads[rank] += piece.num_bytes
         assigned[rank].append(index)
     file_indices = [_split_into_files(pieces, sorted(indices)) for pieces, indices in zip(rank_pieces, assigned, strict=True)]
-    tensors: dict[str, reader.TensorInfo] = {}
+    tensors: dict[str, reader.SavedTensor] = {}
     for rank, files in enumerate(file_indices):
         for file_index, indices in enumerate(files):
             for index in indices:
                 piece = rank_pieces[rank][index]
-                info = tensors.setdefault(piece.name, reader.TensorInfo(piece.dtype, piece.shape, []))
+                info = tensors.setdefault(piece.name, reader.SavedTensor(piece.dtype, piece.shape, []))
                 info.pieces.append((reader.format_file_name(rank, file_index), piece.rectangle))
     return WriteAssignment(file_indices, tensors)
 

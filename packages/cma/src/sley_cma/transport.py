@@ -36,16 +36,16 @@ class CmaTransport(Transport):
         """Offers all `shards` at once, and returns an object that gathers them without additional messages."""
         return PublishedOffer(self.published, shards, Mark.from_tensors("share", label, shards))
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, checksum: int = 0) -> Work:
         return ReduceScatter(
-            self.rows, tensors, self.members.size, Mark.from_tensors("reduce-scatter", label, tensors, contents)
+            self.rows, tensors, self.members.size, Mark.from_tensors("reduce-scatter", label, tensors, checksum)
         )
 
-    def all_to_all(self, output: Tensor, input: Tensor, *, label: str, contents: int = 0) -> Work:
-        return AllToAll(self.rows, output, input, Mark.from_tensors("all-to-all", label, [input], contents))
+    def all_to_all(self, output: Tensor, input: Tensor, *, label: str, checksum: int = 0) -> Work:
+        return AllToAll(self.rows, output, input, Mark.from_tensors("all-to-all", label, [input], checksum))
 
-    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        return AllReduce(self.sums, tensor, Mark.from_tensors("all-reduce", f"{label} over {self.members}", [tensor], contents))
+    def all_reduce(self, tensor: Tensor, *, label: str, checksum: int = 0) -> Work:
+        return AllReduce(self.sums, tensor, Mark.from_tensors("all-reduce", f"{label} over {self.members}", [tensor], checksum))
 
 
 def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:

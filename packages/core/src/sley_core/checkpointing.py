@@ -37,7 +37,7 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import CheckpointFiles
 from sley_core.records import CheckpointerRecord
 from sley_core.run_folder import AttemptTracker, Lineage, parse_lineage, use_copied_files
-from sley_core.weight_files.read import TensorKind, TensorReader, WeightFiles, merge_adapters, weight_files_error
+from sley_core.weight_files.read import TensorInfo, TensorReader, WeightFiles, merge_adapters, weight_files_error
 from sley_core.weight_files.write import BY_NAME, DTYPES
 
 T = TypeVar("T")
@@ -257,8 +257,8 @@ class WholeTensors:
     def names(self) -> Sequence[str]:
         return list(self._tensors)
 
-    def kind(self, name: str) -> TensorKind:
-        return TensorKind(DTYPES[self._tensors[name].dtype], tuple(self._tensors[name].shape))
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo(DTYPES[self._tensors[name].dtype], tuple(self._tensors[name].shape))
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -373,7 +373,7 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointRead
     }
     options = decode_value(values.get(OPTIONS + name, {}))
     states = {id(parameter): join_leaves(decode_value(saved.description.trees.get(name)), leaves)}
-    dtypes = {id(parameter): BY_NAME[saved.kind(WEIGHTS + name).dtype]}
+    dtypes = {id(parameter): BY_NAME[saved.info(WEIGHTS + name).dtype]}
     optimizers.load_optimizer_state(
         optimizer, states, [options], shared_states(saved), optimizers.copy_attributes(optimizer), dtypes
     )
@@ -418,10 +418,10 @@ class SavedWeights:
     def names(self) -> Sequence[str]:
         return list(self._saved_names)
 
-    def kind(self, name: str) -> TensorKind:
+    def info(self, name: str) -> TensorInfo:
         if self._saved_names[name].startswith(BASE):
-            return self._base().kind(name)
-        return self.saved.kind(self._saved_names[name])
+            return self._base().info(name)
+        return self.saved.info(self._saved_names[name])
 
     def tensor(self, name: str) -> Tensor:
         """Returns the weight or buffer `name`. Raises RunError "adapters-base" for a frozen parameter if its value is not the
@@ -452,9 +452,9 @@ class BaseWeights:
         self._host = HostModel(build_on_meta(plan.model, info, plan.run.seed, plan.adapters))
         self._layer: tuple[str, nn.Module] = ("", nn.Module())
 
-    def kind(self, name: str) -> TensorKind:
+    def info(self, name: str) -> TensorInfo:
         value = self.tensor(name)
-        return TensorKind(DTYPES[value.dtype], tuple(value.shape))
+        return TensorInfo(DTYPES[value.dtype], tuple(value.shape))
 
     def tensor(self, name: str) -> Tensor:
         layer = next(layer for layer in self._host.model.layers if name.startswith(f"{layer.name}."))

@@ -202,10 +202,10 @@ def test_the_backends_own_collectives(ranks, size, device, coalesced):
 # -- exchanges that differ ------------------------------------------------------------------------------------------------
 
 
-def reduced(group: Any, rows: int, label: str = "gradients", contents: int = 0) -> Any:
+def reduced(group: Any, rows: int, label: str = "gradients", checksum: int = 0) -> Any:
     whole = torch.ones(2 * rows, 3)
     scratch = torch.empty(group.transport(REDUCE).num_scratch_rows(rows), 3)
-    return group.transport(REDUCE).reduce_scatter([whole], [scratch], label=label, contents=contents)
+    return group.transport(REDUCE).reduce_scatter([whole], [scratch], label=label, checksum=checksum)
 
 
 def gathered(group: Any, rows: int, label: str = "weights") -> Any:
@@ -227,7 +227,7 @@ def rows_that_differ(memory: bool) -> list[str]:
     rank = int(os.environ["RANK"])
     for mine, theirs in [
         (lambda group: reduced(group, 4), lambda group: reduced(group, 5)),
-        (lambda group: reduced(group, 4, contents=A), lambda group: reduced(group, 4, contents=B)),
+        (lambda group: reduced(group, 4, checksum=A), lambda group: reduced(group, 4, checksum=B)),
         (lambda group: gathered(group, 4), lambda group: gathered(group, 2)),
         (lambda group: gathered(group, 4), lambda group: gathered(group, 4, "other weights")),
         (lambda group: swapped(group, 4), lambda group: swapped(group, 2, dtype=torch.float64)),
@@ -259,12 +259,12 @@ def test_exchanges_of_rows_that_differ(ranks, memory):
 def sums_that_differ() -> list[str]:
     said = []
     rank = int(os.environ["RANK"])
-    for size, contents in [(1000 + rank, 0), (10, A if rank else B), (4096, 0)]:
+    for size, value in [(1000 + rank, 0), (10, A if rank else B), (4096, 0)]:
         transport = groups_of(True)["stage"].transport()
         # Behind the shorter one lies what is nobody's business.
         whole = torch.full((size + 100,), 7.0)[:size].fill_(1.0)
         given = whole if size < 4096 or not rank else whole.double()
-        one = transport.all_reduce(given, label="the bucket of w", contents=contents)
+        one = transport.all_reduce(given, label="the bucket of w", checksum=value)
         with pytest.raises(RunError) as caught:
             one.wait_sent()
         assert bool((whole == 1).all()), "nothing of another length was added"

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sley_core.errors import RunError
-from sley_core.weight_files.read import INDEX_FILE, SINGLE_FILE, TensorKind, WeightFiles
+from sley_core.weight_files.read import INDEX_FILE, SINGLE_FILE, TensorInfo, WeightFiles
 from sley_core.weight_files.write import Spec, scratch_folder, write_tensors
 
 A, B = torch.arange(12.0).reshape(3, 4), torch.ones(5, dtype=torch.bfloat16)
@@ -101,9 +101,9 @@ class Given:
     def names(self) -> list[str]:
         return list(self.values)
 
-    def kind(self, name: str) -> TensorKind:
+    def info(self, name: str) -> TensorInfo:
         spec = Spec.from_dtype(name, self.values[name].dtype, self.values[name].shape)
-        return TensorKind(spec.dtype, spec.shape)
+        return TensorInfo(spec.dtype, spec.shape)
 
     def tensor(self, name: str) -> Tensor:
         if self.broken is not None and self.broken[0] == name:

@@ -34,7 +34,7 @@ class AllReduceSums(Sums):
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         """Starts the all-reduce of `buffer`, and advances the all-reduces in flight."""
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.
-        self._handles.append(group.transport().all_reduce(buffer.data, label=describe_bucket(buffer), contents=buffer.contents))
+        self._handles.append(group.transport().all_reduce(buffer.data, label=describe_bucket(buffer), checksum=buffer.checksum))
         self.sent.add(buffer.data, group, passes=2)
         for handle in self._handles:
             handle.is_completed()  # advances the sum
@@ -127,7 +127,7 @@ class ShardSums(Sums):
         copies_group = self._groups.get(copies_axis(buffer.reduce_group))
         scratch = self._acquire_scratch(buffer, transport.num_scratch_rows(buffer.local_part.numel()))
         # Over the ranks that share a copy, on a separate channel. They start their buckets in the same order.
-        scatter = transport.reduce_scatter([buffer.data], [scratch], label=describe_bucket(buffer), contents=buffer.contents)
+        scatter = transport.reduce_scatter([buffer.data], [scratch], label=describe_bucket(buffer), checksum=buffer.checksum)
         self._sums.append(_ShardSum(buffer, scatter, copies_group.transport if copies_group else None))
         if scratch.numel():
             self._scratch_users.append((scratch, self._sums[-1]))
@@ -189,9 +189,9 @@ class _ShardSum:
         self._has_scattered = True
         self.scatter.wait()
         if self._copies_transport is not None:
-            shard, contents = self.buffer.local_part, self.buffer.contents
+            shard, checksum = self.buffer.local_part, self.buffer.checksum
             # Over the ranks that hold the same shard. They call this in the order in which the buckets were started.
-            self._reduction = self._copies_transport().all_reduce(shard, label=describe_bucket(self.buffer), contents=contents)
+            self._reduction = self._copies_transport().all_reduce(shard, label=describe_bucket(self.buffer), checksum=checksum)
 
     def wait(self) -> None:
         """Blocks until this rank's shard holds the sum, with zeros in its padding."""

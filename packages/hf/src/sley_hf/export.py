@@ -149,9 +149,9 @@ def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceMod
     problems = [f"{name!r} is missing" for name in names if name not in source.names]
     problems += [f"{name!r} is unknown" for name in source.names if name not in names]
     problems += [
-        f"{name!r} has the shape {list(source.kind(name).shape)} and not {list(shapes[name])}"
+        f"{name!r} has the shape {list(source.info(name).shape)} and not {list(shapes[name])}"
         for name in names
-        if not problems and source.kind(name).shape != shapes[name]
+        if not problems and source.info(name).shape != shapes[name]
     ]
     if problems:
         raise RunError("weights-mismatch", f"these are not the weights of the plan's model: {shorten_names(problems)}")

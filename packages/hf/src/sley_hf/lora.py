@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sley_core.api.data import TOKEN_FIELDS, DataContext, DataInfo
-from sley_core.api.files import TensorKind, TensorReader
+from sley_core.api.files import TensorInfo, TensorReader
 from sley_core.api.model import Model
 from sley_core.api.parts import open_dataset
 from sley_core.api.plan import Plan
@@ -121,8 +121,8 @@ class MergedWeights:
     def names(self) -> Sequence[str]:
         return list(self._names)
 
-    def kind(self, name: str) -> TensorKind:
-        return self._source.kind(self._names[name])
+    def info(self, name: str) -> TensorInfo:
+        return self._source.info(self._names[name])
 
     @torch.no_grad()
     def tensor(self, name: str) -> Tensor:

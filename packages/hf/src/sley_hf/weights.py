@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from sley_core.api.files import TensorKind, TensorReader, open_weights
+from sley_core.api.files import TensorInfo, TensorReader, open_weights
 from sley_core.api.state import BY_NAME, DTYPES, shorten_names
 from sley_core.errors import PlanError, RunError
 from sley_hf.structure import ModuleNames, to_layer_name
@@ -51,7 +51,7 @@ class FileInitializer:
                 continue
             stored, pattern = self._sources[self._targets[name]][0]
             # The shape of a converted tensor is known only after the conversion.
-            if pattern is None and (shape := self._weights.kind(stored).shape) != tuple(parameter.shape):
+            if pattern is None and (shape := self._weights.info(stored).shape) != tuple(parameter.shape):
                 problems.append(f"{name!r} has the shape {list(shape)} and not {list(parameter.shape)}")
         if problems:
             message = f"the files in `{folder}` are not the weights of this model: {shorten_names(problems)}"
@@ -111,10 +111,10 @@ class ExportedWeights:
         self._weights: dict[str, dict[str, str]] = defaultdict(dict)  # by layer: the run's names by transformers'
         for name, hf_name in names.items():
             self._weights[".".join(name.split(".")[:2])][hf_name] = name
-        self._kinds: dict[str, tuple[str, TensorKind]] = {}
+        self._kinds: dict[str, tuple[str, TensorInfo]] = {}
         for layer in self._weights:
             for stored, value in self._convert(layer, self._empty).items():
-                self._kinds[stored] = layer, TensorKind(DTYPES[value.dtype], tuple(value.shape))
+                self._kinds[stored] = layer, TensorInfo(DTYPES[value.dtype], tuple(value.shape))
         self._layer: tuple[str, dict[str, Tensor]] = ("", {})
 
     def _convert(self, layer: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -124,14 +124,14 @@ class ExportedWeights:
         return tensors
 
     def _empty(self, name: str) -> Tensor:
-        kind = self._source.kind(name)
+        kind = self._source.info(name)
         return torch.empty(kind.shape, dtype=BY_NAME[kind.dtype], device="meta")
 
     @property
     def names(self) -> Sequence[str]:
         return list(self._kinds)
 
-    def kind(self, name: str) -> TensorKind:
+    def info(self, name: str) -> TensorInfo:
         return self._kinds[name][1]
 
     def tensor(self, name: str) -> Tensor:

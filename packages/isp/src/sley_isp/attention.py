@@ -84,8 +84,8 @@ def _exchange_and_attend(
     """Exchanges `tensors`, such as q, k, v, for full sequences, calls the attention, and returns this rank's slice of its
     context. Raises RunError "sequence-attention" if the context has another shape.
     """
-    contents = _checksum_call(attention, options, kwargs)
-    scatter = partial(_Exchange.apply, group, True, "queries, keys and values", contents)
+    checksum = _checksum_call(attention, options, kwargs)
+    scatter = partial(_Exchange.apply, group, True, "queries, keys and values", checksum)
     repeated = [repeat_heads(tensor, group.size) for tensor in tensors]
     is_one_dtype = len({tensor.dtype for tensor in tensors}) == 1
     full = scatter(*repeated) if is_one_dtype else tuple(scatter(tensor)[0] for tensor in repeated)
@@ -105,7 +105,7 @@ def _exchange_and_attend(
             f"[b, s, h d], but returned {result}",
             hint="return only the context",
         )
-    (local_context,) = _Exchange.apply(group, False, "the context", contents, heads)  # type: ignore[no-untyped-call]
+    (local_context,) = _Exchange.apply(group, False, "the context", checksum, heads)  # type: ignore[no-untyped-call]
     return cast(Tensor, local_context.flatten(-2) if is_flat else local_context)
 
 
@@ -204,9 +204,9 @@ class _Exchange(torch.autograd.Function):
     """The differentiable all-to-all between tensors split by position and tensors split by head. It waits for each exchange."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, to_heads: bool, label: str, contents: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = partial(_exchange, group, not to_heads, f"the gradients of {label}", contents)
-        return _exchange(group, to_heads, label, contents, tensors)
+    def forward(ctx: Any, group: Group, to_heads: bool, label: str, checksum: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = partial(_exchange, group, not to_heads, f"the gradients of {label}", checksum)
+        return _exchange(group, to_heads, label, checksum, tensors)
 
     @staticmethod
     @once_differentiable
@@ -214,9 +214,9 @@ class _Exchange(torch.autograd.Function):
         return *[None] * 4, *ctx.exchange(gradients)
 
 
-def _exchange(group: Group, to_heads: bool, label: str, contents: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _exchange(group: Group, to_heads: bool, label: str, checksum: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns full sequences of this rank's heads, [b, s, ..., h/n, d], for slices of all heads, [b, s/n, ..., h, d], if
-    `to_heads`, or does the reverse otherwise. Packing and unpacking take one copy each. contents: a checksum, which must be
+    `to_heads`, or does the reverse otherwise. Packing and unpacking take one copy each. checksum: a value, which must be
     equal on all ranks. tensors: tensors of one dtype.
     """
     split_dim, rank_dim = (-2, -3) if to_heads else (1, 1)
@@ -227,7 +227,7 @@ def _exchange(group: Group, to_heads: bool, label: str, contents: int, tensors: 
         torch.unflatten(target, -1, part.shape[3:]).copy_(part)
     output = torch.empty_like(buffer)
     # Over the ranks that hold the slices of the same samples, in the same order (see the module's docstring).
-    group.transport().all_to_all(output, buffer, label=label, contents=contents).wait_sent()
+    group.transport().all_to_all(output, buffer, label=label, checksum=checksum).wait_sent()
     received = zip(torch.split(output, widths, dim=-1), parts, strict=True)
     rows = [torch.unflatten(tensor, -1, part.shape[3:]) for tensor, part in received]
     if to_heads:

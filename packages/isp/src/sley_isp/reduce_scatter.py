@@ -231,8 +231,8 @@ class GradientReducer:
         transport = self.group.transport("reduce")
         scratch_shapes = [(transport.num_scratch_rows(param.row_shard.size), *param.shape[1:]) for param in gradients]
         scratch = self._lease(group, scratch_shapes, bucket.lease)
-        label, contents = f"the gradients of {group.name}", checksum(param.name for param in gradients)
-        handle = transport.reduce_scatter(list(gradients.values()), scratch, label=label, contents=contents)
+        label, names_checksum = f"the gradients of {group.name}", checksum(param.name for param in gradients)
+        handle = transport.reduce_scatter(list(gradients.values()), scratch, label=label, checksum=names_checksum)
 
         def add_sums() -> None:
             for param, gradient in gradients.items():

@@ -94,7 +94,7 @@ class FileInitializer:
 
 def _find_problems(files: TensorReader, shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> list[str]:
     """Returns a text for each missing or unknown tensor, wrong shape and wrong dtype. shapes: the expected shapes by name."""
-    kinds = {name: files.kind(name) for name in files.names}
+    kinds = {name: files.info(name) for name in files.names}
     problems = [f"{name!r} is missing" for name in shapes if name not in kinds]
     for name, kind in kinds.items():
         if name in shapes and kind.shape != shapes[name]:
@@ -130,7 +130,7 @@ def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceMod
     assert isinstance(config, LlamaConfig), config
     if EMBEDDING_NAME not in source.names:
         raise RunError("weights-mismatch", f"the weights are not those of a Llama: {EMBEDDING_NAME!r} is missing")
-    vocab_size, _ = source.kind(EMBEDDING_NAME).shape
+    vocab_size, _ = source.info(EMBEDDING_NAME).shape
     shapes = list_param_shapes(config, vocab_size)
     if problems := _find_problems(source, shapes, config):
         message = f"the weights do not match this Llama: {shorten_names(problems)}"

@@ -80,7 +80,7 @@ def _read_run(folder: Path, plan: Path) -> HFConfig:
     keys = {key: value for key, value in table.items() if key not in ("weights", "compile", "attention")}
     if "vocab_size" not in keys:
         try:
-            keys["vocab_size"] = open_weights(folder).kind("embed.tokens.weight").shape[0]
+            keys["vocab_size"] = open_weights(folder).info("embed.tokens.weight").shape[0]
         except (RunError, KeyError) as error:
             raise ValueError(f"the run in `{folder}` has no weights: {error}") from None
     return HFConfig(keys, {})

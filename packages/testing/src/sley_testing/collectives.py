@@ -396,12 +396,12 @@ class _LateTransport(Transport):
                     fill_with_nan(row)
         return _LateWork(lambda: self._transport.all_gather(tensors, shards, label=label))
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
-        return _LateWork(lambda: self._transport.reduce_scatter(tensors, scratches, label=label, contents=contents))
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, checksum: int = 0) -> Work:
+        return _LateWork(lambda: self._transport.reduce_scatter(tensors, scratches, label=label, checksum=checksum))
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, checksum: int = 0) -> Work:
         fill_with_nan(received)
-        return _LateWork(lambda: self._transport.all_to_all(received, sent, label=label, contents=contents))
+        return _LateWork(lambda: self._transport.all_to_all(received, sent, label=label, checksum=checksum))
 
-    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        return _LateWork(lambda: self._transport.all_reduce(tensor, label=label, contents=contents))
+    def all_reduce(self, tensor: Tensor, *, label: str, checksum: int = 0) -> Work:
+        return _LateWork(lambda: self._transport.all_reduce(tensor, label=label, checksum=checksum))

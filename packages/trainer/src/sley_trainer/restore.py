@@ -118,7 +118,7 @@ class RunRestorer:
         for name, shape in self.expected_shapes().items():
             if name not in self.names:
                 yield f"{name!r} is not in the checkpoint"
-            elif (saved_shape := self.saved.kind(name).shape) != shape:
+            elif (saved_shape := self.saved.info(name).shape) != shape:
                 yield f"{name!r} has the shape {list(saved_shape)} in the checkpoint and {list(shape)} here"
 
     def base_mismatches(self) -> Iterator[str]:
@@ -189,7 +189,7 @@ class RunRestorer:
         states = {key: self._read_state(entry) for key, entry in params_by_id.items()}
         names = [[params_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
         dtypes = {
-            key: BY_NAME[self.saved.kind(checkpointing.WEIGHTS + entry.name).dtype] for key, entry in params_by_id.items()
+            key: BY_NAME[self.saved.info(checkpointing.WEIGHTS + entry.name).dtype] for key, entry in params_by_id.items()
         }
         optimizers.load_optimizer_state(
             update.optimizer,
@@ -230,7 +230,7 @@ class RunRestorer:
         """Returns the saved value `name` of the optimizer; of a tensor like the parameter, only this rank's part."""
         if name in self.saved.description.values:
             return decode_value(self.saved.description.values[name])
-        shape = self.saved.kind(name).shape
+        shape = self.saved.info(name).shape
         if shape != tuple(optimizer_param.param.shape):
             return self._read_local(name, checkpointing.Region(shape))
         return self._read_local(name, state_region(optimizer_param), optimizer_param.parameter)
@@ -247,7 +247,7 @@ class RunRestorer:
         """Returns this rank's part (`region`) of a saved tensor, on the host, in the saved dtype, padded with zeros. The result
         has the strides of `like`, since fused optimizers process a parameter and its states in memory order.
         """
-        dtype = BY_NAME[self.saved.kind(name).dtype]
+        dtype = BY_NAME[self.saved.info(name).dtype]
         if like is None:
             local = torch.zeros(region.local_shape, dtype=dtype)
         else:

@@ -6,7 +6,7 @@ from sley_core.weight_files.read import (
     IDS,
     RANDOM_SETTINGS,
     HuggingFaceModel,
-    TensorKind,
+    TensorInfo,
     TensorReader,
     config_folder,
     describe_model,
@@ -16,6 +16,6 @@ from sley_core.weight_files.read import (
     start_folder,
 )
 
-__all__ = ["FLOATS", "IDS", "RANDOM_SETTINGS", "HuggingFaceModel", "TensorKind", "TensorReader", "config_folder"]
+__all__ = ["FLOATS", "IDS", "RANDOM_SETTINGS", "HuggingFaceModel", "TensorInfo", "TensorReader", "config_folder"]
 __all__ += ["describe_model", "deterministic_tokenizer_json", "open_weights", "replace_atomically", "run_of"]
 __all__ += ["start_folder", "sync_names"]

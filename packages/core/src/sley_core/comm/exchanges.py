@@ -270,12 +270,12 @@ class Mark(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def from_tensors(cls, operation: str, label: str, tensors: Iterable[torch.Tensor], contents: int = 0) -> "Mark":
+    def from_tensors(cls, operation: str, label: str, tensors: Iterable[torch.Tensor], checksum: int = 0) -> "Mark":
         """Returns the mark of `operation` on `tensors`, whose order, sizes and dtypes must be equal on all ranks. label:
-        describes the content, and is equal on all ranks. contents: a further checksum that must be equal (`checksum`).
+        describes the content, and is equal on all ranks. checksum: a further value that must be equal on all ranks.
         """
         pieces = [(tensor.nbytes, str(tensor.dtype)) for tensor in tensors]
-        crc = zlib.crc32(f"{contents} {pieces}".encode(), _checksum_label(operation, label))
+        crc = zlib.crc32(f"{checksum} {pieces}".encode(), _checksum_label(operation, label))
         return cls(label, crc & 0x7FFFFFFF, sum(num_bytes for num_bytes, _ in pieces))
 
     def mismatch_error(self, rank: int, peer_exchange: str, peer: int) -> RunError:

@@ -107,7 +107,7 @@ class Published(Protocol):
 class Transport(Published, Protocol):
     """Exchanges tensors with the other members of a group on one channel. All members make the same calls in the same order.
     All tensors are contiguous. Outputs may be read after `wait` of the returned handle; inputs and outputs may be written after
-    its `wait_sent`. label: describes the content in errors. contents: a checksum that must be equal on all ranks.
+    its `wait_sent`. label: describes the content in errors. checksum: a value that must be equal on all ranks.
     """
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
@@ -124,16 +124,16 @@ class Transport(Published, Protocol):
         """Returns how many rows of scratch memory `reduce_scatter` needs for a shard of `num_rows` rows. By default, none."""
         return 0
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, checksum: int = 0) -> Work:
         """Starts to sum `tensors` [size x n, ...] over the group in place. After `wait`, this rank's n rows contain the sum and
         may be written; other rows are undefined. scratches: for each tensor, [`num_scratch_rows(n)`, ...] of its dtype.
         """
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, checksum: int = 0) -> Work:
         """Starts to exchange rows: sends row i of `sent` [size, ...] to member i, and receives row i of `received` from it."""
 
-    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        """Starts to sum `tensor` over the group in place. The sum is bitwise equal on all ranks. `contents` may be ignored."""
+    def all_reduce(self, tensor: Tensor, *, label: str, checksum: int = 0) -> Work:
+        """Starts to sum `tensor` over the group in place. The sum is bitwise equal on all ranks. `checksum` may be ignored."""
 
 
 def copy_shard(shard: Tensor, target: Tensor) -> None:
@@ -150,8 +150,8 @@ class ChannelTransport(Transport):
         self._name = name
         self._channel = channel
 
-    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        """Starts the backend's own all-reduce, which does not compare `label` and `contents` between ranks."""
+    def all_reduce(self, tensor: Tensor, *, label: str, checksum: int = 0) -> Work:
+        """Starts the backend's own all-reduce, which does not compare `label` and `checksum` between ranks."""
         turn = begin_turn("all-reduce", self.members, label, self._name, tensor.nbytes)
         work = run_guarded(lambda: dist.all_reduce(tensor, group=self._channel, async_op=True), turn)
         return GroupWork(turn, [([work], None)])
@@ -179,7 +179,7 @@ class CollectiveTransport(ChannelTransport):
 
         return self._start("all-gather", label, shards, 0, start)
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, checksum: int = 0) -> Work:
         """Sums this rank's rows in place. With gloo, sums all rows. NCCL sums in place if the output is at its rank's offset in
         the input (user guide, "In-place Operations"). Megatron-LM reduces several buckets per call in this way
         (megatron/core/distributed/param_and_grad_buffer.py).
@@ -191,19 +191,19 @@ class CollectiveTransport(ChannelTransport):
             own_rows = [tensor.chunk(self.members.size)[self.members.coord] for tensor in tensors]
             return [self._channel.reduce_scatter_tensor_coalesced(own_rows, list(tensors))]
 
-        return self._start("reduce-scatter", label, tensors, contents, start)
+        return self._start("reduce-scatter", label, tensors, checksum, start)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, checksum: int = 0) -> Work:
         def start() -> list[Any]:
             return [dist.all_to_all_single(received, sent, group=self._channel, async_op=True)]
 
-        return self._start("all-to-all", label, [sent], contents, start)
+        return self._start("all-to-all", label, [sent], checksum, start)
 
     def _start(
-        self, operation: str, label: str, tensors: Sequence[Tensor], contents: int, start: Callable[[], list[Any]]
+        self, operation: str, label: str, tensors: Sequence[Tensor], checksum: int, start: Callable[[], list[Any]]
     ) -> Work:
         """Logs the mark of an exchange of `tensors`, and calls `start`, which returns its works. Returns the handle."""
-        mark = Mark.from_tensors(operation, label, tensors, contents)
+        mark = Mark.from_tensors(operation, label, tensors, checksum)
         self._log.add(self._name, mark)
         turn = begin_turn(operation, self.members, label, self._name, mark.num_bytes)
         return GroupWork(turn, [(run_guarded(start, turn), None)])
@@ -237,7 +237,7 @@ class MessageTransport(ChannelTransport):
         """Returns the number of scratch rows for the parts of all peers: `num_rows` per peer."""
         return num_rows * len(self.members.peers)
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, checksum: int = 0) -> Work:
         size = self.members.size
         rows = [tensor.view(size, tensor.shape[0] // size, *tensor.shape[1:]) for tensor in tensors]
         own_rows = [buffer[self.members.coord] for buffer in rows]
@@ -249,12 +249,12 @@ class MessageTransport(ChannelTransport):
                     total.add_(part)
 
         parts = [[buffer[peer] for peer in self.members.peers] for buffer in rows]
-        mark = Mark.from_tensors("reduce-scatter", label, tensors, contents)
+        mark = Mark.from_tensors("reduce-scatter", label, tensors, checksum)
         return self._start_messages([list(buffer) for buffer in arriving], parts, mark, "reduce-scatter", finish)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, checksum: int = 0) -> Work:
         places, parts = ([[tensor[peer] for peer in self.members.peers]] for tensor in (received, sent))
-        started = self._start_messages(places, parts, Mark.from_tensors("all-to-all", label, [sent], contents), "all-to-all")
+        started = self._start_messages(places, parts, Mark.from_tensors("all-to-all", label, [sent], checksum), "all-to-all")
         received[self.members.coord].copy_(sent[self.members.coord])
         return started
 
@@ -308,14 +308,14 @@ class SingleRankTransport(Transport):
             copy_shard(shard, tensor)
         return Work()
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, checksum: int = 0) -> Work:
         return Work()
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, checksum: int = 0) -> Work:
         received.copy_(sent)
         return Work()
 
-    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
+    def all_reduce(self, tensor: Tensor, *, label: str, checksum: int = 0) -> Work:
         return Work()
 
 

@@ -209,7 +209,7 @@ class GradientBuffer(FlatBuffer):
         assert all(param.family == params[0].family for param in params), f"{params} do not reduce together"
 
     @cached_property
-    def contents(self) -> int:
+    def checksum(self) -> int:
         """Returns a checksum of the parameters' names in order, which is equal on all ranks that sum the buffer."""
         return checksum(param.name for param in self.params)
 

@@ -217,7 +217,7 @@ class _TreeSum:
         self._is_summed = False
         # A collective of the buffer's reduce group, whose ranks start their buffers in the same order.
         rows, label = (self._incoming_rows, self._outgoing_rows), f"the sums of {buffer.params[0].name}"
-        self.work: Work = self._transport.all_to_all(*rows, label=label, contents=buffer.contents)
+        self.work: Work = self._transport.all_to_all(*rows, label=label, checksum=buffer.checksum)
         self._sent.add(self._outgoing_rows, group, passes=1)
 
     def sum_rows(self) -> None:

@@ -29,7 +29,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 _MAX_INDEX_BYTES = 1 << 27  # an index of a million tensors is smaller
 
 
-class TensorKind(NamedTuple):
+class TensorInfo(NamedTuple):
     """The dtype and shape of a tensor. dtype: its name in safetensors (`F32`)."""
 
     dtype: str
@@ -43,7 +43,7 @@ class TensorReader(Protocol):
     def names(self) -> Sequence[str]:
         """The names of all tensors."""
 
-    def kind(self, name: str) -> TensorKind:
+    def info(self, name: str) -> TensorInfo:
         """Returns the dtype and shape of the tensor `name`, without reading its values."""
 
     def tensor(self, name: str) -> "Tensor":
@@ -61,7 +61,7 @@ class WeightFiles:
         self.folder = folder
         index = None if (folder / SINGLE_FILE).is_file() else _read_index(folder)
         files = [SINGLE_FILE] if index is None else list(dict.fromkeys(index.values()))
-        self._stored: dict[str, tuple[Path, TensorKind]] = {}
+        self._stored: dict[str, tuple[Path, TensorInfo]] = {}
         locations: set[tuple[str, str]] = set()
         for file in files:
             tensors = _read_header(folder / file)
@@ -75,7 +75,7 @@ class WeightFiles:
     def names(self) -> Sequence[str]:
         return list(self._stored)
 
-    def kind(self, name: str) -> TensorKind:
+    def info(self, name: str) -> TensorInfo:
         return self._stored[name][1]
 
     def tensor(self, name: str) -> "Tensor":
@@ -96,10 +96,10 @@ def open_safetensors(file: Path, framework: str) -> Iterator[Any]:
         raise weight_files_error(f"cannot read `{file}`: {reason}") from None
 
 
-def _read_header(file: Path) -> dict[str, TensorKind]:
+def _read_header(file: Path) -> dict[str, TensorInfo]:
     with open_safetensors(file, "numpy") as content:
         slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is not a mapping
-        return {name: TensorKind(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        return {name: TensorInfo(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 def _read_index(folder: Path) -> dict[str, str]:
@@ -184,7 +184,7 @@ class HuggingFaceModel:
 
 def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Plan, source: TensorReader) -> HuggingFaceModel:
     """Returns the model with `names` and `config`, completed by the weights' dtype and, if missing, the end token's id."""
-    dtype = _DTYPES[source.kind(next(iter(names))).dtype]
+    dtype = _DTYPES[source.info(next(iter(names))).dtype]
     content = {**config, "torch_dtype": dtype, "dtype": dtype}  # transformers 4 reads `torch_dtype`, transformers 5 `dtype`
     if content.get("eos_token_id") is None:
         content["eos_token_id"] = end_token_id(plan)

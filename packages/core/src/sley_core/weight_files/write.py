@@ -247,7 +247,7 @@ def write_tensors(
     folder. Raises RunError "weight-files" if `out` cannot be written, and "weights-folder" if it is not empty.
     """
     source_names = {file_name: source_name for source_name, file_name in names}
-    specs = [Spec(file_name, *source.kind(source_name)) for file_name, source_name in source_names.items()]
+    specs = [Spec(file_name, *source.info(source_name)) for file_name, source_name in source_names.items()]
     lists = split_by_size(specs, lambda spec: spec.num_bytes, max_file_bytes)
     files = dict(zip(weight_file_names(len(lists)), lists, strict=True))
     try:

@@ -202,13 +202,13 @@ class FakeTransport(Transport):
     def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         return self._begin("gather", outputs)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, outputs: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, checksum: int = 0) -> Work:
         return self._begin("reduce", outputs, [output[: output.shape[0] // self.members.size] for output in outputs])
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, checksum: int = 0) -> Work:
         return self._begin("swap", [sent])
 
-    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
+    def all_reduce(self, tensor: Tensor, *, label: str, checksum: int = 0) -> Work:
         flat = tensor.view(-1)
         return self._begin("sum", [tensor], [flat[: -(-flat.numel() // self.members.size)]])
 
