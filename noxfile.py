@@ -92,7 +92,7 @@ def install_editable(
 
 def dev_environment(session: nox.Session) -> Path:
     """Returns the folder of the environment `dev`."""
-    return Path(session.cache_dir).parent / "dev"
+    return (Path(session.cache_dir).parent / "dev").resolve()
 
 
 def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] = (0,), **env: str) -> None:
