@@ -13,6 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import tomli
+
+from sley_core.plan.loader import CORE, FIRST_PARTY_PLUGINS
 
 ROOT = Path(__file__).parents[3]
 SOURCE = Path(__file__).parents[1] / "src"
@@ -60,6 +63,14 @@ PLUGINS = [
     ROOT / "packages" / name / "src"
     for name in ("checkpoint", "cma", "data", "dp", "hf", "isp", "memory", "metrics", "models", "optim", "pp")
 ] + [ROOT / "examples" / "plugins"]
+
+
+@needs_plugins
+def test_every_plugin_of_this_repository_has_an_install_hint() -> None:
+    """A plan that names a plugin which is not installed is told how to install it."""
+    manifests = [tomli.loads(file.read_text("utf-8"))["project"] for file in ROOT.glob("packages/*/pyproject.toml")]
+    plugins = {name for manifest in manifests for name in manifest.get("entry-points", {}).get("sley.plugins", {})}
+    assert plugins == {CORE, *FIRST_PARTY_PLUGINS}
 
 
 @needs_plugins

@@ -20,7 +20,7 @@ from sley_doctor.slow_ranks import (
     find_remedy,
     judge,
 )
-from sley_doctor.work_record import Location, Spread, Start, Window, WorkFile, WorkRecord, format_line, read_records
+from sley_doctor.work_record import FORMAT, Location, Spread, Start, Window, WorkFile, WorkRecord, format_line, read_records
 from train_cli.run_folder import WORK
 
 
@@ -165,6 +165,16 @@ def test_damaged_lines_and_repeated_steps_are_skipped(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("[1]\n" + format_line(record.windows[4]))
     assert read_records(tmp_path) == [replace(restarted, windows=record.windows[3:5])]
+
+
+def test_windows_of_another_format_are_not_those_of_the_start_before(tmp_path: Path) -> None:
+    (record,) = records(USUAL)
+    path = write_record(record, tmp_path)
+    path.write_bytes(path.read_bytes() * 2)
+    assert read_records(tmp_path) == [record]
+    first, second = path.read_text("utf-8").split('{"format"')[1:]
+    path.write_text('{"format"' + first + '{"format"' + second.replace(f"{FORMAT}", f"{FORMAT + 1}", 1), "utf-8")
+    assert read_records(tmp_path) == []
 
 
 def test_records_of_ranks_that_a_later_start_does_not_have_are_left_out(tmp_path: Path) -> None:

@@ -145,14 +145,14 @@ def read_records(run_folder: Path) -> list[WorkRecord]:
 
 
 def read_record(path: Path) -> WorkRecord | None:
-    """Returns a rank's record since its last start, or None if the file has no start. Omits windows whose steps a resumed run
-    has repeated. Raises OSError if the file cannot be read.
+    """Returns a rank's record since its last start, or None if the file has no start or the last one has another format
+    version. Omits windows whose steps a resumed run has repeated. Raises OSError if the file cannot be read.
     """
     start: Start | None = None
     windows: list[Window] = []
     with path.open("rb") as file:
         for entry in _parse_lines(file):
-            if isinstance(entry, Start):
+            if not isinstance(entry, Window):
                 start, windows = entry, []
                 continue
             while windows and windows[-1].last >= entry.first:  # the run was resumed, and repeats these steps
@@ -164,14 +164,13 @@ def read_record(path: Path) -> WorkRecord | None:
 _STARTS, _WINDOWS = TypeAdapter(Start), TypeAdapter(Window)  # validate the lines of a file
 
 
-def _parse_lines(lines: Iterable[bytes]) -> Iterator[Start | Window]:
-    """Yields the starts and windows in `lines`. Skips damaged lines, and starts of other format versions."""
+def _parse_lines(lines: Iterable[bytes]) -> Iterator[Start | Window | None]:
+    """Yields the starts and windows in `lines`; None for a start of another format version. Skips damaged lines."""
     for line in lines:
         try:
             content = json.loads(line)
             if content.pop("start", False):
-                if content.pop("format") == FORMAT:
-                    yield _STARTS.validate_python(content)
+                yield _STARTS.validate_python(content) if content.pop("format") == FORMAT else None
             else:
                 yield _WINDOWS.validate_python(content)
         except (ValueError, TypeError, KeyError, AttributeError):

@@ -27,7 +27,7 @@ ENTRY_POINT_GROUP = "sley.plugins"
 CORE, CORE_DIST = "core", "sley-core"
 """The names of the plugin `core` and of its distribution."""
 
-FIRST_PARTY_PLUGINS = ("checkpoint", "data", "dp", "hf", "isp", "memory", "metrics", "models", "pp")
+FIRST_PARTY_PLUGINS = ("checkpoint", "data", "dp", "hf", "isp", "memory", "metrics", "models", "optim", "pp")
 """The plugins of Sley's own distributions `sley-<name>`."""
 
 UPDATE_CORE_HINT = "update sley-core (`git pull` in the clone of Sley's repository from which it is installed)"
