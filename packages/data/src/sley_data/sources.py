@@ -84,7 +84,9 @@ def _find_differences(config: MixtureConfig) -> Iterator[Problem]:
         for key, (label, value) in _read_shared_properties(source).items():
             name, expected = references.setdefault(key, (source.name, value))
             if value != expected:
-                values = f"`{name}` has {_format_value(expected)}, but `{source.name}` has {_format_value(value)}"
+                values = f"`{name}` has {expected!r}, but `{source.name}` has {value!r}"
+                if isinstance(value, tuple):
+                    values = f"those of `{name}` and `{source.name}` differ"
                 message = f"all sources of a mixture need the same {label}: {values}"
                 yield Problem(("data", "sources", number), message, _HINTS.get(key), "mixture-sources")
                 break
@@ -111,10 +113,6 @@ def _read_shared_properties(source: SourceTable) -> dict[str, tuple[str, Any]]:
         properties["vocab_size"] = "`vocab_size`", ids.size
         properties["ids"] = "token ids of a text", tuple(ids.encode(_PROBE_TEXT)[ids.num_before :])
     return properties
-
-
-def _format_value(value: Any) -> str:
-    return "others" if isinstance(value, tuple) else repr(value)
 
 
 def _find_copied_tokens(config: MixtureConfig) -> Iterator[Problem]:

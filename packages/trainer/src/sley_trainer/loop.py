@@ -188,13 +188,16 @@ class Loop:
             skips.settle(pending.totals)
         is_skipped = skips is not None and result.is_skippable and skips.num_in_a_row <= skips.max_in_a_row
         if result.is_refused and not is_skipped:
+            is_latest = pending.step == self.num_steps_done
+            if is_latest:
+                self.parts.store.state.was_taken = False
             raise build_refusal(
                 self.parts,
                 pending.step,
                 result,
                 pending.totals,
                 pending.samples,
-                is_latest=pending.step == self.num_steps_done,
+                is_latest=is_latest,
                 num_skipped=0 if skips is None else max(0, skips.num_in_a_row - 1),
             )
         self.was_stopped = result.wants_stop

@@ -229,11 +229,9 @@ def build_refusal(
     """Returns the same RunError on all ranks, for the refused step `step_number`. A blocking collective on `control`. The
     error's code is "ranks-differ" if ranks made different exchanges, else "not-finite" if the loss or the norm is not finite,
     else "nothing-counts", since the global batch has the loss weight 0. samples: the numbers of this rank's samples in the
-    step; empty if the program passed the batch. is_latest: whether the store still has the step's gradients; if so, also marks
-    the step as not taken. num_skipped: the number of consecutive skipped steps just before it.
+    step; empty if the program passed the batch. is_latest: whether the store still has the step's gradients. num_skipped: the
+    number of consecutive skipped steps just before it.
     """
-    if is_latest:
-        parts.store.state.was_taken = False
     if result.ranks_differ:
         return exchange_mismatch_error(f"step {step_number}", totals.local_exchanges, parts.groups["control"])
     bad = None
