@@ -12,7 +12,7 @@ from sley_core.errors import PlanError
 from sley_data.chat_template import ChatTemplate, EncodedSample
 from sley_data.documents import Conversation
 from sley_data.plugin import ChatConfig
-from sley_data.tokenizer import Tokenizer, TokenizerIds
+from sley_data.tokenizer import PromptTokenizer, Tokenizer
 
 PIECES = (
     "hello",
@@ -220,7 +220,7 @@ def test_an_answer_at_the_start_has_labels_only_with_blocks(folder: Path, tmp_pa
 def test_text_comes_token_by_token_as_from_the_whole(folder: Path) -> None:
     """In time that is linear: of 4,000 tokens no more than the last ones are decoded again."""
     tokenizer = Tokenizer(folder, None)
-    known, sizes = TokenizerIds(tokenizer), []
+    known, sizes = PromptTokenizer(tokenizer), []
     decode = tokenizer.decode
     tokenizer.decode = lambda ids: (sizes.append(len(ids)), decode(ids))[1]  # type: ignore[method-assign]
     text = "schön 東京 🙂  it returns\n\n the name <|im_end|>" * 100

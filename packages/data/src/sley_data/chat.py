@@ -26,8 +26,9 @@ from sley_data.streams import TokenStream, find_cache_folder, load_tokens
 @dataclass
 class ChatStats:
     """The counts of conversations (documents), samples, tokens and labels (trained) in a split. A conversation has several
-    samples if the template changes earlier turns. longest: the tokens of the longest sample, before it is dropped or cut.
-    dropped: dropped or cut samples by reason. first_dropped: the first conversation with such a sample, by reason.
+    samples if the template changes earlier turns. longest: the number of tokens of the longest sample, before it is dropped or
+    cut. dropped: the number of dropped or cut samples, keyed by reason. first_dropped: the name of the first conversation with
+    such a sample, keyed by reason.
     """
 
     documents: int = 0
@@ -39,7 +40,7 @@ class ChatStats:
     first_dropped: dict[str, str] = field(default_factory=dict)
 
     def add(self, stats: "ChatStats") -> None:
-        """Adds the counts of later conversations."""
+        """Adds `stats`, the counts of later conversations, to these counts."""
         for name in ("documents", "samples", "tokens", "trained"):
             setattr(self, name, getattr(self, name) + getattr(stats, name))
         self.longest = max(self.longest, stats.longest)
@@ -63,8 +64,8 @@ NO_LABEL_REASON = "no token has a label"
 def encode_conversations(
     template: ChatTemplate, config: ChatConfig, conversations: Iterable[Conversation]
 ) -> "tuple[array[int], array[int], dict[str, Any]]":
-    """Returns the concatenated tokens of all samples, with `_LABEL_BIT` set in labels, the length of each sample, and the
-    fields of the `ChatStats`. Raises PlanError "data-too-long" for a sample that is too long, if `too_long` is "refuse".
+    """Returns the concatenated tokens of all samples, with `_LABEL_BIT` set in labels, the length of each sample, and a dict
+    with the fields of `ChatStats`. Raises PlanError "data-too-long" for a sample that is too long, if `too_long` is "refuse".
     """
     ids, lengths, stats, max_length = array("I"), array("q"), ChatStats(), config.sequence + 1
     for conversation, samples, reason in template.encode(conversations, config):
@@ -172,7 +173,7 @@ class ChatDataset(LazyDataset):
         return stream
 
     def _read(self, files: Sequence[DataFile]) -> Iterator[Conversation]:
-        """Yields the conversations of the split; counts conversations that are excluded because they are in held-out files."""
+        """Yields the conversations of the split. Counts the conversations of `files` that only `held_out_files` excludes."""
         self._first_conversation: Conversation | None = None
         self._num_excluded = 0
         for conversation, is_selected in read_split(self.config, self.context.split, files):

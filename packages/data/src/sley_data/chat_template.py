@@ -29,7 +29,7 @@ from sley_core.api.files import RANDOM_SETTINGS
 from sley_core.errors import PlanError, PluginError, install_hint
 from sley_data.documents import Conversation, Message
 from sley_data.plugin import ChatConfig
-from sley_data.tokenizer import Tokenizer, TokenizerIds
+from sley_data.tokenizer import PromptTokenizer, Tokenizer
 
 _BATCH_SIZE = 64  # the number of conversations whose texts are tokenized in one call
 
@@ -86,7 +86,7 @@ class ChatTemplate:
 
     @cached_property
     def digest(self) -> str | None:
-        """A digest of the tokenizer, template and versions, which determine all tokens; None if it cannot be computed."""
+        """A digest of the tokenizer, template and versions, which determine all tokens; None for a slow (Python) tokenizer."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -153,7 +153,9 @@ class ChatTemplate:
         return config.train_on != "all" and _GENERATION.search(template) is not None
 
     def _encode_by_blocks(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[EncodingResult]:
-        """Yields the samples of conversations. `{% generation %}` blocks are labels, if their number is the number of turns."""
+        """Yields the samples of conversations. The labels are the tokens in `{% generation %}` blocks. If the number of blocks
+        in a conversation is not the number of assistant turns, the labels come from prefixes instead.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         for conversation in batch:
@@ -258,7 +260,9 @@ class ChatTemplate:
         return turn
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, add_generation_prompt: bool = False) -> str:
-        """Returns the text of `messages`. Raises ValueError if the template refuses the messages."""
+        """Returns the text of `messages`, and of the start of an answer if `add_generation_prompt` is set. tools: the tools
+        that the assistant may call, or None. Raises ValueError if the template refuses the messages.
+        """
         options = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), **options))
@@ -310,8 +314,8 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def load_text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` of the path `tokenizer`, or of the table's tokenizer if it is None. The template's end-of-turn
-    token ends a text. Implements `DatasetRecord.text_ids`.
+    """Returns the `TextIds` of the path `tokenizer`, or of the table's tokenizer if `tokenizer` is None. The template's
+    end-of-turn token ends a text. Implements `DatasetRecord.text_ids`.
     """
     path = config.tokenizer if tokenizer is None else tokenizer
-    return TokenizerIds(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn_id)
+    return PromptTokenizer(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn_id)

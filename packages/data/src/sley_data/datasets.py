@@ -21,11 +21,13 @@ from sley_data.plugin import BYTE_VOCAB_SIZE, DocumentMode, TextConfig, TokensCo
 from sley_data.streams import MAX_BYTES_IN_MEMORY, TokenStream, load_text_stream, load_token_stream
 from sley_data.tokenizer import Tokenizer
 
-_WINDOWS_PER_BLOCK = 1 << 20  # the number of windows whose documents are counted at a time, to limit the memory
+_WINDOWS_PER_BLOCK = 1 << 20  # the number of windows whose documents are counted at a time, to limit memory use
 
 
 def count_windows(num_tokens: int, sequence_length: int) -> int:
-    """Returns the number of windows in a stream: ceil((num_tokens - 1) / sequence_length), or 0 if no window is full."""
+    """Returns the number of windows (samples of `sequence_length` tokens and as many labels) in a stream of `num_tokens`
+    tokens: ceil((num_tokens - 1) / sequence_length), or 0 if no window is full.
+    """
     return -(-(num_tokens - 1) // sequence_length) if num_tokens > sequence_length else 0
 
 
@@ -45,7 +47,9 @@ def locate_window(index: int, num_tokens: int, sequence_length: int) -> tuple[in
 
 
 class StreamSamples:
-    """Splits a stream into samples of `sequence_length` tokens. Each label of the stream counts in exactly one sample."""
+    """Splits a stream into samples of `sequence_length` tokens. Each label of the stream counts in exactly one sample.
+    documents: how documents become samples.
+    """
 
     def __init__(self, stream: TokenStream, documents: DocumentMode, sequence_length: int) -> None:
         self.stream, self.documents, self.sequence_length = stream, documents, sequence_length
@@ -138,7 +142,7 @@ class LazyDataset(ABC):
 
     @cached_property
     def info(self) -> DataInfo:
-        """The fields, the vocabulary size and the sequence length. May load the tokenizer, but not the data."""
+        """The fields of the samples, the vocabulary size and the sequence length. May load the tokenizer, but not the data."""
         is_packed = getattr(self.config, "documents", "pack") == "pack"
         return DataInfo(TOKEN_FIELDS | (BOUNDARY_FIELDS if is_packed else {}), self.vocab_size, self.config.sequence)
 
@@ -246,7 +250,7 @@ P = ParamSpec("P")  # the parameters of a check
 
 
 def report_errors(check: Callable[P, Iterator[Problem]]) -> Callable[P, Iterator[Problem]]:
-    """Returns a function that yields the problems of `check`, and a problem for each SleyError or OSError that it raises."""
+    """Returns a function that yields the problems of `check`. Yields a SleyError or OSError of `check` as problems, too."""
 
     @wraps(check)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Iterator[Problem]:

@@ -113,7 +113,7 @@ def is_held_out(digest: bytes, share: float) -> bool:
 
 def find_copied_tokens(training_files: Sequence[DataFile], held_out_files: Sequence[DataFile]) -> list[Problem]:
     """Returns a problem for each held-out token file whose tokens are also in a training file. Searches the training files for
-    three pieces of each held-out file; of large training files, only the start and the end.
+    three pieces of each held-out file. Searches only the start and the end of a large training file.
     """
     max_bytes = _MAX_SEARCH_BYTES // max(1, len(training_files) * len(held_out_files))
     problems = []
@@ -139,7 +139,7 @@ def _contains_all(file: DataFile, pieces: Sequence[bytes], max_bytes: int) -> bo
 
 
 def _read_pieces(file: DataFile) -> list[bytes]:
-    """Returns pieces from the start, middle and end of a token file. Leaves out pieces with four or fewer distinct bytes."""
+    """Returns pieces from the start, middle and end of a token file. Leaves out pieces with at most 4 distinct bytes."""
     pieces = []
     with file.path.open("rb") as content:
         for start in (0, (file.num_bytes - _PIECE_BYTES) // 2, file.num_bytes - _PIECE_BYTES):
@@ -166,8 +166,8 @@ def read_split(config: DocumentsConfig, split: Split, files: Sequence[DataFile])
 def read_documents(
     files: Sequence[DataFile], config: TextConfig, split: Split, notes: list[str] | None = None
 ) -> Iterator[TextDocument]:
-    """Yields each document of a split, in the order of `files`, the files of the split. Excludes documents that are also in
-    `held_out_files`, and appends a sentence with the number of excluded documents to `notes`.
+    """Yields each document of a split, in the order of `files`, the files of the split. Excludes documents of other splits. If
+    only `held_out_files` excludes documents, finally appends a sentence with their number to `notes`, unless it is None.
     """
     count = num_excluded = 0
     for document, is_selected in read_split(config, split, files):
@@ -204,7 +204,7 @@ def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> 
     files, problems = find_document_files(training, "train")
     reason = problems[0].message if problems else ""
     if not problems and sum(file.num_bytes for file in files) > _MAX_COMPARE_BYTES:
-        reason = f"its data have more than {_MAX_COMPARE_BYTES >> 30} GiB, and are not read for this comparison"
+        reason = f"its data has more than {_MAX_COMPARE_BYTES >> 30} GiB, and is not read for this comparison"
     if reason:
         return f"it is not known whether the run was trained on the held-out {noun}: {reason}"
     held_out, trained = _read_split_digests(evaluation, "held_out"), set(_read_split_digests(training, "train"))
@@ -240,7 +240,7 @@ def read_file(config: DocumentsConfig, file: DataFile) -> Iterator[Document]:
 
 
 def _split_file(file: DataFile, separator: bytes) -> Iterator[TextDocument]:
-    """Yields the non-empty documents of a file as `file#0`, `file#1`, ... A `\\n` in the separator also matches `\\r\\n`."""
+    """Yields the non-empty documents of a file, named `FILE#0`, `FILE#1`, ... `\\n` in `separator` also matches `\\r\\n`."""
     pattern = re.compile(re.sub(rb"(?:\\\r)?\\\n", rb"\r?\n", re.escape(separator)))
     number, remainder = 0, b""
     with open_decompressed(file.path) as content:
@@ -284,7 +284,7 @@ def read_conversations(file: DataFile, field: str | None) -> Iterator[Conversati
 
 
 def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversation:
-    """Returns the conversation in a row. Raises ValueError for any other row; its message is a predicate about the row."""
+    """Returns the conversation in a row. Raises ValueError, whose message is a predicate about the row, if the row has none."""
     tools = row.get("tools")
     if isinstance(tools, str):  # columns of tables have no type for arbitrary schemas
         tools = json.loads(tools.strip() or "null")
@@ -306,8 +306,8 @@ def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversatio
 
 
 def _parse_messages(value: Any, key: str, role: str | None = None) -> list[Message]:
-    """Returns the messages in `value`, the content of `key`. role: the role of a plain text; None refuses plain text. Raises
-    ValueError if `value` is not a list of messages.
+    """Returns the messages in `value`, the content of `key`. role: the role of the message if `value` is a plain text, or None
+    if only a list, possibly as JSON, is allowed. Raises ValueError for any other value.
     """
     if role is not None and isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -320,7 +320,7 @@ def _parse_messages(value: Any, key: str, role: str | None = None) -> list[Messa
 
 
 def _parse_message(value: Any, number: int) -> Message:
-    """Returns message `number`, from 1, in OpenAI's format. Raises ValueError for a value that has no role or no text."""
+    """Returns `value`, message `number` of a row (from 1), in OpenAI's format. Raises ValueError if it has no role or text."""
     if not isinstance(value, dict):
         raise ValueError(f"has a message {number} that is not an object with `role` and `content`")
     message = {key: inner for key, inner in value.items() if inner is not None}
@@ -346,7 +346,7 @@ def _parse_message(value: Any, number: int) -> Message:
 
 
 def _parse_tool_arguments(call: Any) -> None:
-    """Replaces the arguments of a tool call in place by the object that templates need, if they are a JSON string (OpenAI)."""
+    """If the arguments of a tool call are a JSON string (OpenAI), replaces them in place with the dict that templates need."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         with suppress(ValueError):

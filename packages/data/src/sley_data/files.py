@@ -206,7 +206,8 @@ def _stat_file(path: Path) -> DataFile:
 
 def download_files(name: str) -> str:
     """Downloads the files with the hub name `name`, unless they are cached, and returns a pattern that matches the local files.
-    Raises PlanError "data-hub" for a wrong name or a failed download, and PluginError "hub-missing".
+    Raises PlanError "data-hub" if the name is malformed or the download fails, and PluginError "hub-missing" if the package
+    `huggingface_hub` is not installed.
     """
     match = _HUB_URL_PATTERN.fullmatch(name)
     if match is None:
@@ -342,7 +343,7 @@ def find_token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
 
 def _add_index(file: DataFile) -> DataFile:
     """Returns a token file, with its index if an index exists. file: the token file, or its index. Raises `_BadPathError` if
-    the index cannot be read or is wrong, or if its token file is missing.
+    the index cannot be read or is wrong, or if the token file is missing.
     """
     index, tokens = file.path.with_suffix(".idx"), file
     try:
@@ -353,6 +354,7 @@ def _add_index(file: DataFile) -> DataFile:
             return tokens
         return replace(tokens, index=formats.read_index(index, tokens.num_bytes))
     except ValueError as error:
-        raise _BadPathError("data-format", f"`{index}` {error}", f"it is read as the index of `{tokens.path}`") from None
+        hint = f"rename it if it is not the index of `{tokens.path}`"
+        raise _BadPathError("data-format", f"`{index}` {error}", hint) from None
     except OSError as error:
         raise _BadPathError("data-missing", f"`{index}` cannot be read: {error}") from None

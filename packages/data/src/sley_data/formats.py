@@ -240,7 +240,7 @@ class MegatronIndex:
 
 def read_index(path: Path, num_bytes: int) -> MegatronIndex:
     """Returns the Megatron index at `path`. num_bytes: the size of its token file. Raises OSError if the index cannot be read,
-    and ValueError, whose message is a predicate about the index, if it is wrong or does not fit the token file.
+    and ValueError if the index is wrong or does not fit the token file. Messages of ValueError are predicates about the index.
     """
     content = path.read_bytes()
     head = content[: _HEADER.size]

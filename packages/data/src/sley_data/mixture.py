@@ -85,7 +85,9 @@ _NUM_PROBES = 4  # the number of first reads of each source that are watched, to
 
 @dataclass
 class _Source:
-    """A source with its open dataset. number: the index of its table. epoch: the dataset's epoch, or -1 before a read."""
+    """A source with its open dataset. number: the index of the source's table. seed: determines the order of the samples.
+    reader: reads the samples with seeded generators. epoch: the current epoch of the dataset, or -1 before the first read.
+    """
 
     table: SourceTable
     number: int
@@ -119,7 +121,7 @@ class Mixture:
         self._order = lru_cache(maxsize=2 * len(sources))(self._build_order)
 
     def _open_source(self, number: int, table: SourceTable) -> _Source:
-        """Opens the dataset of a source. Raises PlanError "mixture-sources" for an unsuitable dataset, or its own errors."""
+        """Opens the dataset of a source. Raises PlanError "mixture-sources" for an unsuitable dataset, and its errors."""
         seed = int.from_bytes(blake2b(f"{self._context.seed}/{table.name}".encode(), digest_size=7).digest())
         with locate_errors(number, table.name):
             dataset = open_dataset(
@@ -173,7 +175,9 @@ class Mixture:
 
     @cached_property
     def _length(self) -> int:
-        """The number of samples per epoch. Raises PlanError "data-exhausted" if the run needs more samples."""
+        """The number of samples per epoch. Raises PlanError "data-exhausted" if a training run with `exhausted = "refuse"`
+        needs more samples.
+        """
         if self._config.has_epochs:
             return self._interleave.total
         find_end = self._interleave.longest_prefix if self._ends_at_first_source else self._interleave.shortest_prefix
@@ -206,8 +210,8 @@ class Mixture:
         self._epoch = epoch
 
     def locate(self, index: int) -> tuple[int, int, int]:
-        """Returns the source of sample `index` of the current epoch, the epoch of this source, and the sample's index in it.
-        Raises IndexError if `index` is not in [0, len).
+        """Returns the number of the source from which sample `index` of the current epoch comes, the epoch of this source, and
+        the index of the sample in the source. Raises IndexError if `index` is not in [0, len).
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -253,7 +257,7 @@ class Mixture:
 
     @property
     def data_digest(self) -> str:
-        """A digest of the samples of all sources. Raises AttributeError if a source has no digest, as if it did not exist."""
+        """A digest of the samples of all sources. Raises AttributeError if a source has no `data_digest`."""
         digests: Sequence[str] = [cast(Any, source.dataset).data_digest for source in self._sources]
         return blake2b("/".join(digests).encode(), digest_size=16).hexdigest()
 

@@ -15,7 +15,7 @@ from sley_core.records import DatasetRecord
 DocumentMode = Literal["pack", "cut", "pad"]
 """The values of `documents`: ways to make samples of equal length from documents.
 
-pack: concatenates documents, and marks their boundaries by `cu_seqlens`, by positions that restart at 0, and by ignored labels.
+pack: concatenates documents, and marks boundaries with `cu_seqlens`, with positions that restart at 0, and with ignored labels.
 cut: concatenates documents into one long text without boundaries.
 pad: starts a new sample with each document, and pads the document's last sample with ignored labels.
 """
@@ -28,18 +28,19 @@ TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 
 
 class DocumentsConfig(DataConfig):
-    """The keys of `data.text` and `data.chat`, whose documents are texts or conversations."""
+    """The keys that `data.text` and `data.chat` share. The documents of these tables are texts or conversations."""
 
     sequence: PositiveInt
     """The number of tokens per sample."""
 
     field: Annotated[str, Limits(min_length=1)] | None = None
-    """The key or column with the text or the messages of a row. Text needs it for files with rows: JSON lines, a JSON array,
-    Parquet or Arrow. Conversations need it if rows have neither `messages`, nor `conversations`, nor `prompt` and `completion`.
+    """The key or column with the text or the messages of a row. `data.text` needs this key for files with rows: JSON lines, a
+    JSON array, Parquet or Arrow. `data.chat` needs it if rows have neither `messages`, nor `conversations`, nor `prompt` and
+    `completion`.
     """
 
     held_out_files: Array[PlanPattern] = ()
-    """Files for evaluation, instead of a share of `files`. A document that occurs in both is excluded from training."""
+    """Files for evaluation, instead of a share of `files`. A document that is also in `files` is excluded from training."""
 
     held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(
         default_factory=lambda values: 0.0 if values.get("held_out_files") else 0.02
@@ -202,7 +203,7 @@ class SourceTable(PartTable):
     """The name of the source, which is part of the metrics `loss/NAME` and `share/NAME`."""
 
     weight: PositiveFloat | None = None
-    """The relative share of the samples. The weights of all sources need not add up to 1."""
+    """The share of samples from this source, relative to the weights of the other sources. The weights need not add up to 1."""
 
     epochs: PositiveFloat | None = None
     """The number of passes over the source per epoch of the mixture, instead of `weight`; 0.5 reads half of the source."""
@@ -257,7 +258,7 @@ class MixtureConfig(DataConfig):
 
     @property
     def template(self) -> Path | None:
-        """The chat template file of the source that names `tokenizer`, or None."""
+        """The file with the chat template of the first source that names a tokenizer, or None if this source sets no file."""
         return getattr(self._tokenizer_table, "template", None)
 
     @property

@@ -20,7 +20,7 @@ _PROBE_TEXT = "Two sources of one mixture, 3 x 14 = 42: déjà vu!\n"
 
 
 def list_sources(config: MixtureConfig, split: Split) -> list[tuple[int, SourceTable]]:
-    """Returns the index and the table of each source that may have samples in `split`; of all sources if no source may."""
+    """Returns the index and the table of each source that may have samples in `split`, or of all sources if none may."""
     sources = list(enumerate(config.sources))
     return sources if split == "train" else [pair for pair in sources if _may_hold_out(pair[1])] or sources
 

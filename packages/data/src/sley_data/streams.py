@@ -36,7 +36,7 @@ from sley_data.plugin import ChatConfig, TextConfig, TokensConfig
 from sley_data.tokenizer import Tokenizer, read_ahead
 
 _SCAN_TOKENS = 1 << 22
-"""The number of tokens of a file that are searched for the ends of documents at a time, to limit the memory."""
+"""The number of tokens of a file that are searched for the ends of documents at a time, to limit memory use."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ class TokenStream:
 
 
 def _release_pages(part: IntegerArray, start: int = 0, stop: int | None = None) -> None:
-    """Removes bytes [start, stop) of a memory-mapped `part` from memory until the next access. Ignores other arrays."""
+    """Removes the bytes [start, stop) of a memory-mapped array from memory until the next access. Does nothing if `part` is not
+    memory-mapped. start: a multiple of the page size. stop: None for the end of the file.
+    """
     file = getattr(part.base, "obj", None)
     if isinstance(file, mmap):
         file.madvise(MADV_DONTNEED, start, (len(file) if stop is None else stop) - start)
@@ -99,8 +101,9 @@ def map_tokens(path: Path, dtype: str) -> IntegerArray:
 
 def load_token_stream(config: TokensConfig, split: Split) -> TokenStream:
     """Returns the token files of a split as one memory-mapped stream. The digest of the stream covers only some blocks of each
-    file. With `documents = "cut"`, the stream is one document. Otherwise, files without an index are searched for
-    `end_of_document`. Raises PlanError with all problems of the files, such as held-out tokens in the training files.
+    file. With `documents = "cut"`, the stream is one document. Otherwise, the index of a file defines its documents; a file
+    without an index is searched for `end_of_document`. Raises PlanError with all problems of the files, such as held-out tokens
+    in the training files.
     """
     files, problems = find_token_files(config, split)
     if split == "held_out":
@@ -121,7 +124,7 @@ def load_token_stream(config: TokensConfig, split: Split) -> TokenStream:
 
 
 def _find_document_ends(file: DataFile, part: IntegerArray, config: TokensConfig) -> IntegerArray:
-    """Returns the positions in a file at which its documents end, int64; for a file with an index, position 0 comes first."""
+    """Returns the positions, in tokens, at which the documents of a file end, int64. With an index, the first is 0."""
     if file.index is not None:
         return file.index.offsets
     assert config.end_of_document is not None, file
@@ -134,13 +137,13 @@ def _find_document_ends(file: DataFile, part: IntegerArray, config: TokensConfig
 
 
 MIN_PART_BYTES = 1 << 25
-"""The size in bytes of the text of a cached part: a part ends with the document that reaches this size."""
+"""The minimum size in bytes of the text of a cached part, except for the last part. A part ends once it reaches this size."""
 
 MIN_CACHED_BYTES = 1 << 23
-"""With a tokenizer, the minimum bytes of text whose tokens are cached. Each run tokenizes less text again in about a second."""
+"""The minimum size in bytes of a text that is cached with a tokenizer. Each run tokenizes smaller texts again, in a second."""
 
 MAX_BYTES_IN_MEMORY = 1 << 27
-"""Without a tokenizer, the minimum bytes of text whose tokens are cached. Each rank holds less text in memory."""
+"""The minimum size in bytes of a text that is cached without a tokenizer. Each rank holds smaller texts in memory."""
 
 _REPORT_INTERVAL_S = 5.0  # the minimum time in seconds between two progress lines
 
@@ -162,8 +165,9 @@ class _PartPaths(NamedTuple):
 
 
 def load_text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> TokenStream:
-    """Returns the stream of the non-empty documents of a split of text, in order. tokenizer: None for bytes. notes: receives
-    sentences for the user. Raises PlanError with all missing and empty files, or with the first unreadable document.
+    """Returns the stream of the non-empty documents of a split of text, in order. tokenizer: None for bytes. notes: a list
+    whose content is replaced with sentences for the user. Raises PlanError with all missing and empty files, or with the first
+    unreadable document.
     """
 
     def read() -> Iterator[TextDocument]:
@@ -220,10 +224,10 @@ def load_tokens(
     summarize: Callable[[list[Any]], dict[str, Any]],
 ) -> tuple[TokenStream, dict[str, Any]]:
     """Returns the stream of the non-empty documents, and the result of `summarize`. Maps the tokens in the cache `folder`, and
-    first writes missing tokens. If `folder` is None or cannot be written, all tokens are in memory. num_bytes: the size of all
-    text, for progress lines. read: yields all documents. encode: tokenizes documents. summarize: takes the list of the
-    statistics from each call of `encode`, and returns a dict that JSON can encode, with sentences for the user under `notes`.
-    Raises the errors of these three functions.
+    first writes missing tokens. If `folder` is None or cannot be written, all tokens are in memory. dtype: the numpy dtype of
+    the tokens. num_bytes: the size of all text in bytes, for progress lines. read: yields all documents. encode: tokenizes
+    documents. summarize: takes the list of the statistics from each call of `encode`, and returns a dict that JSON can encode,
+    with sentences for the user under `notes`. Raises the errors of these three functions.
     """
     problems: list[str] = []
     if folder is not None:

@@ -29,7 +29,7 @@ class Tokenizer:
     """Converts text to token ids, and adds the special tokens of the tokenizer's settings, such as `<s>`, to each document.
     path: a `tokenizer.json`, or a folder with this file. end_of_document: a token that is also appended to each document, or
     None. Truncation, padding and random segmentation (dropout) are disabled. Raises PluginError if `tokenizers` is not
-    installed, and PlanError if the file is not a tokenizer or lacks the token `end_of_document`.
+    installed, and PlanError if the file is missing, is not a tokenizer, or has no token `end_of_document`.
     """
 
     def __init__(self, path: Path, end_of_document: str | None) -> None:
@@ -47,7 +47,9 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """A hex digest of the version, the tokenizer and the special tokens, which determine the token ids of a text."""
+        """A hex digest of everything that determines the token ids of a text: the version of the package `tokenizers`, the
+        content of the tokenizer, and the special tokens.
+        """
         text = f"{version('tokenizers')}{self._tokenizer.to_str()}{self._prefix_ids}{self._suffix_ids}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -76,13 +78,15 @@ class Tokenizer:
         return ids, lengths
 
     def encode_prompt(self, text: str) -> tuple[list[int], int]:
-        """Returns the token ids of `text` at the start of a document, and the number of special tokens before the text."""
+        """Returns the ids of a document that begins with `text`: first the special tokens that begin each document, then the
+        tokens of the text. Also returns the number of these special tokens.
+        """
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [*self._prefix_ids, *ids], len(self._prefix_ids)
 
     @property
     def end_of_document_id(self) -> int | None:
-        """The last id that `encode` appends to each document, or None."""
+        """The last id that `encode` appends to each document, or None if it appends no ids."""
         return self._suffix_ids[-1] if self._suffix_ids else None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -91,7 +95,7 @@ class Tokenizer:
         return text
 
     def _find_special_ids(self) -> tuple[list[int], list[int]]:
-        """Returns the ids that the post-processor of the tokenizer adds before and after each text."""
+        """Returns the ids that the post-processor of the tokenizer adds before and after each text, or two empty lists."""
         if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
             return [], []
         for token in range(self.vocab_size):  # the first tokens may be special, or incomplete characters
@@ -112,7 +116,9 @@ def read_ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 def _load_tokenizer(path: Path) -> Any:
-    """Returns the tokenizer at `path`. Raises PluginError "tokenizers-missing", or PlanError, such as "tokenizer-invalid"."""
+    """Returns the tokenizer at `path`, a file or a folder. Raises PluginError "tokenizers-missing" if the package is missing,
+    PlanError "tokenizer-missing" if the file is missing, and PlanError "tokenizer-invalid" if it is not a tokenizer.
+    """
     try:
         from tokenizers import Tokenizer as HFTokenizer
     except ImportError:
@@ -144,8 +150,8 @@ def _decode_text(name: str, content: bytes) -> str:
         raise PlanError("data-encoding", message, path=("data", "files"), hint=hint) from None
 
 
-class Utf8Ids(TextIds):
-    """Converts text to ids that are its UTF-8 bytes."""
+class Utf8Tokenizer(TextIds):
+    """Converts text to ids, which are the bytes of the text in UTF-8."""
 
     size = BYTE_VOCAB_SIZE
     end = None
@@ -156,15 +162,19 @@ class Utf8Ids(TextIds):
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the text that each byte completes, "" for an incomplete character. Invalid bytes become U+FFFD."""
+        """Yields for each byte the character that it completes, or "" if the character is incomplete, and at the end U+FFFD for
+        an incomplete last character, or "". Invalid bytes become U+FFFD.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for byte in ids:
             yield decoder.decode(bytes([byte]))
         yield decoder.decode(b"", final=True)
 
 
-class TokenizerIds(TextIds):
-    """Converts text to the ids of a tokenizer. end: the id that ends a document; None uses `tokenizer.end_of_document_id`."""
+class PromptTokenizer(TextIds):
+    """Converts prompts to the ids of a tokenizer, and ids back to text. end: the id that ends a document; None uses
+    `tokenizer.end_of_document_id`.
+    """
 
     is_bytes = False
 
@@ -174,13 +184,16 @@ class TokenizerIds(TextIds):
         self.num_before = 0
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text` at the start of a document. Sets `num_before` to the number of special tokens before it."""
+        """Returns the ids of the special tokens that begin each document, followed by the ids of `text`. Sets `num_before` to
+        the number of these special tokens.
+        """
         ids, self.num_before = self._tokenizer.encode_prompt(text)
         return ids
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the text of `ids` piece by piece, each time that its characters are complete, and finally the rest. Decodes
-        new tokens together with the previous piece, since some tokens begin with a space only after other tokens.
+        """Yields the text of `ids` in pieces: a piece when all characters so far are complete, and finally the rest, which may
+        be "". Decodes new tokens together with the tokens of the previous piece, because some tokenizers omit the space with
+        which a token begins if no other token precedes it.
         """
         tokens: list[int] = []
         start = stop = 0  # the range of the tokens of the previous text
@@ -202,13 +215,14 @@ def load_text_ids(config: Table, tokenizer: Path | None) -> TextIds:
     end = getattr(config, "end_of_document", None)
     if tokenizer is None:
         assert isinstance(config, TextConfig), config
-        return Utf8Ids() if config.tokenizer is None else TokenizerIds(Tokenizer(config.tokenizer, end))
+        return Utf8Tokenizer() if config.tokenizer is None else PromptTokenizer(Tokenizer(config.tokenizer, end))
     end = _read_eos_token(tokenizer) if end is None else end
-    return TokenizerIds(Tokenizer(tokenizer, end if isinstance(end, str) else None), end if isinstance(end, int) else None)
+    end_id = end if isinstance(end, int) else None
+    return PromptTokenizer(Tokenizer(tokenizer, end if isinstance(end, str) else None), end_id)
 
 
 def _read_eos_token(tokenizer: Path) -> str | None:
-    """Returns the `eos_token` in the `tokenizer_config.json` next to the path `tokenizer`, or None."""
+    """Returns the `eos_token` in the `tokenizer_config.json` next to the path `tokenizer`, or None if there is none."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:
         token = json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("eos_token")

@@ -24,7 +24,9 @@ class WandbConfig(Table):
     """The user or team that owns the project. Default: the default entity of the API key."""
 
     mode: Literal["online", "offline"] = "online"
-    """The destination of rows: "online" is the W&B server, "offline" the folder `wandb` in the run folder for `wandb sync`."""
+    """The destination of rows: "online" is the W&B server, and "offline" is the folder `wandb` in the run folder, which
+    `wandb sync` uploads.
+    """
 
     tags: tuple[str, ...] = ()
     """The tags of the W&B run."""

@@ -28,7 +28,7 @@ class TensorboardWriter(MetricsWriter):
                 self._writer.add_scalar(name, value, row["step"])
 
     def rewind(self, step: int) -> None:
-        """Starts a new file, which makes TensorBoard hide the earlier points of steps after `step`."""
+        """Starts a new file, which makes TensorBoard hide the points of steps after `step` in earlier files."""
         self._writer.close()
         self._writer = self._open_file(step + 1)
 
@@ -65,7 +65,7 @@ class WandbWriter(MetricsWriter):
         self.close()
 
     def close(self) -> None:
-        """Ends the W&B run, if there is one. The process of `wandb` may still write the last rows."""
+        """Ends the W&B run, if there is one, and waits until the rows are sent or stored."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
