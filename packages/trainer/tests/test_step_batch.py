@@ -33,8 +33,8 @@ class Count:
         raise AssertionError("nothing is computed here")
 
 
-def splitter(num_slices: int = 1, index: int = 0, *, weighs: bool = True) -> BatchSplitter:
-    return BatchSplitter(INFO, 2, SequenceSlicer(FIELDS, num_slices, index), Count(), weighs=weighs)
+def splitter(num_slices: int = 1, index: int = 0, *, computes_weight: bool = True) -> BatchSplitter:
+    return BatchSplitter(INFO, 2, SequenceSlicer(FIELDS, num_slices, index), Count(), computes_weight=computes_weight)
 
 
 def a_batch(size: int = 6) -> dict[str, Tensor]:

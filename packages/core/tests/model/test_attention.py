@@ -134,7 +134,7 @@ def test_the_kernel_of_an_attention_is_named_and_one_that_cannot_compute_it_is_r
     )
     assert [kernel_of(name) for name in ("auto", "flash", "math")] == ["flash", "flash", "math"]
     for name in ("cudnn", "efficient"):
-        with pytest.raises(PlanError, match=f"kernel `{name}` cannot compute float64 heads of 16 on cpu") as error:
+        with pytest.raises(PlanError, match=f"kernel `{name}` cannot compute float64 heads of size 16 on cpu") as error:
             kernel_of(name)
         assert error.value.diagnostics[0].code == "attention-kernel"
 

@@ -231,9 +231,9 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
         plan.batch.micro_size,
         slices,
         executor.loss,
-        weighs=weighs,
-        weighs_whole=weighs_whole,
-        weighs_micros=parts.store.reduction.has_fixed_order,
+        computes_weight=weighs,
+        weight_of_full_sequences=weighs_whole,
+        weight_per_microbatch=parts.store.reduction.has_fixed_order,
     )
     read_fields = frozenset(name for layer in model.layers for name in layer.fields)
     samples = Samples(dataset, splitter, Meter.for_run(plan, parts, model.layers, dataset.info), read_fields)

@@ -48,11 +48,12 @@ from sley_core.model.layers import Layer
 from sley_core.model.tensors import fingerprint, flat_bytes, matches_any, version_of
 
 CALL, TRAINED, MICROBATCHES, BATCH = range(4)
-"""The indices of the facts that ranks compare: the call, the trained parameters, the number of microbatches, the samples."""
+"""The facts that ranks compare, by index: the work that begins, the trained parameters, the microbatches, and the samples."""
 
 _REFUSALS, _COUNTS, _WEIGHT = 4, 5, 5 + len(NO_COUNTS)
-"""Indices into the float64 tensor that ranks sum: of the number of refusals, the first count, and the first weight term. All
-elements before the weight terms are integers below 2^53, so their sums are exact. No other exchange has this length.
+"""Indices into the float64 tensor that ranks sum: one difference term per fact, then the number of refusals, the counts, and
+the terms of the loss weight. All elements before these terms are integers below 2^53, so sums are exact. No other exchange is
+as long.
 """
 
 _END_BYTES = 1 << 12
@@ -61,19 +62,21 @@ _END_BYTES = 1 << 12
 _HINTS = {
     CALL: "call the same methods of a run in the same order on all ranks, and check whether some ranks caught an error",
     TRAINED: "freeze and unfreeze the same parameters on all ranks, between two steps",
-    MICROBATCHES: "run equally many microbatches on ranks that share a pipeline, weights or sequences, and, with canonical "
-    "sums, on all ranks",
-    BATCH: "pass the same samples, the rows `run.rows` of a batch, to all stages of a pipeline and all ranks of a sequence",
+    MICROBATCHES: "run the same number of microbatches on all ranks that share a pipeline, weights or sequences, and, with "
+    "canonical sums, on all ranks",
+    BATCH: "pass the same samples (the rows `run.rows` of a batch) to all stages of a pipeline, and to all ranks that share "
+    "a sequence",
 }
 """The hint of the error `ranks-differ` for each fact."""
 
 FactView = tuple[Any, int]
-"""A rank's value of a fact, as a description for errors and as a checksum."""
+"""A rank's value of a fact: a description for errors, and a checksum or number that ranks compare."""
 
 
 class Agreement:
-    """Checks in each step or evaluation that the ranks of `groups` agree. weight, counts: the loss weight and the counts of the
-    global batch, valid after `check`. store: the gradient store; its trained parameters are compared. None for an evaluation.
+    """Checks, before each step or evaluation, that all ranks begin the same work, train the same parameters, and have matching
+    batches. weight, counts: the loss weight and the counts of the global batch, valid after `check`. groups: this rank's
+    groups, by axis. store: the gradient store, which knows the trained parameters; None for an evaluation.
     """
 
     def __init__(self, groups: Groups, store: GradientStore | None = None) -> None:
@@ -92,9 +95,9 @@ class Agreement:
 
     def begin(self, label: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> "Agreement":
         """Starts one asynchronous all-reduce over all ranks on the host, and returns this object. All ranks call this, and then
-        `check`. label: the name of the work that begins, for errors. batch: this rank's samples. Their weights are summed over
-        all ranks, and their counts over the ranks that are first along `pp` and `sp`. refusal: the reason why this rank cannot
-        begin; `check` raises the refusal of the first such rank on all ranks.
+        `check`. label: the name of the work that begins, for errors. batch: this rank's samples, or None. Their weights are
+        summed over all ranks, and their counts over the ranks that are first along `pp` and `sp`. refusal: the reason why this
+        rank cannot begin, or None. If any ranks refuse, `check` raises the first refusal on all ranks.
         """
         terms = self.reduction.weight_terms(batch.weights if batch else ())
         self.weight = self.reduction.weight_from_terms(terms)
@@ -119,7 +122,9 @@ class Agreement:
         return self
 
     def check(self) -> None:
-        """Waits for the sum, and sets `weight` and `counts`. Raises RunError on all ranks if ranks differ or one refuses."""
+        """Waits for the sum that `begin` started, and sets `weight` and `counts`. Raises the same RunError on all ranks:
+        `ranks-differ` if they do not agree, else the first refusal, if there is one.
+        """
         if self._pending is None:
             if self._refusal is not None:
                 raise self._refusal
@@ -138,7 +143,7 @@ class Agreement:
         self.counts = BatchCounts(*self._sum[_COUNTS:_WEIGHT].tolist())
 
     def _trained_views(self) -> dict[str, FactView]:
-        """Returns, by axis, the trained parameters on which its ranks must agree. Computes the result once per layout."""
+        """Returns, for each axis, the trained parameters on which the ranks along it must agree; {} without a store."""
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts
             names = tuple(param.name for param in self.store.params)
@@ -152,7 +157,9 @@ class Agreement:
         return self._trained
 
     def _sample_views(self, batch: StepBatch) -> dict[str, FactView]:
-        """Returns, by axis, the shapes and a checksum of the batch on which its ranks must agree."""
+        """Returns, for `pp` and `sp`, the dtypes and shapes of the batch's fields, and a checksum that also covers the first
+        and last `_END_BYTES` bytes of each field. The ranks along these axes must agree on both. Omits axes with one rank.
+        """
         axes = [axis for axis in ("pp", "sp") if self.groups[axis].size > 1]
         if not axes:
             return {}
@@ -165,7 +172,7 @@ class Agreement:
         return dict.fromkeys(axes, (descriptions, number))
 
     def _mismatch_error(self) -> RunError:
-        """Returns the error `ranks-differ` about the first differing fact, equal on all ranks. A collective on `control`."""
+        """Returns the same error `ranks-differ` on all ranks, about the first fact that differs. A collective on `control`."""
         # Views are keyed by the label of the group that must agree, and travel as JSON: [description, checksum].
         local_views = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
         views = self._control.gather_objects(local_views, label="the differences between ranks")
@@ -201,7 +208,7 @@ def _mismatch_message(fact: int, views: Mapping[int, FactView]) -> str:
 
 
 def _odd_and_usual_ranks(values: Mapping[int, Any]) -> tuple[list[int], int]:
-    """Returns the ranks without the most common value, and the first rank with it. values: each rank's value."""
+    """Returns the ranks whose value is not the most common one, and the first rank that has the most common value."""
     usual_value, _ = Counter(values.values()).most_common(1)[0]
     odd_ranks = [rank for rank, value in values.items() if value != usual_value]
     return odd_ranks, next(rank for rank, value in values.items() if value == usual_value)
@@ -234,21 +241,21 @@ def check_agreement(
 
 
 def describe_differences(actual: Mapping[str, str], usual: Mapping[str, str]) -> str:
-    """Returns a text with up to three parts whose values differ, and both values of each part."""
+    """Returns a text that names up to three parts whose values differ, with both values; "" if all values are equal."""
     names = [name for name in {**actual, **usual} if actual.get(name) != usual.get(name)]
     return shorten_names([f"`{name}` is {actual.get(name, 'unset')}, not {usual.get(name, 'unset')}" for name in names], 3)
 
 
 Exchanges = dict[str, ExchangeSummary]
-"""Summaries of a rank's exchanges without marks, by the label of the group."""
+"""Summaries of the exchanges that a rank has logged in a step (see `ExchangeLog`), by the label of the group."""
 
 _NO_EXCHANGES = ((), 0, 0, "")  # an `ExchangeSummary` of an empty log
 
 
 def difference_term(group: Group, number: int) -> int:
-    """Returns this rank's term of a sum over all ranks. The sum is 0 if the ranks of `group` have the same `number`. The term
-    is an integer of magnitude below 2^32 x the group's size, and float64 sums are exact below 2^53. If ranks differ, the sum is
-    0 with a probability of 2^-32. The hash includes the group, so that differences in two groups do not cancel.
+    """Returns this rank's term of a sum over all ranks. The sum is 0 if the ranks of `group` have the same `number`; if they
+    differ, it is 0 only with a probability of 2^-32. The term is an integer of magnitude below 2^32 x the group's size, and
+    float64 sums are exact below 2^53. The hash includes the group, so that differences in two groups do not cancel.
     """
     digest = blake2b(f"{group.axis} {group.ranks[0]} {number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
@@ -267,8 +274,8 @@ def exchange_difference(groups: Iterable[Group]) -> int:
 
 
 def exchange_mismatch_error(when: str, local_exchanges: Exchanges, control: Group) -> RunError:
-    """Returns the same error `ranks-differ` on all ranks, which names the first group whose exchanges differ and two of its
-    ranks. A blocking collective on `control`. when: the name of the step. local_exchanges: this rank's exchanges.
+    """Returns the same error `ranks-differ` on all ranks. It names the first group in which ranks made different exchanges, and
+    two such ranks. A blocking collective on `control`. when: the name of the step. local_exchanges: this rank's exchanges.
     """
     views = control.gather_objects(local_exchanges, label="the collectives of all ranks")
     groups: dict[str, Sequence[int]] = {label: exchanged[0] for view in views for label, exchanged in view.items()}
@@ -288,7 +295,9 @@ def _format_exchanges(exchanged: Sequence[Any]) -> str:
 
 
 class CopyComparison:
-    """Checks that ranks have equal copies of weights and buffers, except buffers that match a pattern of `per_rank_buffers`."""
+    """Checks that the ranks' copies of a weight or buffer are equal. per_rank_buffers: name patterns of buffers that may
+    differ.
+    """
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self.parts = parts
@@ -320,7 +329,7 @@ class CopyComparison:
             raise RunError("ranks-differ", fault, hint=hint)
 
     def _values_by_axis(self) -> dict[str, dict[str, Tensor]]:
-        """Returns, for each axis, the weights and buffers that all its ranks have, by name, in the same order on all ranks."""
+        """Returns, for each axis, the weights and buffers that all ranks along it hold, by name, in the same order on each."""
         groups, values = self.parts.groups, defaultdict[str, dict[str, Tensor]](dict)
         for param in sorted(self.parts.registry, key=lambda param: param.name):
             for axis in (param.reduce_group, param.tie_axis):
@@ -334,7 +343,9 @@ class CopyComparison:
 
 
 def _compare_fingerprints(label: str, names: Sequence[str], fingerprints: Tensor, group: Group) -> str:
-    """Returns a text that names two ranks of `group` whose `fingerprints` [len(names)] differ, or "". A blocking collective."""
+    """Returns a text with two ranks of `group` whose `fingerprints`, int64 [len(names)], differ, and the names of the values
+    that differ; "" if all are equal. A blocking collective over `group`.
+    """
     extremes = torch.stack([fingerprints, ~fingerprints])  # the maximum of ~x is ~(the minimum of x)
     group.all_reduce(extremes, "max", label=f"the fingerprints of {label}").wait()
     is_odd = extremes[0] != ~extremes[1]
@@ -349,11 +360,13 @@ def _compare_fingerprints(label: str, names: Sequence[str], fingerprints: Tensor
 
 
 COMPARE_EVERY = 256
-"""The number of steps between two comparisons of values before and after layers, and of values between replicas."""
+"""The number of steps between two comparisons of copies on different ranks, and of values before and after a layer's call."""
 
 
 class _TensorSlot(NamedTuple):
-    """A place for a parameter or buffer of a layer: `values[key]`, an entry of `module`. name: its path in the model."""
+    """A place for a parameter or buffer of a layer: `values[key]`. values: the dict `_parameters` or `_buffers` of `module`.
+    name: the path of the parameter or buffer in the model.
+    """
 
     name: str
     module: nn.Module
@@ -363,7 +376,9 @@ class _TensorSlot(NamedTuple):
 
 
 class _LayerSnapshot(NamedTuple):
-    """The watched tensors of a layer. states: their versions, or, if `compares_values`, pairs of a version and a hash."""
+    """The watched tensors of a layer before or after a call. states: for each tensor, its version counter, or, if
+    `compares_values`, the version counter and a hash of the values.
+    """
 
     tensors: list[Tensor | None]
     states: list[tuple[int, int]] | list[int]
@@ -396,7 +411,9 @@ class WriteWatch:
         return self._snapshot(layer, compares_values=compares_values)
 
     def check(self, layer: Layer, before: _LayerSnapshot | None) -> None:
-        """Raises RunError "weight-written" or PlanError "model-buffer-written" for a refused write since `begin_call`."""
+        """Raises RunError "weight-written" or PlanError "model-buffer-written" if the layer has made a write that is refused.
+        before: the result of `begin_call`.
+        """
         if before is None:
             return
         after = self._snapshot(layer, compares_values=before.compares_values)
@@ -448,7 +465,9 @@ class WriteWatch:
 
 
 def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:
-    """Raises RunError "field-written" if `layers` have written to a batch field. before: the earlier versions of `fields`."""
+    """Raises RunError "field-written" if `layers` have written to a batch field. before: the fields' version counters before
+    that.
+    """
     for (name, field), version in zip(fields.items(), before, strict=True):
         if version_of(field) != version:
             readers = ", ".join(layer.name for layer in layers if name in layer.fields) or "no layer of this stage"

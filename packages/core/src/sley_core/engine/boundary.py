@@ -29,7 +29,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 from sley_core.errors import RunError
 
 Context = Any
-"""The data from which a container is rebuilt with its parts, such as field names or keys. It can be written as JSON."""
+"""The data, such as field names or keys, that is needed to rebuild a container from its parts. It can be written as JSON."""
 
 
 def find_type(name: str) -> Any:
@@ -43,7 +43,8 @@ def find_type(name: str) -> Any:
 
 def split_container(value: Any) -> tuple[Context, list[Any]] | None:
     """Returns the context and the parts of `value`, for `rebuild_container`. Returns None unless `value` is a named tuple, a
-    named result of a torch function, a container that torch's pytrees know, or a dataclass whose attributes are all fields.
+    named result of a torch function, a container of torch's pytrees whose context is JSON, or a dataclass whose attributes are
+    all fields.
     """
     cls = type(value)
     if isinstance(value, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):
@@ -78,7 +79,7 @@ def rebuild_container(cls: Any, context: Context, parts: Sequence[Any]) -> Any:
 
 def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
     """Yields each tensor in `values` and in nested containers and objects once. Does not search modules, classes and functions.
-    visited: the values that the search has met, by id; they are skipped.
+    visited: the values to skip, by id. The search adds each value that it meets.
     """
     visited = {} if visited is None else visited
     for value in values:
@@ -95,7 +96,7 @@ def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> 
 
 def copy_containers(value: Any, copies: dict[int, Any] | None = None) -> Any:
     """Returns a copy of `value` and of nested containers and objects, with the same tensors and modules. If `copy.copy` refuses
-    a value, the copy contains the value itself. copies: the copies that exist already, by the ids of their originals.
+    a value, the copy contains the value itself. copies: the existing copies, by the id of the original; new copies are added.
     """
     copies = {} if copies is None else copies
     if id(value) in copies:
@@ -139,10 +140,12 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 Structure: TypeAlias = Any
-"""None, a leaf's index, a list of structures, {"tuple" | "dict": ...}, or {"type": name, ...}. It can be written as JSON."""
+"""The containers of a value, with the index of a leaf in place of each tensor: None, an index, a list of structures, {"tuple" |
+"dict": ...}, or {"type": name, ...}. It can be written as JSON.
+"""
 
 _HAS_GRADIENT, _OVERLAPS, _SAME_AS_FACTOR = 1, 2, 4
-"""The parts of `Leaf.flags`: two bits, and the factor of the number `same_as` + 1, which is 0 if `same_as` is None."""
+"""The factors of the terms of `Leaf.flags`: `has_gradient`, `overlaps`, and `same_as` + 1 (0 if `same_as` is None)."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ class Leaf:
         return _SAME_AS_FACTOR * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
     def with_flags(self, flags: int) -> "Leaf":
-        """Returns this leaf with other `flags`, a value of the property `flags`."""
+        """Returns a copy of this leaf with other flags. flags: a number as the property `flags` returns it."""
         first, has_gradient = flags // _SAME_AS_FACTOR, bool(flags & _HAS_GRADIENT)
         same_as = first - 1 if first else None
         return replace(self, has_gradient=has_gradient, same_as=same_as, overlaps=bool(flags & _OVERLAPS))
@@ -197,11 +200,11 @@ class Description:
 
     @property
     def gradients(self) -> "Description":
-        """Returns the description, without structure, of the gradients that the receiver sends back, in the order of leaves."""
+        """Returns a description without structure: of the gradients that the receiver sends back, in the order of leaves."""
         return Description(tuple(leaf for leaf in self.leaves if leaf.has_gradient), None)
 
     def with_overlaps(self, tensors: Sequence[Tensor]) -> "Description":
-        """Returns a description with `overlaps` set on leaves that share memory. tensors: the sender's tensor of each leaf."""
+        """Returns this description with `overlaps` set on leaves that share memory. tensors: the sender's tensors, per leaf."""
         spans = {index: _address_range(tensors[index]) for index, leaf in enumerate(self.leaves) if leaf.same_as is None}
         pairs = permutations(spans.items(), 2)
         overlapping = {index for (index, (start, end)), (_, (first, last)) in pairs if start < last and first < end}
@@ -211,12 +214,12 @@ class Description:
         return replace(self, leaves=tuple(leaves))
 
     def fits(self, other: "Description") -> bool:
-        """Returns whether both have the same structure, shapes and dtypes; flags are ignored."""
+        """Returns whether `other` has the same structure, shapes and dtypes. Ignores flags."""
         kinds, other_kinds = ([(leaf.dtype, leaf.shape) for leaf in description.leaves] for description in (self, other))
         return kinds == other_kinds and self.structure == other.structure
 
     def with_flags(self, flags: bytes) -> "Description":
-        """Returns this description with other `flags`, a value of the property `flags`."""
+        """Returns this description with other flags. flags: bytes as the property `flags` returns them."""
         if flags == self.flags:
             return self
         numbers = struct.unpack(f"<{len(self.leaves)}I", flags)
@@ -235,7 +238,9 @@ def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
-    """Returns the value that `flatten` has split. Raises RunError `boundary-type` if this process has not imported a type."""
+    """Returns the value that `flatten` split into `leaves` and `structure`. Raises RunError `boundary-type` if this process has
+    not imported the class of a container.
+    """
     if structure is None:
         return None
     if isinstance(structure, int):
@@ -263,7 +268,9 @@ def _address_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
-    """Returns the structure of `part`, and appends its tensors to `leaves`. A recursive closure would keep tensors alive."""
+    """Returns the structure of `part`, and appends its tensors to `leaves`. Not a closure of `flatten`: a recursive closure is
+    a reference cycle, which would keep tensors alive.
+    """
     if part is None:
         return None
     if isinstance(part, Tensor):

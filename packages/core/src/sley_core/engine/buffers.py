@@ -68,8 +68,8 @@ class FlatLayout:
 class FlatBuffer:
     """Holds `len(shapes)` contiguous, aligned views into one zeroed tensor `data` of `dtype` on `device`. data: shape [numel],
     including padding. views: the views, in the order of `shapes`. Padding stays zero as long as only views are written, so a
-    sum or norm over `data` equals the sum or norm over the views. memory: the zeroed tensor that becomes `data`; allocated if
-    None. alignment, multiple: as in `FlatLayout`; the default alignment is ALIGNMENT_BYTES bytes.
+    sum or norm over `data` equals the sum or norm over the views. memory: the zeroed tensor that becomes `data`; if None, a new
+    tensor is allocated. alignment, multiple: as in `FlatLayout`; the default alignment is ALIGNMENT_BYTES bytes.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class FlatBuffer:
 
 
 SHARD_ALIGNMENT = 128
-"""The alignment, in elements, of the parameters in a sharded buffer. Gradients, working weights and masters have the same
-offsets, which are multiples of 256 bytes in every dtype of two bytes or more.
+"""The alignment, in elements, of the parameters in a sharded buffer. A parameter has the same offset in the buffers of its
+gradient, working weight and master: a multiple of 256 bytes in every dtype of two bytes or more.
 """
 
 
@@ -117,14 +117,16 @@ class ElementRange(NamedTuple):
         return tuple(shape) if self.numel == prod(shape) else (*(1 for _ in shape[1:]), self.numel)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Returns a view, of shape `optimizer_shape`, of these elements of `tensor`, a contiguous tensor like the parameter."""
+        """Returns a view of these elements of `tensor`, of shape `optimizer_shape`. tensor: contiguous, of the parameter's
+        shape.
+        """
         return tensor.reshape(-1)[self.first : self.last].view(self.optimizer_shape(tensor.shape))
 
 
 @dataclass(frozen=True)
 class BufferShard:
-    """This rank's part of a buffer: part `index` of `count` equal parts, one for each rank of the group `axis`. If the reduce
-    group is larger than that group, its other ranks have copies of the part.
+    """This rank's part of a buffer: part `index` of `count` equal parts, one for each rank along `axis`. If the reduce group
+    has more ranks, several of them have copies of the same part.
     """
 
     axis: str
@@ -164,8 +166,9 @@ class Layout(NamedTuple):
 
 
 class NormGroup(NamedTuple):
-    """The gradients of this rank, of one dtype, that enter a norm with the same factor. stages: the stages that have a copy of
-    each gradient. num_shards: the number of ranks of the reduce group that divide one copy among themselves.
+    """Gradients of this rank, of one dtype, of which equally many ranks hold copies, so that they enter a norm with the same
+    factor. reduce_group: the axis over which they are summed. stages: the stages that have a copy of each gradient. num_shards:
+    the number of ranks of the reduce group that divide one copy among themselves.
     """
 
     tensors: list[Tensor]
@@ -184,7 +187,7 @@ def plan_without_buffers(params: list[Param]) -> Layout:
 
 
 def group_by_reduce_group(params: list[Param]) -> Layout:
-    """Returns a layout with one buffer per `Param.family`, in the order of `params`."""
+    """Returns a layout with one buffer for each `Param.family`. Buffers and reports have the order of `params`."""
     families: dict[tuple[object, ...], list[Param]] = {}
     for param in params:
         families.setdefault(param.family, []).append(param)
@@ -264,7 +267,7 @@ def _buffer_alignment(shard: BufferShard | None) -> dict[str, Any]:
 
 
 def allocate_buffers(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[GradientBuffer]]:
-    """Allocates one zeroed tensor for all buffers of `layout`. Returns the tensor and the buffers that have parameters."""
+    """Allocates one zeroed tensor for all buffers of `layout`. Returns the tensor and the buffers, without empty ones."""
     shards = layout.shards or [None] * len(layout.buffers)
     lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
     sizes = []
@@ -278,8 +281,8 @@ def allocate_buffers(layout: Layout, dtype: torch.dtype, device: torch.device) -
 
 class WeightBuffer(FlatBuffer):
     """Holds the working weights of `params` side by side, in `num_parts` equal parts. Each parameter has the same offset as its
-    gradient in a gradient buffer of `num_parts` shards. The buffer has no memory until `build`, so that initial values exist
-    beside at most one new buffer at a time. On a CPU, an access before `build` crashes the process.
+    gradient in a gradient buffer of `num_parts` shards. The buffer gets its memory in `build`, so that initial values can be
+    moved into one new buffer after the other. On a CPU, an access before `build` crashes the process.
     """
 
     def __init__(self, params: Sequence[Param], dtype: torch.dtype, num_parts: int) -> None:
@@ -298,7 +301,7 @@ class WeightBuffer(FlatBuffer):
 
 
 class Completion(Protocol):
-    """Fetches the parts of weights that other ranks update, after each step: start ──> wait ──> finish."""
+    """After each step, fetches the parts of the weights that other ranks have updated: start ──> wait ──> finish."""
 
     def start(self) -> None:
         """Starts the exchange. Called on all ranks after this rank has updated its own parts."""
@@ -307,7 +310,7 @@ class Completion(Protocol):
         """Blocks until this rank has the weights of the last step. Other ranks need not call anything after their `start`."""
 
     def finish(self) -> None:
-        """Calls `wait`, and blocks until no other rank reads this rank's weights, so that they may be written."""
+        """Calls `wait`, and blocks until no other rank reads this rank's weights, so that this rank may write them."""
 
 
 class WeightStore:
@@ -326,7 +329,7 @@ class WeightStore:
         self._is_laid_out = False
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
-        """Adds and returns a buffer without memory for each pair of parameters and number of parts. Must precede `adopt`."""
+        """Adds and returns a buffer without memory for each pair (parameters, number of parts). Call it before `adopt`."""
         assert not self._is_laid_out, "weights are laid out before masters are made"
         buffers = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
         for buffer in buffers:
@@ -372,7 +375,7 @@ class WeightStore:
             parameter.copy_(value)  # increments its version counter, by which masters notice the write
 
     def moved_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields each parameter whose `.data` a program has replaced, and its place in a buffer. Offloads do not replace it."""
+        """Yields each parameter whose `.data` a program has replaced, and its place in a buffer. An offload does not count."""
         # Does not compare addresses, which change when memory moves, nor use `is_set_to`, which refuses fake tensors.
         for parameter, place in self._buffered_params:
             same_storage = storage_id(parameter) == storage_id(place)
@@ -402,7 +405,9 @@ class WeightStore:
 
     @contextmanager
     def settle_on_error(self) -> Iterator[None]:
-        """If the block raises an exception, waits for complete weights, ignores a RunError of this wait, and re-raises."""
+        """If the block raises an exception, waits for complete weights, ignores a RunError of this wait, and raises the
+        exception.
+        """
         try:
             yield
         except BaseException:

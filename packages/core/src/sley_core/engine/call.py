@@ -57,14 +57,14 @@ class Recompute(ActivationPolicy):
         self._num_steps = 0
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Counts the training steps, since `call` compares the bits of inputs only in the first step."""
+        """Counts training steps: `call` compares the bits of inputs only in the first step."""
         self._num_steps += phase is Phase.TRAIN
 
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Calls `layer`, through torch's checkpoint if `names` contains `name`. Raises RunError `recompute-in-place` if inputs
-        are written in place, since the recomputation would start from other values.
+        """Calls `layer`, through torch's checkpoint if `names` contains `name`. Raises RunError `recompute-in-place` if a layer
+        has written to the inputs in place, since the recomputation would start from other values.
         """
         if name not in self.names:
             return layer(*args, **fields)
@@ -98,7 +98,9 @@ class Recompute(ActivationPolicy):
 
 
 def _read_versions(inputs: Any, *, with_bits: bool) -> list[tuple[int, int]]:
-    """Returns the version of each tensor in `inputs`, and a hash of its values (0 without `with_bits`). Waits for hashes."""
+    """Returns the version counter of each tensor in `inputs`, and, if `with_bits`, a hash of its values, for which it waits.
+    The hash is 0 if not requested or not available.
+    """
     versions_and_hashes = [(version_of(tensor), sum_of_bits(tensor) if with_bits else None) for tensor in tensors_in((inputs,))]
     return [(version, 0 if bits is None else int(bits)) for version, bits in versions_and_hashes]
 
@@ -109,7 +111,9 @@ def build_keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPoli
 
 
 def build_recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for the first `config.fraction` (rounded half up) of the layers except the first and the last."""
+    """Builds `core.recompute`. Of the layers without the first and the last, it recomputes the fraction `config.fraction`, from
+    the beginning. The number of layers is rounded half up.
+    """
     blocks = layer_names[1:-1]
     # The decimal number in the plan: the float 0.285 is slightly less, so 0.285 x 100 would round to 28.
     share = Decimal(str(config.fraction)) * len(blocks)
@@ -170,7 +174,7 @@ class LayerCaller:
         self.device.seed((derive_seed(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN_RATIO_64) % (1 << 63))
 
     def _call_with_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Lets the policy run the layer. Its second and later runs are reported to the hooks as recomputations."""
+        """Lets the policy run the layer. Reports the second and later runs of the layer to the hooks as recomputations."""
         num_runs = 0
 
         def run_layer(*args: Any, **fields: Any) -> Any:
@@ -186,7 +190,7 @@ class LayerCaller:
         return self.policy.call(layer.name, run_layer, args, fields, micro)
 
     def _run_layer(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Waits for the layer's weights, seeds the generators and calls the layer. Errors get a note about the call."""
+        """Waits for the layer's weights, seeds the generators and calls the layer. An exception gets a note about the call."""
         self.step_progress.layer = layer.name
         self.waits.wait_for(layer.name)
         is_first_call = layer.name not in self._generators
@@ -273,8 +277,8 @@ def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
 
 
 def compile_layers(layers: Sequence[Layer], config: CompileConfig, policy: ActivationPolicy, undo: ExitStack) -> None:
-    """Replaces the forwards of `layers`, as `policy` wraps them, by compiled functions until `undo` closes. Layers of one class
-    and shape share one graph. A module that overrides `compile` chooses which of its submodules are compiled.
+    """Until `undo` closes, replaces the forwards of `layers`, as `policy` wraps them, with compiled functions. Layers of one
+    class and shape share one graph. A module that overrides `compile` chooses which of its submodules are compiled.
     """
     from torch._dynamo import config as compiler_config  # loads the compiler
 
@@ -314,7 +318,7 @@ def count_graphs() -> int:
 
 
 def recompile_reasons() -> dict[str, str]:
-    """Returns the failed guard of each recent recompilation, by compile id. Omits recompilations for another grad mode."""
+    """Returns the failed guard of each recent recompilation, by compile id, except guards of the grad mode."""
     from torch._dynamo.utils import get_compilation_metrics
 
     reasons = ((str(metrics.compile_id), metrics.recompile_reason) for metrics in get_compilation_metrics())

@@ -35,7 +35,9 @@ from sley_core.topology import DEFAULT_CHANNEL
 
 
 class TreeLeaf(NamedTuple):
-    """A leaf of the tree: the index of the layer that used the parameter, among this rank's layers, and the microbatch."""
+    """A leaf of the tree of one parameter. layer_index: the index, in `Param.layers`, of the layer that used the parameter.
+    microbatch: the global number of the microbatch.
+    """
 
     layer_index: int
     microbatch: int
@@ -65,7 +67,9 @@ class CanonicalReduction(Reduction):
         return self.state.first_micro + (0 if action is None else action.micro)
 
     def nodes(self, reduce_group: str, coord: int | None = None) -> list[Node]:
-        """Returns the nodes whose sums a rank contributes to each gradient. coord: its coordinate; by default, this rank's."""
+        """Returns the tree nodes whose sums a rank of `reduce_group` contributes to each gradient. coord: the rank's coordinate
+        in the group; None means this rank.
+        """
         group = self.groups[reduce_group]
         first, last = leaf_range(group.coord if coord is None else coord, group.size, self.num_leaves)
         return covering_nodes(first, last, self.num_leaves)
@@ -79,8 +83,9 @@ class CanonicalReduction(Reduction):
 
     @staticmethod
     def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
-        """Raises PlanError "canonical-tie" if several layers hold a parameter, and a holder is not a plain linear or embedding,
-        or more than two layers on several stages hold it. Raises "canonical-buffers" if `per_rank_buffers` is not empty.
+        """Raises PlanError "canonical-tie" if several layers hold a parameter, and one of its modules is not a plain linear or
+        embedding, or it is in more than two layers on several stages. Raises "canonical-buffers" if `per_rank_buffers` is not
+        empty.
         """
         faults = [*_tie_faults(stages)]
         if per_rank_buffers:
@@ -103,7 +108,7 @@ class CanonicalReduction(Reduction):
         self.sum_memory.clear()
 
     def concurrent_microbatches(self, group: Group) -> range:
-        """Returns the global number of the microbatch that each rank of `group` runs now. All ranks run the same actions."""
+        """Returns the global numbers of the microbatches that the ranks of `group` run now: all ranks run the same actions."""
         step = max(1, self.state.num_microbatches)
         begin = self.microbatch_index - group.coord * step
         return range(begin, begin + group.size * step, step)
@@ -115,7 +120,9 @@ class CanonicalReduction(Reduction):
         return ExactTotals(self.groups, gradients, self.pad_losses(loss), norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        """Returns NUM_WEIGHT_DIGITS sums over `weights`, one per digit. Adds infinite and NaN weights to the first sum."""
+        """Returns, for each of the NUM_WEIGHT_DIGITS digits of a weight in base 2^24, the sum of this digit over `weights`.
+        Adds infinite and NaN weights to the first sum.
+        """
         sums = [0.0] * NUM_WEIGHT_DIGITS
         for weight in weights:
             if not math.isfinite(weight):
@@ -231,12 +238,13 @@ class CanonicalAccumulator(Accumulator):
         self._sums = None
 
     def _allocated_view(self) -> Tensor:
+        """Returns the view, which it allocates first if the gradient is unbuffered."""
         if self.is_unbuffered and self.view is self._placeholder:
             self.view = torch.empty_like(self.parameter, dtype=self.dtype, memory_format=torch.contiguous_format)
         return self.view
 
     def _open_leaf(self) -> Tensor:
-        """Returns memory, with arbitrary contents, for the sum of the open leaf, which gets its first contribution."""
+        """Returns memory, with arbitrary contents, for the sum of the open leaf. Called for the leaf's first contribution."""
         self._is_fresh = False
         group = self.reduction.groups[self.param.reduce_group]
         first, _ = leaf_range(group.coord, group.size, self.reduction.num_leaves)
@@ -263,7 +271,7 @@ FAST_HINT = 'set [parallel] reduction = "fast"'  # the hint for gradients whose 
 
 
 class Use(NamedTuple):
-    """A use of a parameter: the name that it has there, the module that holds it, and the stage of the module."""
+    """A use of a parameter by a module: the parameter's name there, the module, and the stage of the module."""
 
     name: str
     module: nn.Module
@@ -318,7 +326,7 @@ _LOW_BITS = 26
 
 
 def max_abs(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest absolute value in `tensors` as a float64 scalar: 0 without tensors, inf if one is not finite."""
+    """Returns the largest absolute value in `tensors` as a float64 scalar: 0 if there are none, inf if one is not finite."""
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         largest = torch.maximum(largest, torch.linalg.vector_norm(tensor, math.inf).double())

@@ -72,7 +72,7 @@ def sibling(node: Node, num_leaves: int) -> Node | None:
 
 
 def parent(node: Node, other: Node) -> Node:
-    """Returns the parent of two siblings, which may be passed in any order."""
+    """Returns the parent of the siblings `node` and `other`, which may be passed in any order."""
     return Node(min(node.first, other.first), max(node.last, other.last))
 
 
@@ -120,8 +120,8 @@ class SumMemory:
 
 class PartialSums:
     """Adds up the contributions to one gradient, as far as the tree with `num_leaves` leaves permits, separately for each use
-    of the parameter. sum_memory: receives the memory of operands that are no longer needed. target: if this tensor is an
-    operand of an addition, it receives the sum.
+    of the parameter. sum_memory: receives the memory of operands that are no longer needed; None drops it. target: if this
+    tensor is an operand of an addition, it receives the sum.
     """
 
     def __init__(self, num_leaves: int, sum_memory: SumMemory | None = None, target: Tensor | None = None) -> None:
@@ -144,7 +144,9 @@ class PartialSums:
         self._sums_by_node[use, node] = value
 
     def pop(self, use: int, node: Node, like: Tensor) -> Tensor:
-        """Removes and returns the sum of `node`. Microbatches without contributions count as zeros like `like`."""
+        """Removes and returns the sum of `node`. Microbatches without contributions count as zeros. like: a tensor of the
+        gradient's shape, dtype and device.
+        """
         if (use, node) in self._sums_by_node:
             return self._sums_by_node.pop((use, node))
         stored_nodes = [stored for stored_use, stored in self._sums_by_node if stored_use == use]
@@ -154,7 +156,9 @@ class PartialSums:
         return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
 
     def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
-        """Adds one tensor to the other in place, and returns the sum: in `target` if it is one of them, else in `total`."""
+        """Adds one tensor to the other in place, and returns the sum: in `target` if it is one of them, else in `total`. The
+        memory of the other tensor goes to `sum_memory`.
+        """
         if other is self.target:
             total, other = other, total
         total.add_(other)
@@ -169,7 +173,9 @@ def sum_uses(sums: list[Tensor]) -> Tensor:
 
 
 MAX_IN_FLIGHT = 2
-"""The maximum number of sums in flight: while one is gathered, the next is exchanged. Each sum needs its own memory."""
+"""The maximum number of buffers that are summed at a time: while the sum of one is gathered, the rows of the next are
+exchanged. Each needs its own memory.
+"""
 
 
 class TreeSums(Sums):
@@ -201,7 +207,7 @@ class TreeSums(Sums):
 
 
 class _TreeSum:
-    """Sums one buffer. The constructor starts the exchange; `sum_rows` and `finish` follow."""
+    """Sums one buffer over its group. The constructor starts the exchange of rows; call `sum_rows` and `finish` afterwards."""
 
     def __init__(self, sums: TreeSums, buffer: GradientBuffer, group: Group) -> None:
         self.buffer = buffer

@@ -37,8 +37,9 @@ DeferredProduct = Callable[[], None]
 
 
 class WeightQueue:
-    """Holds the products that each I action defers to its W action. I opens `collect(key)`, in which linears call `put`, and W
-    calls `run(key)`. on_last_product: if not None, it is called with a parameter after the parameter's last product of a `run`.
+    """Holds the products that each I action (input gradients) defers to its W action (weight gradients). I opens
+    `collect(key)`, in which linears call `put`, and W calls `run(key)`. on_last_product: if not None, it is called with a
+    parameter after the parameter's last product of a `run`.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class WeightQueue:
 
     @contextmanager
     def collect(self, key: ActionKey) -> Iterator[None]:
-        """Makes `put` queue its products for the W action of `key` within the block."""
+        """Makes `put` queue products for the W action of `key` within the block."""
         assert self._open is None, f"I of {key} within that of {self._open}"
         self._queued[key] = []
         self._open = key
@@ -96,9 +97,9 @@ _UNSHARED_REFERENCES = 2
 @dataclass(eq=False)
 class WeightGradientSink:
     """Receives the factors of one weight's gradient. Multiplies them at once, or queues them while an I action collects.
-    Between I and W, a hook or the backward of another branch may write in place to an output gradient with which it shares
-    memory. So shared gradients are copied until the first W has shown whether this happens, and later only if it did. multiply:
-    adds the product of output gradient and input to the weight's gradient. param: the weight, for `on_last_product`.
+    Between I and W, a hook or the backward of another branch may write in place to a tensor that shares memory with an output
+    gradient. So such gradients are copied until the first W has shown whether this happens, and later only if it did. multiply:
+    adds the product of an output gradient and an input to the weight's gradient. param: the weight, for `on_last_product`.
     """
 
     multiply: Callable[[Tensor, Tensor], None]
@@ -118,7 +119,7 @@ class WeightGradientSink:
         self.queue.put(product, self.param)
 
     def shares_memory(self, gradient: Tensor) -> bool:
-        """Returns whether `gradient` will be queued and other tensors share its memory. Must be called before it is viewed."""
+        """Returns whether `gradient` will be queued and other tensors share its memory. Call this before making views of it."""
         if not self.queue.is_collecting:
             return False
         storage = gradient.untyped_storage()
@@ -147,7 +148,8 @@ BiasSink = Callable[[Tensor], None]
 
 class DirectLinear(torch.autograd.Function):
     """Computes `F.linear`. If the backward adds to the weight's `grad`, it passes the factors of the gradient to `sink`; for
-    `autograd.grad`, it returns the gradient. bias_sink: the same for the bias; if None, autograd adds the bias's gradient.
+    `autograd.grad`, it returns the gradient. bias_sink: receives the output gradient likewise, and adds its sum to the bias's
+    gradient; if None, autograd adds it.
     """
 
     @staticmethod
@@ -181,7 +183,9 @@ class DirectLinear(torch.autograd.Function):
 
 
 def no_view(result: Tensor) -> Tensor:
-    """Returns a tensor like `result` that is not a view. Autograd forbids in-place writes to views from custom functions."""
+    """Returns `result` if it is not a view, else a tensor with the same memory that autograd does not treat as a view. Autograd
+    forbids in-place writes to views that a custom function returns.
+    """
     no_view: Tensor = torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
     return no_view
 
@@ -210,8 +214,9 @@ class GradientUse(Enum):
 def linear_forward(
     linear: nn.Linear, weight: Tensor, sink: WeightGradientSink, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
 ) -> Tensor:
-    """Returns the output of `linear` for `input`, which models may pass by name. Replaces its forward while a run is open.
-    weight, bias: the parameters in the gradient store; autograd handles other parameters that the module may have now.
+    """Returns the output of `linear` for `input` (models may pass `input` by name). Replaces the module's forward while a run
+    is open. weight, bias: the parameters in the gradient store; autograd handles other parameters that the module may have now.
+    sink, bias_sink: as in `DirectLinear`.
     """
     current_weight = linear.weight
     # Autograd handles frozen weights, whose input need not be kept, weights that a program put in place of the store's, and
@@ -226,7 +231,7 @@ def linear_forward(
 
 
 def _is_special_input(input: Tensor) -> bool:
-    """Returns whether torch treats `input` specially in a linear: autocast, functorch, forward-mode AD, tensor subclasses."""
+    """Returns whether torch must handle `input`: under autocast, functorch or forward AD, or if it is not a plain tensor."""
     is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return is_transformed or not is_plain(input) or torch.is_autocast_enabled(input.device.type)
 
@@ -309,8 +314,8 @@ class DirectEmbedding(torch.autograd.Function):
 
 
 def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: WeightGradientSink, input: Tensor) -> Tensor:
-    """Returns the output of `embedding` for the tokens `input`. Replaces its forward while a run is open. weight: the parameter
-    in the gradient store; autograd handles any other weight.
+    """Returns the output of `embedding` for the tokens `input`. Replaces the module's forward while a run is open. weight: the
+    parameter in the gradient store; autograd handles any other weight. sink: as in `DirectEmbedding`.
     """
     table = embedding.weight
     is_own = table is weight and table.requires_grad and not table._backward_hooks

@@ -125,7 +125,9 @@ class GradientStore:
         return self._accumulators[param].view
 
     def part(self, param: Param) -> Tensor:
-        """Returns a view of this rank's part of the gradient: its `elements`, or all. Raises RunError if frozen or freed."""
+        """Returns a view of this rank's part of the gradient: the range `elements(param)`, or the full gradient. Raises
+        RunError `gradient-frozen` and `gradients-freed` as `gradient` does.
+        """
         self._check_not_freed()
         return self._parts[param] if param in self._parts else self.gradient(param)
 
@@ -135,7 +137,7 @@ class GradientStore:
         return {accumulator.param: self._parts.get(accumulator.param, accumulator.view) for accumulator in self._order}
 
     def elements(self, param: Param) -> ElementRange | None:
-        """Returns the range of the gradient's elements that this rank gets, or None if it gets the full gradient."""
+        """Returns the range of the gradient's elements whose sum this rank gets, or None if it gets the full gradient."""
         return self._buffer_of[param].ranges[param] if param in self._parts else None
 
     def num_shards(self, param: Param) -> int:
@@ -147,7 +149,9 @@ class GradientStore:
         return self._buffer_of.get(param)
 
     def partial_sums(self, param: Param) -> list[Tensor]:
-        """Returns the gradient's partial sums if sums have a fixed order: one per use and node of the tree, the view first."""
+        """Returns the partial sums of the gradient, one per use and tree node; the first is the view of the gradient. Must be
+        called only if sums have a fixed order.
+        """
         return self._accumulators[param].rows
 
     def norm_groups(self) -> Iterator[NormGroup]:
@@ -171,7 +175,7 @@ class GradientStore:
         return sum(tensor.nbytes for tensor in tensors)
 
     def aligned_bytes(self, param: Param, *, is_sharded: bool = False) -> int:
-        """Returns the bytes that the gradient of `param` takes in a buffer, including padding."""
+        """Returns the bytes of the gradient of `param` in a buffer, with padding. is_sharded: whether the buffer is sharded."""
         alignment = SHARD_ALIGNMENT if is_sharded else ALIGNMENT_BYTES // self.dtype.itemsize
         return round_up(param.numel, alignment) * self.dtype.itemsize
 
@@ -183,11 +187,11 @@ class GradientStore:
     # Contributions of code outside autograd
 
     def check_open(self, param: Param) -> None:
-        """Raises RunError `gradient-complete` or `gradient-late` if the gradient of `param` accepts no more contributions."""
+        """Prepares for a contribution to the gradient of `param`. Raises RunError as `Accumulator.check_open` does."""
         self._accumulators[param].check_open(self.state)
 
     def count_pass(self, param: Param) -> None:
-        """Counts a pass after a contribution of the running action to `param`, which may complete and report its gradient."""
+        """Counts a pass (see `Accumulator`) after a contribution to `param`. This may complete and report the gradient."""
         self._count_pass(self._accumulators[param])
 
     def add(self, param: Param, gradient: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
@@ -279,7 +283,9 @@ class GradientStore:
         self._has_memory = True
 
     def begin_step(self) -> None:
-        """Starts a step, and discards earlier gradients. Raises RunError after `close`, StateError if `free` came last."""
+        """Starts a step, and discards earlier gradients. Raises RunError after `close`, StateError after `free` without
+        `build`.
+        """
         if self._is_closed:
             raise run_closed_error("gradient store")
         if not self._has_memory:
@@ -332,11 +338,11 @@ class GradientStore:
             hint = "read the gradients before `run.memory.offload()`, or pass the names of other parts to it"
             raise RunError("gradients-freed", message, hint=hint)
 
-    def _begin_contribution(self, param: Param, layer: str, micro_batch: int | None = None) -> Accumulator:
+    def _begin_contribution(self, param: Param, layer: str, micro: int | None = None) -> Accumulator:
         """Returns the accumulator of `param`, prepared for a contribution. Raises RunError as `Accumulator.check_open` does."""
         accumulator = self._accumulators[param]
         accumulator.check_open(self.state)
-        accumulator.begin_contribution(layer, micro_batch)
+        accumulator.begin_contribution(layer, micro)
         return accumulator
 
     def _end_contribution(self, accumulator: Accumulator, counts_pass: bool) -> None:

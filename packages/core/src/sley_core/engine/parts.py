@@ -58,8 +58,9 @@ class StepState:
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
     step: the optimizer step, from 0. num_microbatches: the number of this rank's microbatches in the step. first_micro: the
-    global number of its first microbatch. action: the running action, or None. after_first_action: called once, after the first
-    action. done_chunks: the chunks whose last gradient action is over. step_progress: the position for failure reports.
+    global number of this rank's first microbatch. action: the running action, or None. after_first_action: called once, after
+    the first action. done_chunks: the chunks whose last gradient action is over. step_progress: the position for failure
+    reports.
     """
 
     def __init__(self, within: ActionProgress | None = None) -> None:
@@ -77,7 +78,7 @@ class StepState:
         self._settled: frozenset[int] | None = None
 
     def begin(self, step: int, actions: Sequence[Action], num_microbatches: int, first_micro: int) -> None:
-        """Begins to run the list `actions`. step, num_microbatches, first_micro: the attributes' new values."""
+        """Begins a step that runs the list `actions`. step, num_microbatches, first_micro: the attributes' new values."""
         self.step = step
         if not self._is_within:
             self.step_progress.begin_step(step + 1)
@@ -208,7 +209,7 @@ class StepNumbers:
         self._combinations[name] = of
 
     def replica_weight(self, param: Param) -> float:
-        """Returns a factor for a share that is a sum over `param`. With it, the sum over all ranks counts each element once."""
+        """Returns the factor for a share that is a sum over `param`, so that the sum of all ranks counts each element once."""
         return 1.0 / (self._groups[param.reduce_group].size * len(param.stages))
 
     def gather_names(self) -> None:

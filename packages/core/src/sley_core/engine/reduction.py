@@ -5,8 +5,8 @@ which belongs to the store. The classes here are "fast": they add terms in their
 `engine.canonical` add in one order for all layouts. No other code depends on the choice.
 
 On a CPU, torch adds the squares of a tensor one after the other in the tensor's own dtype. Over ten million fp32 elements the
-norm is off by 4e-4 (measured), and the error depends on how gradients lie in buffers, so on the layout. Along the rows of a
-matrix, torch adds in vectors, so a long tensor is viewed as rows, whose norms are combined in float64.
+relative error of the norm is 4e-4 (measured). It depends on how gradients lie in buffers, and thus on the layout. Along the
+rows of a matrix, torch adds in vectors, so a long tensor is viewed as rows, whose norms are combined in float64.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param, Stages
 
 PRODUCT_BYTES = 1 << 25
-"""The maximum size, in bytes, of a product that is added to a gradient of another dtype. Larger products are cut in slices."""
+"""The maximum size, in bytes, of a product that is added to a gradient of another dtype. A larger product is cut into slices.
+"""
 
 
 class State(Enum):
@@ -120,7 +121,7 @@ class Accumulator:
             self.view.copy_(gradient)
 
     def accumulate_grad(self) -> None:
-        """Adds `parameter.grad` to the view, unless autograd has. Raises RunError `sparse-gradient` if it is sparse."""
+        """Adds `parameter.grad` to the view, unless autograd has done so. Raises RunError `sparse-gradient` if it is sparse."""
         gradient = self.parameter.grad
         assert gradient is not None, self.param
         if gradient is not self.view:
@@ -153,7 +154,7 @@ class Accumulator:
             torch.mm(left.t(), right, out=self.view)
 
     def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
-        """Adds `rows` [n, ...] to the view at `indices` [n] along dim 0. A step's first contribution first zeroes the view."""
+        """Adds row i of `rows` [n, ...] to row `indices[i]` of the view. A step's first contribution first zeroes the view."""
         if not self.num_contributions:
             self.view.zero_()
         add_at(self.view, indices, rows.to(self.dtype))
@@ -246,7 +247,7 @@ def _require_dense(gradient: Tensor, param: Param) -> Tensor:
 
 
 def add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:
-    """Adds `rows` [n, ...], of the table's dtype, at `indices` [n] along dim 0, deterministically."""
+    """Adds row i of `rows` [n, ...], of the table's dtype, to the row `indices[i]` of `table`, in a deterministic order."""
     if table.is_cuda:
         table.index_put_((indices,), rows, accumulate=True)  # sorted first; `index_add_` would be atomic here
     else:
@@ -325,7 +326,7 @@ class Reduction:
         """
 
     def num_sums(self, param: Param) -> int:
-        """Returns the number of separate sums of the gradient of `param`: one per use if their order is fixed, else 1."""
+        """Returns the number of separate sums of the gradient of `param`: one per layer if sums have a fixed order, else 1."""
         return 1
 
     def new_accumulator(self, param: Param, view: Tensor, *, is_unbuffered: bool) -> Accumulator:
@@ -392,7 +393,9 @@ elements of which few are large, as in an embedding's gradient, is 1.2e-6 (measu
 
 
 def combined_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Returns the p-norm over all elements of `tensors`, of one device and dtype, as a float64 scalar. norm_type: p, or inf."""
+    """Returns the p-norm over all elements of `tensors` as a float64 scalar. tensors: at least one, of one device and dtype.
+    norm_type: p, or inf.
+    """
     wide_dtype = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
     min_rows_numel: float = MIN_ROWS_NUMEL if norm_type == 2 else ROW_NUMEL  # other powers lose more
     if tensors and tensors[0].device.type != "cpu":

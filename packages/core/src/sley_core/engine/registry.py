@@ -26,7 +26,7 @@ NORM_CLASSES = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.R
 
 @dataclass(frozen=True)
 class Holder:
-    """A place of a parameter: the attribute `attribute` of `module`, which belongs to the model chunk `chunk`."""
+    """A place where a parameter is registered: the attribute `attribute` of `module`, which is in the model chunk `chunk`."""
 
     module: nn.Module
     attribute: str
@@ -62,8 +62,8 @@ class Param:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Returns the current `nn.Parameter`, or this rank's shard. Looks it up at each access, since materialising or moving
-        replaces the object. Raises RunError "weight-replaced" if the module's attribute is no longer a parameter.
+        """Returns the current `nn.Parameter`, or this rank's shard. Looks it up at each access, since the object is replaced
+        when it gets memory or moves. Raises RunError "weight-replaced" if the module's attribute is no longer a parameter.
         """
         holder = self.holders[0]
         parameter = holder.module._parameters.get(holder.attribute)
@@ -229,7 +229,7 @@ def parameter_roles(optimizer: Component, layers: Sequence[Layer]) -> Mapping[st
 
 
 def check_no_parameters(loss: Any) -> None:
-    """Raises PlanError "loss-parameters" if a tensor or module that is reachable from `loss` has parameters to train."""
+    """Raises PlanError "loss-parameters" if a tensor or parameter that requires a gradient is reachable from `loss`."""
     visited, names = set[int](), list[str]()
     members = {**loss._parameters, **loss._modules} if isinstance(loss, nn.Module) else {}
     for key, value in {**members, **getattr(loss, "__dict__", {"": loss})}.items():

@@ -92,7 +92,8 @@ Shards = dict[int, Shard]
 
 def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[ParameterPlace]], int | None], group: Group) -> Shards:
     """Returns this rank's shards of the parameters of `layers`; {} if `group` has one rank. Shards of different ranks differ
-    only in `index`. shard_dim: returns the dim along which to shard the parameter in these places; None leaves it unsharded.
+    only in `index`. shard_dim: returns the dim along which to shard the parameter in these places, or None to leave it
+    unsharded.
     """
     places: dict[nn.Parameter, list[ParameterPlace]] = {}
     for layer in layers if group.size > 1 else ():
@@ -107,7 +108,7 @@ def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Parameter
 
 
 def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
-    """Replaces the parameters of `layers` with their shards on meta, for a fake world."""
+    """Replaces the parameters of `layers` that are in `shards` with meta parameters of the shards' shapes, for an estimate."""
     small_parameters: dict[int, nn.Parameter] = {}
     for layer in layers:
         for module in layer.module.modules():
@@ -160,7 +161,7 @@ LIKE_FUNCTIONS = {
     **dict.fromkeys((T.new_empty, T.new_zeros, T.new_ones, T.new_full), 0),
     **dict.fromkeys((T.to, T.type_as, T.expand_as, T.view_as, T.reshape_as), 1),
 }
-"""Maps functions to the index of an argument of which they use only the shape, dtype or device. It may be a `StandIn`."""
+"""Maps each function to the index of an argument of which it uses only shape, dtype or device. A `StandIn` may be passed."""
 
 GRADIENT_FUNCTIONS = {T.grad.__get__, T.grad.__set__}
 """The accessors of `grad`. A shard has no gradient of its own: gradients are in the store."""
@@ -186,7 +187,7 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def replace(cls, params: Iterable[Param]) -> None:
-        """Replaces the sharded `params` by stand-ins in their modules. `Param.parameter` still returns the shard."""
+        """Replaces the sharded `params` with stand-ins in their modules. `Param.parameter` still returns the shard."""
         for param in params:
             if param.shard is not None:
                 placeholder = cls(param)
@@ -248,7 +249,7 @@ def sharded_read_error(param: Param, label: str) -> RunError:
     message = f"{label} the parameter {param.name!r} outside its module or after its run, but this rank has only {part}"
     hint = (
         "call the layer that owns the parameter while the run is open, or read it in the forward of a subclass. Between steps, "
-        "`sley_core.engine.shards.gather_full_tensors` returns full copies, and `run.registry[name].parameter` the shard"
+        "`sley_core.engine.shards.gather_full_tensors` returns full copies, and `run.registry[name].parameter` is the shard"
     )
     return RunError("sharded-weight-read", message, hint=hint)
 
@@ -306,7 +307,9 @@ def refuse_unregistered(model: Model, local_layers: Iterable[Layer]) -> None:
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
-    """Raises PlanError "model-hook", on all ranks, if a parameter has a gradient hook, but no rank has its full gradient."""
+    """Raises PlanError "model-hook", on all ranks, if a parameter has a gradient hook, but no rank has its full gradient.
+    stages: the full model. num_slices: the number of ranks that split each sequence.
+    """
     names: dict[int, str] = {}
     parts: dict[int, set[int]] = {}
     for index, (_, layers) in enumerate(stages):

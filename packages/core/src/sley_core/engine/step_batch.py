@@ -66,7 +66,7 @@ class BatchWeight:
 
 
 GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
-"""One batch, or a list of its microbatches, whose sequences may then differ in length."""
+"""One batch, or a list of its microbatches. The sequences of different microbatches in a list may differ in length."""
 
 
 class BatchCounts(NamedTuple):
@@ -112,23 +112,23 @@ class StepBatch:
 @dataclass(eq=False)
 class BatchSplitter:
     """Checks the samples of a step, and cuts them into a `StepBatch`. info: the declaration of full samples. micro_size: the
-    number of samples of a microbatch. slices: cuts this rank's part of each sequence. loss: the loss; None if only outputs are
-    computed. weighs: whether this rank has the model's last chunk, and so calls the loss's `weight`. weighs_micros: whether to
-    call `weight` for each microbatch instead of each piece. weighs_whole: whether to call `weight` with full sequences instead
-    of this rank's slices.
+    number of samples of a microbatch. slicer: cuts this rank's part of each sequence. loss: the loss; None if only outputs are
+    computed. computes_weight: whether this rank has the model's last chunk, and so calls the loss's `weight`.
+    weight_per_microbatch: whether to call `weight` for each microbatch instead of each piece. weight_of_full_sequences: whether
+    to call `weight` with full sequences instead of this rank's slices.
     """
 
     info: DataInfo
     micro_size: int
-    slices: SequenceSlicer
+    slicer: SequenceSlicer
     loss: Loss | None
-    weighs: bool = field(default=False, kw_only=True)
-    weighs_micros: bool = field(default=False, kw_only=True)
-    weighs_whole: bool = field(default=False, kw_only=True)
+    computes_weight: bool = field(default=False, kw_only=True)
+    weight_per_microbatch: bool = field(default=False, kw_only=True)
+    weight_of_full_sequences: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.weighs = self.weighs and self.loss is not None
-        self._fields = add_positions(self.info, self.slices.num_slices).fields
+        self.computes_weight = self.computes_weight and self.loss is not None
+        self._fields = add_positions(self.info, self.slicer.num_slices).fields
         self._checked_shapes: set[tuple[object, ...]] = set()
 
     def split_input(self, batch: GivenBatch) -> StepBatch:
@@ -136,7 +136,7 @@ class BatchSplitter:
         or a list of microbatches with the declared fields, "batch-size" if they do not fill microbatches, "token-out-of-range"
         if a token id is outside the vocabulary, and "loss-not-additive" as `split_feed` does.
         """
-        whole = [batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)
+        whole = [batch] if isinstance(batch, Mapping) else _require_microbatches(batch)
         counts = [self._count(piece) for piece in whole]
         if whole is batch and set(counts) != {1}:  # it came in microbatches
             message = f"list items have {counts} microbatches, but must have 1 each ([batch] micro_size = {self.micro_size})"
@@ -169,12 +169,12 @@ class BatchSplitter:
     def select_fields(self, names: Collection[str]) -> "BatchSplitter":
         """Returns a splitter for batches that have only the declared fields in `names`."""
         fields = {name: field for name, field in self.info.fields.items() if name in names}
-        slices = SequenceSlicer(fields, self.slices.num_slices, self.slices.index)
-        return replace(self, info=replace(self.info, fields=fields), slices=slices)
+        slicer = SequenceSlicer(fields, self.slicer.num_slices, self.slicer.index)
+        return replace(self, info=replace(self.info, fields=fields), slicer=slicer)
 
     def split_prediction(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
         """Checks and splits `batch` like `split_input`, without loss weights. reads: the fields that `batch` must have."""
-        names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)))
+        names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _require_microbatches(batch)))
         return replace(self.select_fields(names | set(reads)), loss=None).split_input(batch)
 
     def _count(self, piece: Mapping[str, Tensor]) -> int:
@@ -182,16 +182,16 @@ class BatchSplitter:
 
     def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
         """Cuts `whole` and computes the loss weights. counts: the number of microbatches in each piece of `whole`."""
-        slices = [self.slices(piece) for piece in whole]
-        weighed = whole if self.weighs_whole else slices
+        slices = [self.slicer(piece) for piece in whole]
+        weighed = whole if self.weight_of_full_sequences else slices
         if self.loss is not None:
             for piece, count in zip(weighed, counts, strict=True):
                 self._check_weights(self.loss, piece, count)
         micros = _cut(slices, self._fields, counts)
-        if not self.weighs:
+        if not self.computes_weight:
             weighed = ()
-        elif self.weighs_micros:
-            weighed = _cut(whole, self.info.fields, counts) if self.weighs_whole else micros
+        elif self.weight_per_microbatch:
+            weighed = _cut(whole, self.info.fields, counts) if self.weight_of_full_sequences else micros
         return StepBatch(micros, whole, [self.loss.weight(piece) for piece in weighed] if self.loss else [])
 
     def _check_weights(self, loss: Loss, batch: Mapping[str, Tensor], num_microbatches: int) -> None:
@@ -201,7 +201,7 @@ class BatchSplitter:
         shape = (num_microbatches, *(tuple(value.shape) for value in batch.values()))
         if num_microbatches == 1 or len(self._checked_shapes) >= MAX_CHECKED_SHAPES or shape in self._checked_shapes:
             return
-        fields = self.info.fields if self.weighs_whole else self._fields
+        fields = self.info.fields if self.weight_of_full_sequences else self._fields
         hint = (
             'return a sum from the loss and not a mean, for example `F.cross_entropy(..., reduction="sum")`, and return the '
             'number of summed terms as its weight, for example `(batch["labels"] != -100).sum().item()`'
@@ -211,11 +211,12 @@ class BatchSplitter:
 
 
 def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], counts: Sequence[int]) -> list[Batch]:
+    """Returns the microbatches of all `pieces`, in order. counts: the number of microbatches in each piece."""
     pairs = zip(pieces, counts, strict=True)
     return [narrow_batch(piece, fields, index, count) for piece, count in pairs for index in range(count)]
 
 
-def _require_micro_batches(batch: object) -> Sequence[Mapping[str, Tensor]]:
+def _require_microbatches(batch: object) -> Sequence[Mapping[str, Tensor]]:
     """Returns `batch`. Raises RunError "batch-fields" unless it is a list of microbatches."""
     if isinstance(batch, Sequence) and all(isinstance(micro, Mapping) for micro in batch):
         return batch
@@ -232,7 +233,7 @@ DimSize = tuple[int, int]
 
 @dataclass
 class ModelOutputs:
-    """The model's outputs in a step or prediction, by index in `micros`. by_micro: empty on ranks without the last layer."""
+    """The model's outputs in a step or prediction. by_micro: by index in `micros`; empty on ranks without the last layer."""
 
     micros: Sequence[Batch] = ()
     by_micro: dict[int, Any] = field(default_factory=dict)
@@ -314,14 +315,16 @@ def _has_dim(tensor: Tensor, dim_size: DimSize) -> bool:
 
 
 def needs_whole_sequences(plan: Plan) -> bool:
-    """Returns whether the plan's loss needs full sequences. Its record declares this, or its table if it is a factory."""
+    """Returns whether the plan's loss needs full sequences, as its record or, for a factory, the table `[loss]` declares."""
     loss = plan.loss
     sequence = loss.record.sequence if isinstance(loss.record, LossRecord) else loss.config.sequence
     return bool(sequence == "whole")
 
 
 class WholeSequences:
-    """Gathers full sequences over `sp` for a loss. fields: the slices' fields. is_counted: whether this rank's loss counts."""
+    """Gathers full sequences over `sp` for a loss. fields: the fields of the slices. is_counted: whether this rank's loss
+    counts, which is true only on the first rank of `sp`.
+    """
 
     def __init__(self, fields: Mapping[str, Field], sp: Group) -> None:
         self.fields = fields
@@ -340,14 +343,16 @@ class WholeSequences:
 
 
 _NARROW_TOLERANCE = 2**-6
-"""The relative tolerance of the sum of halves if the loss computes in a dtype narrower than fp64; bf16 rounds by up to 2^-8."""
+"""The relative tolerance for the sum of the losses of two halves if a loss is not in fp64; bf16 rounds by up to 2^-8."""
 
 WINDOW_LENGTH = 16
-"""The maximum number of positions in a window. `check` tests a window at the beginning, the middle and the end of a slice."""
+"""The maximum number of positions in a window. `PositionAdditivity.check` compares the loss of a window with the sum of the
+losses of its halves, for windows at the beginning, in the middle and at the end of a slice.
+"""
 
 
 class PositionAdditivity:
-    """Checks that `loss` is a sum over positions, in each call of `check` until one succeeds. fields: the declared fields."""
+    """Checks that `loss` is a sum over positions: in each call of `check`, until one succeeds. fields: the declared fields."""
 
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
         self.loss = loss

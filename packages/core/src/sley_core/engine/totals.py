@@ -44,16 +44,16 @@ LOSS, NORM, WEIGHT, STOPS, SAVES, DIFFERS = range(6)
 """The indices of a step's totals. The plugins' numbers follow."""
 
 TYPICAL_TOTALS = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
-"""The totals of a normal step, in which gradients are clipped. A device whose tensors have no values reads these totals."""
+"""The totals of a normal step, in which gradients are clipped. `StepTotals.read` uses them if tensors have no values."""
 
 
 @dataclass(eq=False)
 class StepTotals:
     """The sums over all ranks at the end of a step. values: float64 [6 or more], the same on all ranks, on the device until
     `fetch`: loss, gradient norm and weight of the global batch; the numbers of ranks that request a stop and a checkpoint; 0 if
-    all ranks made the same unmarked exchanges; the plugins' numbers; the terms of `SourceSums`. local_loss: this rank's share
-    of the loss, a scalar, for errors. local_exchanges: this rank's exchanges, for errors. loss_scale: the loss scale in fp16,
-    else None. end: the moment at which the step ends on the device, valid after `fetch`.
+    all ranks logged the same exchanges; the plugins' numbers; the loss terms of each data source (`SourceSums`). local_loss:
+    this rank's share of the loss, a scalar, for errors. local_exchanges: this rank's exchanges, for errors. loss_scale: the
+    loss scale in fp16, else None. end: the moment at which the step ends on the device, valid after `fetch`.
     """
 
     values: torch.Tensor
@@ -88,8 +88,8 @@ class StepTotals:
 class StepResult:
     """A step's totals on the host. loss: the mean over the global batch; 0 if its weight is 0. weight: the global batch's loss
     weight. wants_stop, wants_save: whether a rank requests a stop or a checkpoint. ranks_differ: whether ranks made different
-    exchanges. numbers: the sums of the plugins' numbers and of `SourceSums`. loss_scale: the loss scale in fp16, else None.
-    is_skipped: whether no weight changed because a rank's gradients overflowed in fp16.
+    exchanges. numbers: the sums of the plugins' numbers and of the loss terms of each data source. loss_scale: the loss scale
+    in fp16, else None. is_skipped: whether no weight changed because a rank's gradients overflowed in fp16.
     """
 
     loss: float
@@ -160,7 +160,7 @@ class LossScale:
         return {"value": self.value, "num_good": self._num_good, "num_skipped": self.num_skipped}
 
     def restore(self, state: Mapping[str, float | int]) -> None:
-        """Sets the values that `state` returned."""
+        """Restores the values that the method `state` returned earlier."""
         self.value = float(state["value"])
         self._num_good = int(state["num_good"])
         self.num_skipped = int(state["num_skipped"])
@@ -199,7 +199,7 @@ class Skips:
         return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Sets the values that `state` returned, and discards totals that have not been settled."""
+        """Restores the values that the method `state` returned earlier, and discards totals that have not been settled."""
         self.num_skipped, self.num_in_a_row = int(state["num_skipped"]), int(state["num_in_a_row"])
         self._unread = None
 
@@ -209,7 +209,9 @@ MAX_SHOWN = 16
 
 
 class RankReport(NamedTuple):
-    """One rank's share of the loss, the index and name of its first non-finite gradient (or None), and its first samples."""
+    """One rank's report of a refused step. loss: this rank's share of the loss. bad: the index and name of the first parameter
+    whose gradient is not finite here, or None. samples: the numbers of the first samples of this rank.
+    """
 
     loss: float
     bad: tuple[int, str] | None
@@ -254,7 +256,7 @@ def build_refusal(
 
 
 def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
-    """Returns a text with the ranks whose loss is not finite, one such gradient, and samples. reports: by rank."""
+    """Returns a text with the ranks whose loss is not finite, one gradient that is not, and samples. reports: by rank."""
     bad = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
     text = ""
     if bad and len(reports) > 1:

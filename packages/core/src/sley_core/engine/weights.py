@@ -42,7 +42,7 @@ class OptimizerParam:
     updated tensor. original: the working weight in the modules, which may be the same object. elements: the range of elements
     in `parameter`; None if it has all. is_owned: whether `parameter` is the full tensor of a split matrix that this rank owns.
     master: the memory of a master weight; None if `parameter` is the working weight or a view of it. working: with a master,
-    the elements of the working weight that get its values. synced: the `state` at which they were last equal.
+    the elements of the working weight that get the master's values. synced: the `state` when both were last equal.
     """
 
     param: Param
@@ -85,8 +85,8 @@ class MasterWeights:
     of `add` and one for this rank's part of each sharded buffer. device: the device of the masters; None means the parameters'
     device. With a `device` there are always masters, and the code that updates them copies gradients there and weights back.
     owners: exchanges the matrices that the optimizer needs in full; None if it needs none. local_params: this rank's parts of
-    the weights. optimizer_params: the tensors in the optimizer's groups: `local_params`, but instead of the parts of split
-    matrices the full matrices that this rank owns.
+    the weights. optimizer_params: the tensors in the optimizer's groups: `local_params`, in which the full matrices that this
+    rank owns replace its parts of split matrices.
     """
 
     weights: WeightStore
@@ -142,8 +142,9 @@ class MasterWeights:
             yield entry.name, entry.parameter
 
     def set_gradients(self) -> None:
-        """Calls `copy_outside_writes`. Without a `device`, also sets `grad` of the optimizer's tensors from the store, or to
-        None if the parameter is frozen, and gathers split matrices and their gradients on the owners (a collective).
+        """Prepares the optimizer's tensors for an update. Calls `copy_outside_writes`. Without a `device`, also sets their
+        `grad` from the store, or to None if the parameter is frozen, and gathers split matrices and their gradients on the
+        owners: a collective of all ranks of a stage.
         """
         self.copy_outside_writes()
         if self.device is not None:
@@ -172,7 +173,8 @@ class MasterWeights:
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
         """Rounds the masters into the working weights, drops references to gradients, and starts to fetch other ranks' parts
-        (`weights.settle` waits). are_sent: whether the working weights have the values; True by default with a `device`.
+        (`weights.settle` waits). are_sent: whether the working weights have these values already; None means: if there is a
+        `device`.
         """
         self._copy_back()
         if masters := list(self._masters.values()):
@@ -262,8 +264,8 @@ def update_cost(shape: Sequence[int]) -> int:
 
 
 class PartExchange:
-    """Exchanges parts of parameters over one group. Its ranks call `gather` and `scatter` in the same order. owners, sizes: by
-    parameter, the coordinate of its owner, and the number of elements of each rank's part. Both are equal on all ranks.
+    """Exchanges parts of parameters over one group, whose ranks call `gather` and `scatter` in the same order. owners: for each
+    parameter, the coordinate of the rank that owns it. sizes: for each parameter, the number of elements of each rank's part.
     """
 
     def __init__(self, group: Group) -> None:
@@ -272,7 +274,9 @@ class PartExchange:
         self.sizes: dict[Param, Sequence[int]] = {}
 
     def gather(self, parts: Mapping[Param, Tensor], label: str) -> dict[Param, Tensor]:
-        """Returns the full tensors of the parameters that this rank owns. parts: this rank's part of each parameter."""
+        """Returns the full tensors of the parameters that this rank owns. A collective. parts: this rank's part of each
+        parameter.
+        """
         coord = self.group.coord
         by_owner = [[param for param in parts if self.owners[param] == owner] for owner in range(self.group.size)]
         sent = [[parts[param] for param in params] for params in by_owner]
@@ -282,8 +286,8 @@ class PartExchange:
         return {param: self._join(param, [pieces[index] for pieces in received]) for index, param in enumerate(owned)}
 
     def scatter(self, full_tensors: Mapping[Param, Tensor], like: Tensor, label: str) -> dict[Param, Tensor]:
-        """Returns this rank's part of each parameter: a flat tensor. full_tensors: the full tensors of the parameters that this
-        rank owns. like: a tensor of their dtype and device.
+        """Returns this rank's part of each parameter as a flat tensor. A blocking collective. full_tensors: the full tensors of
+        the parameters that this rank owns. like: a tensor of the same dtype and device.
         """
         coord = self.group.coord
         by_owner = [[param for param in self.owners if self.owners[param] == owner] for owner in range(self.group.size)]
@@ -293,12 +297,14 @@ class PartExchange:
         return dict(zip(chain(*by_owner), chain(*received), strict=True))
 
     def _join(self, param: Param, pieces: Sequence[Tensor]) -> Tensor:
+        """Returns the tensor that the parts of all ranks, `pieces`, form: shards over `wp`, else ranges of elements."""
         if self.group.axis != SHARD_AXIS:
             return torch.cat(list(pieces)).view(param.parameter.shape)
         assert param.shard is not None, param
         return param.shard.join(torch.stack(list(pieces)).view(-1, *param.shard.local_shape))
 
     def _split(self, param: Param, full_tensor: Tensor) -> Sequence[Tensor]:
+        """Returns the part of `full_tensor` for each rank, as `_join` expects it."""
         if self.group.axis != SHARD_AXIS:
             return torch.split(full_tensor.reshape(-1), list(self.sizes[param]))
         assert param.shard is not None, param
@@ -307,8 +313,9 @@ class PartExchange:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], received_sizes: Sequence[Sequence[int]], label: str, like: Tensor | None = None
     ) -> list[Sequence[Tensor]]:
-        """Sends the tensors `sent[i]` to member i, and returns the tensors from each member, flat. received_sizes: their
-        numbers of elements. like: a tensor of their dtype and device, needed if this rank sends nothing. A blocking collective.
+        """Sends the tensors `sent[i]` to member i, and returns flat tensors from each member. A blocking collective.
+        received_sizes: the tensors' numbers of elements. like: a tensor of their dtype and device, needed if this rank sends
+        nothing.
         """
         flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
         outgoing = torch.cat(flat) if flat or like is None else like.new_empty(0)
@@ -327,10 +334,10 @@ class PartExchange:
 
 
 class MatrixOwners:
-    """Assigns split parameters to owners, balanced by the cost of their updates, and exchanges gradients and values with them.
-    dtype: the dtype of the values. elementwise: the names of parameters that need no owner. params: all parameters that have an
-    owner on any rank. owned_params: the full tensors that this rank updates; they have memory only from `gather_values` to
-    `scatter_values`.
+    """Assigns each split parameter to an owner, a rank that updates all of it, so that update costs are balanced. Exchanges
+    gradients and values with the owners. The ranks of a stage make the same calls. dtype: the dtype of the values. elementwise:
+    the names of parameters that need no owner. params: all parameters that have an owner on any rank. owned_params: the full
+    tensors that this rank updates; they have memory only from `gather_values` to `scatter_values`.
     """
 
     def __init__(self, groups: Groups, store: GradientStore, dtype: torch.dtype, elementwise: Collection[str] = ()) -> None:
@@ -374,7 +381,7 @@ class MatrixOwners:
             self._memory.append((flat.data, free(flat.data)))
 
     def gather_values(self, parts: Mapping[Param, Tensor]) -> None:
-        """Copies the values of all split parameters to their owners. A collective. parts: this rank's nonempty parts."""
+        """Copies the values of split parameters to their owners. A collective. parts: this rank's parts, without empty ones."""
         for memory, num_bytes in self._memory:
             reallocate(memory, num_bytes)
         parts = {param: parts.get(param, self._template) for param in self.params}

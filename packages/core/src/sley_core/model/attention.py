@@ -156,7 +156,7 @@ def find_attention_kernel(name: str, head_dim: int, device: torch.device, dtype:
             backend = SDPBackend.ERROR
     if backend == SDPBackend.ERROR:  # each call of torch makes a new object
         dtype_name = str(dtype).removeprefix("torch.")
-        message = f"torch's attention kernel `{name}` cannot compute {dtype_name} heads of {head_dim} on {device.type}"
+        message = f"torch's attention kernel `{name}` cannot compute {dtype_name} heads of size {head_dim} on {device.type}"
         hint = 'use `attention = "auto"`, or another kernel'
         raise PlanError("attention-kernel", message, path=("model", "attention"), hint=hint)
     return next((key for key, value in KERNELS.items() if value == backend), backend.name.lower())
@@ -185,7 +185,7 @@ def load_varlen_kernel() -> Any:
 
 
 def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, window: int | None) -> Tensor:
-    """Computes `Attention.forward` by torch's `varlen_attn`, which skips pairs of positions in different documents."""
+    """Computes `Attention.forward` with torch's `varlen_attn`, which skips pairs of positions in different documents."""
     batch, num_positions = q.shape[:2]
     bounds = flat_bounds(cu_seqlens, num_positions)
     context: Tensor = load_varlen_kernel()(

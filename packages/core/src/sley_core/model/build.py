@@ -128,8 +128,8 @@ def _preserve_defaults() -> Iterator[None]:
 
 
 def _check_builders(model: Model) -> None:
-    """Raises PlanError if the result of a builder would depend on which other builders a rank has called: "model-factory" if it
-    shares a parameter with another layer, "model-random" if it uses a generator that was made outside the builder.
+    """Raises PlanError if the result of a builder would depend on which other builders a rank has called: "model-factory" if
+    the module shares a parameter with another layer, "model-random" if a builder uses a generator that was made outside it.
     """
     holders: dict[nn.Parameter, tuple[Layer, str]] = {}
     for layer in model.layers:
@@ -286,11 +286,11 @@ class HostModel:
         shard: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
         keep: Sequence[str] = (),
     ) -> dict[int, nn.Parameter]:
-        """Replaces the modules of the layers `layer_names` by modules with values on `device`. Returns the new parameters by
-        the id of the parameter on meta that each replaces. dtype: the dtype of parameters; parameters whose names match the
-        patterns `keep` have at least fp32. shard: by the id of a sharded parameter on meta, a function from its full value on
-        the host to this rank's shard. Training modes and `requires_grad` do not change. Does not communicate. Raises PlanError
-        "model-init" if a parameter has no value, and "model-buffer" if a buffer has none.
+        """Replaces the modules of the layers `layer_names` with modules that have values on `device`. Returns the new
+        parameters by the id of the parameter on meta that each replaces. dtype: the dtype of parameters; parameters whose names
+        match the patterns `keep` have at least fp32. shard: by the id of a sharded parameter on meta, a function from its full
+        value on the host to this rank's shard. Training modes and `requires_grad` do not change. Does not communicate. Raises
+        PlanError "model-init" if a parameter has no value, and "model-buffer" if a buffer has none.
         """
         parameters: dict[int, nn.Parameter] = {}
         buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -397,7 +397,7 @@ def _check_structure(model: Model, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _describe_structure(modules: Iterable[tuple[str, nn.Module]], declared_ties: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yields name and description of each submodule, buffer and parameter. Does not compare ties in `declared_ties`."""
+    """Yields name and description of each submodule, buffer and parameter. Omits the ties of names in `declared_ties`."""
     first_names: dict[nn.Parameter, str] = {}
     for layer_name, module in modules:
         for path, submodule in module.named_modules(prefix=layer_name, remove_duplicate=False):
@@ -480,7 +480,7 @@ def evaluation_notes(layers: Sequence[Layer]) -> list[str]:
 
 
 def _modules_in_evaluation(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bool) -> Iterator[nn.Module]:
-    """Yields the submodules of `module`, or itself, that stay in evaluation mode. is_training: whether the parent is in
+    """Yields `module`, or its outermost submodules, if they stay in evaluation mode. is_training: whether the parent is in
     training mode. per_rank: patterns, as in `Model.per_rank_buffers`.
     """
     is_norm = isinstance(module, _NormBase) and not matches_any(f"{name}.running_mean", per_rank)

@@ -44,7 +44,7 @@ Layers: TypeAlias = (
     | Mapping[str, nn.Module | Builder]
     | Iterable[nn.Module | tuple[str, nn.Module | Builder] | tuple[str, Builder, int]]
 )
-"""The forms in which `Model` accepts its layers. A tuple has a name, a module or builder, and a count for a builder."""
+"""The forms in which `Model` accepts its layers. A tuple holds a name, a module or builder, and, for a builder, a count."""
 
 MODEL: KeyPath = ("model",)
 """The path of the table `[model]` in the plan, for errors."""
@@ -54,8 +54,8 @@ MODEL: KeyPath = ("model",)
 class Layer:
     """A named layer of the model. A communicator or `torch.compile` may replace `module`; `name` never changes. module: an
     empty module until the builder, if any, is called. fields: the names of the batch fields that the module receives;
-    `set_fields` sets them. builder: makes the module; None if the module exists. unreadable: the tensors that a forward must
-    not read, by the attribute of the layer through which it could reach them.
+    `set_fields` sets them. builder: makes the module; None if the module exists. unreadable: tensors that a forward must not
+    read, keyed by the attribute of the layer that refers to them.
     """
 
     name: str
@@ -126,8 +126,8 @@ class Model:
                 self._initialise(layer.module, layer.name, initialised_ids)
 
     def build_layer(self, layer: Layer, seed: int, *, initialises: bool = True) -> None:
-        """Calls the layer's builder, if any, with generators seeded by `derive_seed(seed, layer.name)`, then `init_weights`.
-        initialises: whether to call it. Raises PlanError "model-factory" if the builder, "model-init" if `init_weights` fails.
+        """Calls the layer's builder, if any, with generators seeded by `derive_seed(seed, layer.name)`, then `init_weights` if
+        `initialises` is true. Raises PlanError "model-factory" if the builder fails, and "model-init" if `init_weights` fails.
         """
         if layer.builder is None:
             return
@@ -173,7 +173,9 @@ class Model:
             setattr(target, second.rpartition(".")[2], getattr(source, first.rpartition(".")[2]))
 
     def _locate_parameter(self, name: str) -> tuple[int, nn.Module]:
-        """Returns the layer index and the module of the parameter `name`. Raises PlanError "model-factory" if none has it."""
+        """Returns the layer index and the module of the parameter `name`. Raises PlanError "model-factory" if it does not
+        exist.
+        """
         owner, _, attribute = name.rpartition(".")
         for index, layer in enumerate(self.layers):
             for path, module in layer.module.named_modules(prefix=layer.name):
@@ -200,7 +202,7 @@ class Model:
 
 
 def _allocate_parameters(module: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replaces parameters on meta by uninitialised parameters on the host. Adds old and new parameters to `replacements`."""
+    """Replaces parameters on meta with uninitialised parameters on the host. Adds old and new parameters to `replacements`."""
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
             if parameter is not None and parameter.is_meta:

@@ -54,7 +54,7 @@ def flat_bytes(value: Tensor) -> Tensor:
 
 
 def fingerprint(value: Tensor) -> Tensor:
-    """Returns a hash of the bytes of `value`, an int64 scalar on its device. Hashes collide with a probability of 2^-32."""
+    """Returns a hash of the bytes of `value`, an int64 scalar on its device. Two values collide with a probability of 2^-32."""
     data = flat_bytes(value)
     num_word_bytes = data.numel() // 8 * 8
     word_data, tail = data[:num_word_bytes], data[num_word_bytes:].to(torch.int64)
@@ -163,7 +163,7 @@ MAX_OBJECTS = 100_000
 """The largest number of objects that a search from one attribute visits. An attribute may be a tokenizer or a dataset."""
 
 _META_ADDRESS_SHIFT = 64
-"""The bits by which the imaginary addresses of tensors on meta are shifted, so that they do not overlap real addresses."""
+"""The number of bits by which imaginary addresses of meta tensors are shifted, so that they do not overlap real addresses."""
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}  # attributes of modules whose tensors follow a replacement
 _LEAF_TYPES: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
@@ -172,7 +172,7 @@ _CONTAINER_TYPES = (dict, OrderedDict)  # a search skips empty ones at once
 
 
 class ReferencedTensor(NamedTuple):
-    """A tensor that code can reach from a layer's attribute. is_in_module: whether a module outside all layers has it."""
+    """A tensor that code can reach from a layer's attribute. is_in_module: whether a module outside all layers registers it."""
 
     attribute: str
     tensor: Tensor
