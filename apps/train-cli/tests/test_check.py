@@ -207,9 +207,12 @@ def layers(more: str, picks: str = "pass", loss: str = "") -> str:
     [
         (
             f'("up", nn.Linear(32, 64)), {HEAD}',
-            "error[layer-fails]: layer `head` (Linear) fails with inputs FORMAT [1, 16, 64]: ",
+            "error[layer-fails]: layer `head` (Linear) fails when called with inputs (FORMAT [1, 16, 64]): ",
         ),
-        (f'("pair", Pair(32, 32)), {HEAD}', "error[layer-fails]: layer `head` (Linear) fails with inputs tuple: TypeError: "),
+        (
+            f'("pair", Pair(32, 32)), {HEAD}',
+            "error[layer-fails]: layer `head` (Linear) fails when called with inputs (tuple): TypeError: ",
+        ),
         (
             '("head", nn.Linear(32, 8))',
             "error[label-out-of-range]: labels must be classes from 0 to 7, but the field `labels` has",
@@ -229,7 +232,8 @@ def test_errors_name_layers_whose_output_cannot_be_sent(cli: Cli, own_model: Own
     path = own_model(layers(f'("picks", Picks(32, 32)), {HEAD}', "return super().forward(hidden), 3"))
     message = "error[boundary-type]: the output of the layer 'picks' contains a value of type int"
     cli("check", path, "--model", changes=PIPELINE).expect(3, message)
-    cli("check", path, "--model", changes=ONE).expect(3, "error[layer-fails]: layer `head` (Linear) fails with inputs tuple")
+    message = "error[layer-fails]: layer `head` (Linear) fails when called with inputs (tuple)"
+    cli("check", path, "--model", changes=ONE).expect(3, message)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +267,7 @@ def test_a_forward_that_needs_values_is_not_checked(cli: Cli, own_model: Own, pi
     cli("check", path, "--model", changes=ONE).expect(
         0,
         "layers were called only up to layer `picks` (Picks), which cannot run on meta",
-        "creates the initial values of all ranks on its host, and keeps its own: ",
+        "to create the model's initial values, each rank temporarily needs ",
     )
     assert cli("run", path, changes=ONE).code == 0
 

@@ -103,7 +103,7 @@ def print_line(text: str) -> None:
 
 
 def print_fault(fault: Fault, settings: Settings) -> None:
-    """Prints the diagnostics of a fault on stderr, and before them the traceback if requested. Ignores a closed stderr."""
+    """Prints a fault on stderr: the traceback, if `settings` requests it, and the diagnostics. Ignores a closed stderr."""
     if settings.prints_traceback and fault.trace:
         print_line(fault.trace)
     if fault.diagnostics:
@@ -112,8 +112,8 @@ def print_fault(fault: Fault, settings: Settings) -> None:
 
 
 def format_diagnostics(diagnostics: Sequence[Diagnostic], *, is_long: bool) -> str:
-    """Returns the diagnostics as text that ends in a newline. The last line has their number if there are several. is_long:
-    whether to show the source line with a caret; if not, each is a line like `plan.toml:24:1: error[unknown-key]: ...`.
+    """Returns the diagnostics as text that ends in a newline. If there are several, the last line states their number. is_long:
+    whether to show source lines with carets; if not, each diagnostic is one line: `plan.toml:24:1: error[unknown-key]: ...`.
     """
     texts = list(map(_format_long if is_long else _format_short, diagnostics))
     if len(texts) > 1:
@@ -148,7 +148,7 @@ Row = Mapping[str, float | int]
 """The metrics of one step, by name, as in a line of `metrics.jsonl`."""
 
 NUM_AVERAGED = 20
-"""The number of last steps over which the loss is averaged, since the loss of a single step depends on its batch."""
+"""The summary averages the loss over this number of last steps, since the loss of a single step depends on its batch."""
 
 EVALUATION_PREFIX = "held_out/"
 """The prefix of the names of all metrics of an evaluation except `held_out_loss`."""
@@ -159,9 +159,10 @@ _REDRAW_INTERVAL_S = 0.2  # the minimum number of seconds between two redraws of
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
-    """Prints the progress of a run of `num_steps` steps. Append the object to `run.readers`. Ignores failed writes. On a
+    """Prints the progress of a run of `num_steps` steps if it is appended to `run.readers`. Ignores failed writes. On a
     terminal, it redraws one line; otherwise it prints a line after every `log_every`-th step and after the last step. notes:
-    the list to which the run appends its notes; new notes are printed. stream: None for stderr.
+    the list to which the run appends its notes; new notes are printed. stream: the output; None for stderr. As a context
+    manager, it ends the output when the block ends.
     """
 
     def __init__(self, num_steps: int, log_every: int, notes: Sequence[str] = (), stream: TextIO | None = None) -> None:
@@ -225,7 +226,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
 
 
 def count_epochs(run: "Run", num_steps: int) -> float | None:
-    """Returns the number of epochs in `num_steps` steps; None if the number of samples is unknown, for example of a stream."""
+    """Returns the number of epochs in `num_steps` steps; None if the number of samples is not known, as for a stream."""
     num_samples = run.feed.num_samples if run.feed is not None else None
     return num_steps * run.plan.batch.global_size / num_samples if num_samples else None
 
@@ -262,7 +263,7 @@ def format_header(run: "Run", num_bytes: Mapping[str, int]) -> str:
 
 
 def describe_repetition(num_samples: int | None, plan: Plan) -> str:
-    """Returns a note if an evaluation repeats samples, else "". num_samples: the number of held-out samples, if known."""
+    """Returns a note if an evaluation repeats samples, else "". num_samples: the number of held-out samples, or None."""
     assert plan.evaluation is not None, "the plan has no [evaluation]"
     size = plan.batch.global_size
     num_used = plan.evaluation.steps * size
@@ -276,7 +277,9 @@ def describe_repetition(num_samples: int | None, plan: Plan) -> str:
 
 
 def format_summary(summary: Mapping[str, Any], folder: Path, weights: Path | None = None) -> str:
-    """Returns the text after the last step. summary: from `summarize_run`. weights: the folder of final weights, or None."""
+    """Returns the text that ends a run. summary: from `summarize_run`. weights: the folder of the final weights; None if not
+    saved.
+    """
     num_steps = summary["steps"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
     lines = [f"{summary['outcome']}: {format_count(num_steps, 'step')}{skipped} in {format_duration(summary['seconds'])}"]

@@ -33,8 +33,8 @@ def num_cores() -> int:
 
 
 def read_cgroup_cores(root: Path) -> float:
-    """Returns the smallest CPU limit of this process's cgroup (version 2) and its parents, in cores; infinity for no limit.
-    root: the root of the file system. A container may see its own cgroup as the root of cgroups.
+    """Returns the smallest CPU limit, in cores, of this process's cgroup (version 2) and the parents of this cgroup; infinity
+    if there is no limit. root: the root of the file system.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
@@ -50,8 +50,8 @@ def read_cgroup_cores(root: Path) -> float:
 
 
 def describe_machine(*, include_gpus: bool = True) -> dict[str, Any]:
-    """Returns the platform, cores, GPUs, environment variables, and versions of Python, torch and Sley's packages, by name.
-    include_gpus: whether to list the GPUs. Listing GPUs creates a CUDA context in this process.
+    """Returns a description of this machine, by name: platform, number of cores, GPUs, environment variables, and versions of
+    Python, torch and Sley's packages. include_gpus: whether to list the GPUs, which creates a CUDA context in this process.
     """
     python = f"{platform.python_version()} ({sys.executable})"
     info: dict[str, Any] = {"platform": platform.platform(), "python": python, "cores": num_cores()}
@@ -82,8 +82,9 @@ def find_sley_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The content of `start.json`. time: the time of the start in UTC, in ISO 8601. origins: the origin of each key of the plan
-    (`run.steps`): file and line, `--set #1` or default. machine: the result of `describe_machine`.
+    """The content of `start.json`, a record of the last start of a run. time: the time in UTC, in ISO 8601. origins: the origin
+    of each value of the plan (file and line, `--set #1` or default), by key, such as `run.steps`. machine: from
+    `describe_machine`.
     """
 
     time: str
@@ -99,7 +100,7 @@ def write_start_record(folder: Path, plan: Plan, *, include_gpus: bool) -> None:
 
 
 def read_start_record(folder: Path) -> StartRecord | None:
-    """Returns the record of the last start; None if `folder` has no record. Raises OSError, or ValueError for bad content."""
+    """Returns the start record in `folder`, or None if there is none. Raises OSError or, for invalid content, ValueError."""
     path = folder / START_FILE
     if not path.exists():
         return None

@@ -35,11 +35,11 @@ _SLEY_MODULES = frozenset(
     {"sley_core", "sley_checkpoint", "sley_cma", "sley_data", "sley_doctor", "sley_dp", "sley_estimate", "sley_hf"}
     | {"sley_isp", "sley_memory", "sley_metrics", "sley_models", "sley_optim", "sley_pp", "sley_testing"}
     | {"sley_trainer", "train_cli"}
-)  # the packages of Sley; frames of other code are user code, except for the standard library and these:
+)  # the packages of Sley
 _LIBRARIES = frozenset(
     {"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging", "typer", "click", "rich"}
 )
-"""The libraries that Sley uses. An error in one of them, or in Sley, is reported at the innermost frame of user code."""
+"""The libraries that Sley uses. All code outside Sley, these libraries and the standard library is user code."""
 
 _DISK_HINTS = {  # by the error number of a failed write
     errno.ENOSPC: "the disk is full: free some space, or choose another `run.folder`",
@@ -78,7 +78,7 @@ class Fault:
 
 
 def _diagnose_error(error: Exception) -> Diagnostic:
-    """Returns a diagnostic that explains an error that is not a SleyError: memory, disk, torch, user code, or a bug in Sley."""
+    """Returns a diagnostic of an error that is not a SleyError. Its code names the kind of error, such as "out-of-memory"."""
     message = "".join(traceback.format_exception_only(error)).strip()
     # torch has an exception class for device memory, but only a message for host memory.
     is_host_memory = "DefaultCPUAllocator: can't allocate memory" in str(error)
@@ -111,7 +111,7 @@ def _diagnose_error(error: Exception) -> Diagnostic:
 
 
 def _find_user_code(calls: Sequence[tuple[FrameType, int]]) -> tuple[Place | None, str | None]:
-    """Returns the place and source line of the innermost call in user code, or (None, None). calls: the outermost first."""
+    """Returns the place and source line of the innermost call in user code, else (None, None). calls: the outermost first."""
     for frame, line in reversed(calls):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         is_known = package in _SLEY_MODULES | _LIBRARIES | {"__main__"} or package in sys.stdlib_module_names
@@ -128,12 +128,12 @@ PREFLIGHT = "preflight"
 """The error code of ranks that cannot start together."""
 
 _EXIT_DELAY_S = 3.0
-"""The seconds that a rank waits before it exits, if another rank prints the error. A launcher ends all ranks after an exit."""
+"""A rank whose error another rank prints exits after this number of seconds, since its launcher then ends all ranks."""
 
 _FAULT_KEY = "sley"  # the key of the fault in an error file
 
 _PEER_FAILURE_CODES = frozenset({"collective-failed", "rendezvous-failed", "group-failed", "start-failed"})
-"""The error codes that a rank reports if a peer has ended."""
+"""The error codes that a rank may report because one of its peers has ended."""
 
 _PEER_FAILURE_DELAY_S = 10
 """The seconds added to the time of a report with a code of `_PEER_FAILURE_CODES`. torchrun shows the rank with the earliest
@@ -170,8 +170,8 @@ def write_error_file(fault: Fault) -> None:
 
 
 def report_hang() -> Diagnostic:
-    """Writes the error file of this rank, which did not end after a signal, and returns its diagnostic, which names the user
-    code that the main thread executes.
+    """Writes the error file of this rank, which did not end after a signal, and returns the diagnostic in it. The diagnostic
+    names the user code that the main thread executes, if there is any.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     calls = [*traceback.walk_stack(frame)][::-1] if frame else []
@@ -186,8 +186,8 @@ def report_hang() -> Diagnostic:
 
 
 def has_remote_peers() -> bool:
-    """Returns whether this process is one of several ranks that a launcher other than `train-cli` has started. The launcher of
-    a local launch has already checked the plan, and the ranks' store is on this machine.
+    """Returns whether this process is one of several ranks that a launcher other than `train-cli` has started, and that may be
+    on several hosts. Only such ranks need the rendezvous of `train_cli.rendezvous`.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if "RANK" not in os.environ or not size.isdecimal() or int(size) == 1 or has_launcher():
@@ -198,9 +198,10 @@ def has_remote_peers() -> bool:
 
 
 class RankErrorReporter(AbstractContextManager["RankErrorReporter"]):
-    """A context manager that prints an error of its block, writes it into the error file, and raises SystemExit instead. Before
-    `is_training` is set, an error occurs on all ranks, or keeps this rank from joining the other ranks. Only the first rank of
-    each host prints such an error, and this rank sends it to its peers. print_function: None if a local launcher prints errors.
+    """A context manager that prints an error of its block, writes it into the error file, and raises SystemExit instead. An
+    error before `is_training` is set occurs on all ranks, or keeps this rank from joining the others. Such an error is sent to
+    the other ranks, but only rank 0 and the first rank of each host print it. rank: this rank. print_function: prints a fault;
+    None if a local launcher prints errors.
     """
 
     def __init__(self, rank: int, print_function: Callable[[Fault], None] | None = None) -> None:
@@ -231,10 +232,10 @@ class RankErrorReporter(AbstractContextManager["RankErrorReporter"]):
 
 _SIGNAL_EXIT_CODES = frozenset(
     {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNING_SIGNALS), -signal.SIGTERM, -signal.SIGINT}
-)  # of ranks that obeyed a signal
+)  # the exit codes of ranks that ended because a signal told them to
 
 _REPORT_LEAD_S = 2.0
-"""The seconds subtracted from the time at which the launcher notices a death, since peers may report an earlier time."""
+"""The seconds subtracted from the time at which the launcher notices a rank's death, since a peer may report it earlier."""
 
 _SIGNAL_HINTS: dict[int, str] = {  # by the signal that killed a rank
     signal.SIGKILL: "the process was killed from outside: look for the OOM killer in `dmesg`",
@@ -249,8 +250,9 @@ _SIGNAL_HINTS: dict[int, str] = {  # by the signal that killed a rank
 
 @dataclass(frozen=True)
 class FailedRank:
-    """A rank of a local launch that has failed. exit_code: the negative signal number for a death by signal. fault: the fault
-    that the rank reported, or None. failed_at_s: the time of its failure in seconds since the epoch, possibly estimated.
+    """A rank of a local launch that has failed. exit_code: the exit code of its process, or the negative number of the signal
+    that killed it. fault: the fault that the rank reported, or None if it left no report. failed_at_s: the time of the failure
+    in seconds since the epoch, estimated if there is no report.
     """
 
     rank: int
@@ -260,7 +262,7 @@ class FailedRank:
 
     @classmethod
     def read(cls, rank: int, exit_code: int, error_file: Path) -> "FailedRank":
-        """Returns the description of `rank`, which has just ended. error_file: the path of its report, which may be missing."""
+        """Returns the object for `rank`, which has just ended. error_file: the path of its report, which may be missing."""
         with suppress(OSError, ValueError):
             if content := json.loads(error_file.read_text("utf-8")).get(_FAULT_KEY):
                 return cls(rank, exit_code, TypeAdapter(Fault).validate_python(content["fault"]), content["time"])
@@ -307,7 +309,7 @@ def find_cause(ranks: Sequence[FailedRank], world_size: int, killed_states: Mapp
 
 
 def _describe_failed_rank(first: FailedRank, failed_ranks: Sequence[FailedRank], world_size: int) -> Fault:
-    """Returns the fault of `first`, the rank that failed first. Messages name the rank, unless all ranks report the same."""
+    """Returns the fault of `first`, the rank that failed first. Its messages name the rank unless all ranks report the same."""
     label = f"rank {first.rank} of {world_size}"
     if first.fault is not None:
         num_equal = sum(rank.fault is not None and rank.fault.diagnostics == first.fault.diagnostics for rank in failed_ranks)

@@ -39,7 +39,7 @@ KILL_DELAY_S = 2
 SIGTERM_INTERVAL_S = 1.5
 """The time in seconds between two SIGTERMs. It exceeds `stopping.DUPLICATE_SIGNAL_S`, so that a rank counts two signals."""
 
-_POLL_S = 0.05  # the time in seconds between two looks at the ranks
+_POLL_S = 0.05  # the time in seconds between two checks whether ranks have ended
 
 _PROCESS_STATES = {
     "T": "it is stopped, for example by SIGSTOP",
@@ -64,8 +64,8 @@ def launch(
     Returns the first failure, or a fault without diagnostics if all succeeded or a signal stopped the run.
 
     target: "module:function", a function that returns the rank's exit code. arguments: its keyword arguments, JSON values.
-    run_folder: the folder for a report on failed ranks. sigterm_timeout_s: a rank's time limit after SIGTERM. stop_signals: the
-    plan's `[run] stop_signals`.
+    run_folder: the folder for a report on failed ranks. sigterm_timeout_s: a rank's time limit after SIGTERM, in seconds.
+    stop_signals: the plan's `[run] stop_signals`.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sley-", ignore_cleanup_errors=True))
@@ -91,7 +91,7 @@ def launch(
 
 
 class _LocalRanks:
-    """Starts, signals and ends the processes of the ranks. folder: the folder of their store and error files. kill_timeout_s:
+    """Starts, signals and ends the processes of the ranks. folder: contains the ranks' store and error files. kill_timeout_s:
     the seconds from a forwarded signal until SIGKILL. killed_states: the process state of each killed rank, by rank.
     """
 

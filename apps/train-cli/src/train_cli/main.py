@@ -57,7 +57,7 @@ COMMAND_PACKAGES = {
     **dict.fromkeys(("estimate", "search", "calibrate"), "estimate"),
     **dict.fromkeys(("doctor", "report"), "doctor"),
 }
-"""The package that defines a command, without `sley-`, by command. `train-cli` itself defines all other commands."""
+"""Maps a command to the package that defines it, without the prefix `sley-`. `train-cli` itself defines all other commands."""
 
 COMMAND_MODULES = {
     "check": "plan",
@@ -68,7 +68,7 @@ COMMAND_MODULES = {
     "new": "plugins",
     "env": "plugins",
 }
-"""The module in `train_cli.commands` that defines a command, by command, if it does not have the name of the command."""
+"""Maps a command to the module in `train_cli.commands` that defines it, if command and module have different names."""
 
 COMMAND_SUMMARIES = {name: summary for section in HELP_SECTIONS.values() for name, summary in section.items()}
 """The summaries of Sley's commands, by name."""
@@ -81,7 +81,7 @@ Examples:
   train-cli check plan.toml --set batch.micro_size=4
 
 Trains transformer models from one file, the plan.
-Results go to runs/NAME where the command is given; NAME is the plan's run.name.
+Results go to runs/NAME in the current folder; NAME is the plan's run.name.
 """
 
 EPILOG = """
@@ -209,7 +209,7 @@ def _load_command(name: str) -> Any:
 
 
 def import_optional(package: str, module: str, feature: str) -> Any:
-    """Imports and returns `module` of `sley-<package>`, which `feature` needs. Raises PluginError "command-missing"."""
+    """Returns `module` of `sley-<package>`, which `feature` needs. Raises PluginError "command-missing" if it is missing."""
     if find_spec(module.partition(".")[0]) is None:
         message = f"{feature} needs sley-{package}, which is not installed"
         raise PluginError("command-missing", message, hint=install_hint(package))
@@ -218,7 +218,7 @@ def import_optional(package: str, module: str, feature: str) -> Any:
 
 @cache
 def find_foreign_commands() -> dict[str, tuple[EntryPoint, ...]]:
-    """Returns the entry points of other packages' commands, by the name of the command, which several packages may use."""
+    """Returns the entry points of other packages' commands, by the name of the command. Several packages may use one name."""
     commands: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         commands[point.name] = (*commands.get(point.name, ()), point)

@@ -64,8 +64,8 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
 
 
 def _describe_host_memory(model: Model, ranks_per_host: int) -> list[str]:
-    """Returns notes on the host memory of the initial values of `model`, and on a factory that does not run on meta.
-    ranks_per_host: the number of ranks on a host. A rank creates all layers without a builder at the same time.
+    """Returns notes on the host memory of the initial values of `model`, and on a factory that does not run on meta. Layers
+    that have a builder do not count; a rank creates all other layers at once. ranks_per_host: the number of ranks on a host.
     """
     tensors = {
         id(tensor): tensor.nbytes
@@ -76,8 +76,8 @@ def _describe_host_memory(model: Model, ranks_per_host: int) -> list[str]:
     notes, num_bytes = [], sum(tensors.values())
     if num_bytes:
         total, available = num_bytes * ranks_per_host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        note = f"each rank creates the initial values of all ranks on its host, and keeps its own: {format_bytes(num_bytes)}"
-        note += f", {format_bytes(total)} for {ranks_per_host} ranks on a host" if ranks_per_host > 1 else ""
+        note = f"to create the model's initial values, each rank temporarily needs {format_bytes(num_bytes)} of host memory"
+        note += f", and the {ranks_per_host} ranks of a host need {format_bytes(total)}" if ranks_per_host > 1 else ""
         if total > available:
             note += f"; this host has only {format_bytes(available)}, so return builders (docs/save-resume-load.md)"
         notes.append(note)
@@ -87,7 +87,7 @@ def _describe_host_memory(model: Model, ranks_per_host: int) -> list[str]:
 
 
 def _describe_sharding(plan: Plan, run: Run) -> list[str]:
-    """Returns a note on the sharded share of the first stage's parameters, and on its largest parameter that is not sharded."""
+    """Returns a note on the share of the first stage's parameters that are sharded; [] if the plan does not shard weights."""
     if plan.parallel.wp == 1 or plan.weights is None:
         return []
     numels = {param.name: prod(param.shape) for param in run.registry}
@@ -111,7 +111,9 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
 
 
 def meta_state(layer: Layer, dtype: torch.dtype, fp32_patterns: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Returns the layer's parameters and buffers on meta by name. dtype: of parameters that match no `fp32_patterns`."""
+    """Returns the layer's parameters and buffers on meta by name. dtype: the dtype of parameters; parameters with names that
+    match `fp32_patterns` have at least fp32. Buffers keep their dtype, but fp32 becomes fp64 if `dtype` is fp64.
+    """
     state = {
         name: torch.empty_like(buffer, device="meta", dtype=select_buffer_dtype(buffer, dtype))
         for name, buffer in layer.module.named_buffers()
@@ -198,7 +200,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, sent_outputs: Co
                 return f"layers were called only up to {label}, which cannot run on meta: {format_cause(error)}"
             field_texts = (f"{name} {_describe_value(fields[name])}" for name in layer.fields)
             inputs = ", ".join([*map(_describe_value, args), *field_texts])
-            message = f"{label} fails with inputs {inputs or 'none'}: {format_cause(error)}"
+            message = f"{label} fails when called with inputs ({inputs}): {format_cause(error)}"
             hint = "its first argument is the previous layer's output; use `train-cli run --traceback` to see the calls"
             raise PlanError("layer-fails", message, path=MODEL, hint=dtype_hint(error) or hint) from error
     check_written_buffers(written)
@@ -219,7 +221,7 @@ def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor], info: Dat
     except Exception as error:
         if hasattr(loss, "attach") or not _is_certain(error, _LOSS_ERRORS):
             return f"the loss was not checked: {format_cause(error)}"
-        message = f"the loss fails with output {_describe_value(output)}: {format_cause(error)}"
+        message = f"the loss fails when called with a model output of {_describe_value(output)}: {format_cause(error)}"
         raise PlanError("loss-fails", message, path=("loss",), hint="its first argument is the last layer's output") from error
     return None
 

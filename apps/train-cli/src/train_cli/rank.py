@@ -88,8 +88,8 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
 
 @contextmanager
 def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[Run, SignalHandler]]:
-    """Joins the world, and assembles the run of `plan` for the block. Yields the run and the handler of signals. folder: the
-    run folder, in which this rank reports a failure. writes: whether the run also writes its other files there.
+    """Joins the world, and assembles the run of `plan` for the block. All ranks must call it. Yields the run and the handler of
+    signals. folder: the folder in which this rank reports a failure. writes: whether the run also writes its other files there.
     """
     gc.freeze()  # else each collection would search all modules, which takes half a second
     gc.enable()
@@ -131,7 +131,9 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
 
 
 def _start_reporter(run: Run, folder: Path, totals: "RunTotals", resume: str | None) -> console.ProgressReporter:
-    """Writes the plan and the start record, prints the header, adds `totals` and a reporter to the run, and returns it."""
+    """Writes the plan and the start record, prints the header, and adds `totals` and a new reporter, which it returns, to
+    `run.readers`. If `resume` is not None, `totals` also includes the rows of earlier attempts.
+    """
     (folder / SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
     resolved = run.resolved_plan  # also has the values that the data determine
     write_plan(resolved, folder)
@@ -152,8 +154,8 @@ def _start_reporter(run: Run, folder: Path, totals: "RunTotals", resume: str | N
 
 
 def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], None]:
-    """Returns a function that takes the rows of a compiled run. The function adds notes on the number of graphs that the first
-    step compiled, and on each step after the third that compiled again.
+    """Returns a function to which each metrics row of a compiled run is passed. It adds notes to `notes`: on the number of
+    graphs that the first step compiled, and on each step after the third that compiled again.
     """
     num_steps = 0
     known_ids: set[str] = set()
@@ -183,7 +185,7 @@ def _print_finished(run: Run, weights: Path | None) -> None:
 
 
 def _save_final_weights(run: Run, folder: Path) -> Path | None:
-    """Saves the final weights, and returns their folder; None if `final_weights` is "none" or no step was taken."""
+    """Saves the final weights, and returns their folder, or None if there are none to save. All ranks must call it."""
     precision = run.plan.run.final_weights
     if precision == "none" or run.num_steps_done == 0:
         return None
@@ -201,7 +203,9 @@ def _write_summary(run: Run, folder: Path, outcome: str, totals: "RunTotals", no
 
 @dataclass
 class RunTotals:
-    """The totals of a run's metrics rows. tflop: 10^12 FLOP per device. losses: the last `NUM_AVERAGED` finite losses."""
+    """The totals of a run's metrics rows. seconds: the sum of the step times. tflop, mfu_seconds: the sums of `tflops` and
+    `mfu` times the step time. memory_mb: in MiB. evaluation: the last values. losses: the last `NUM_AVERAGED` finite losses.
+    """
 
     num_steps: int = 0
     num_skipped: int = 0
@@ -241,7 +245,7 @@ def summarize_run(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str
 
     run: rank 0's run. outcome: `"finished"`, `"interrupted"` or `"failed"`. notes: problems that did not end the run.
 
-    A loss is None if no step or evaluation has produced it. `evaluation` has the other metrics of evaluations, and `best` the
+    A loss is None if no step or evaluation has produced one. `evaluation` has the other metrics of evaluations, and `best` the
     best result by `keep_best`. `tokens_per_s`, `samples_per_s`, `tflops` (of one device) and `mfu` are means over all steps, or
     None if they are unknown. `memory_mb` is the peak in MiB, as in the rows.
     """

@@ -32,7 +32,7 @@ from sley_core.plan.plan import Plan, format_values
 from train_cli.faults import PREFLIGHT, Fault
 
 RESPONSE_TIMEOUT_S = 8.0
-"""The time limit in seconds of resolving a name, of opening a port, and of an answer of the store."""
+"""The time limit in seconds for resolving a name, for opening a port, and for an answer from the store."""
 
 _NOTIFICATION_TIMEOUT_S = 30.0  # the seconds for which a rank that cannot start tries to reach rank 0, which may start later
 
@@ -42,10 +42,10 @@ BUILD_GRACE_S = 60.0
 arrived yet (`ARRIVAL_GRACE_S`), or that are still building their model (`BUILD_GRACE_S`).
 """
 
-_POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3  # the seconds of the first and longest pause of a poll, and before a retry
+_POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3  # in seconds: the first and longest pause of a poll; the pause before a retry
 
 Verdict = dict[str, Any]
-"""{} if all ranks have arrived and agree; else `message` and `hint`."""
+"""The result of a round: {} if all ranks have arrived and agree; else `message` and `hint` of the error on all ranks."""
 
 
 def open_rendezvous(plan: Plan) -> "Rendezvous":
@@ -76,12 +76,12 @@ _BUILD_TEXTS = (
     "did not open their data and build their model",
     "check whether they read from a slow disk, for example; raise [limits] collective_timeout_s to wait longer",
 )
-"""The problem of missing ranks in a message, and the hint, for each of the two rounds."""
+"""For each of the two rounds: what the missing ranks did not do, as part of an error message, and the error's hint."""
 
 
 @dataclass
 class Rendezvous:
-    """The rendezvous on one rank, which agrees with the other ranks to start or to fail.
+    """One rank's part in the rendezvous, in which the ranks agree to start or to fail.
 
     timeout_s: the time limit of a wait for ranks. is_store_owner: whether the store may end soon after this process. job: the
     launcher's name for this run, which distinguishes runs that use the same port. num_rounds: the number of completed rounds,
@@ -176,7 +176,9 @@ class Rendezvous:
         return {"host": self.host, "job": self.job, "process": self.process}
 
     def _read_rank_0(self) -> dict[str, Any]:
-        """Waits for the value that rank 0 writes first. Raises RunError "preflight" if it is of another run, or is missing."""
+        """Waits for the first value of rank 0, and returns it. Raises RunError "preflight" if another run wrote it, or none
+        did.
+        """
         rank_0 = self._wait_for("first", "the data of rank 0", self.timeout_s)
         if rank_0["job"] != self.job:
             hint = "set a different MASTER_PORT for each run on a host, and the same MASTER_PORT on all ranks of a run"
@@ -184,7 +186,7 @@ class Rendezvous:
         return rank_0
 
     def _compare(self, rank_0: dict[str, Any], info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> Verdict:
-        """Returns a verdict on the first difference from `rank_0`, the value of rank 0; {} if there is no difference."""
+        """Returns a verdict on the first difference of this rank from rank 0, or {}. rank_0: the first value of rank 0."""
         rank_name, rank_0_name = f"rank {self.rank} on {self.host}", f"rank 0 on {rank_0['host']}"
         if self.rank >= self.size:
             message = f"a process on {self.host} has RANK {self.rank}, but WORLD_SIZE is {self.size}"
@@ -199,7 +201,9 @@ class Rendezvous:
         return {}
 
     def _record_arrival(self, verdict: Verdict) -> None:
-        """Records that this rank has arrived. If `verdict` is not empty, or another process has this rank, writes a verdict."""
+        """Records that this rank has arrived or, if `verdict` is not empty or another process has the same rank, writes a
+        verdict.
+        """
         duplicate = self._write_once(f"rank {self.rank}", self._identity)
         if duplicate is not None and not verdict:
             message = f"two processes, on {duplicate['host']} and {self.host}, have RANK {self.rank}"
@@ -211,7 +215,7 @@ class Rendezvous:
             self._add_count("arrived")
 
     def _end_round(self, texts: tuple[str, str], timeout_s: float) -> None:
-        """Waits for the verdict, which rank 0 writes at the end of the round. Raises RunError "preflight" for a failure."""
+        """Waits for the verdict of this round. Raises RunError "preflight" if it is a failure. texts: for missing ranks."""
         num_readers = self.size - 1
         if self.rank == 0:
             for _ in _poll_for(timeout_s):
@@ -344,7 +348,7 @@ def _open_store(address: str, port: int, size: int, timeout_s: float, *, is_serv
 
 
 def _make_store(address: str, port: int, size: int, is_server: bool) -> Store:
-    """Returns a TCPStore that a thread creates. Raises TimeoutError if the server is silent, since torch would wait forever."""
+    """Creates a TCPStore in a thread, and returns it. Raises TimeoutError if the server is silent; torch would wait forever."""
     outcomes: list[Store | RuntimeError] = []
 
     def create_store() -> None:

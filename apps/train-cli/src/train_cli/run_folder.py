@@ -39,7 +39,7 @@ _LOCK = ".lock"  # the name of the lock file in a run folder
 
 
 class RunRecorder:
-    """The interface of sley-doctor's recorder. This class records nothing. In all methods, `folder` is the run folder."""
+    """The interface of sley-doctor's recorder, and a recorder that records nothing. `folder` is always the run folder."""
 
     def record_steps(self, parts: "Parts", feed: "Feed | None", folder: Path, notes: list[str]) -> AbstractContextManager[None]:
         """Returns a context manager that records this rank's steps. A recorder that cannot write adds a note to `notes`."""
@@ -49,7 +49,7 @@ class RunRecorder:
         """Reports that this rank failed with `error`, before cleanup. diagnostic: the error as the user sees it."""
 
     def report_hang(self, folder: Path, world: "World", diagnostic: Diagnostic) -> None:
-        """Reports the place where this rank hangs after a signal. Called in a thread other than the main thread."""
+        """Reports where this rank hangs after a signal (`diagnostic`). Is called in a thread other than the main thread."""
 
     def report_launch(
         self, folder: Path, world_size: int, exit_codes: Mapping[int, int], killed_states: Mapping[int, str], first_failed: int
@@ -80,9 +80,9 @@ class FolderInUseError(Exception):
 
 
 class FolderLock:
-    """Locks `folder` until `release`, and creates it if it is missing. Raises FolderInUseError if another process holds the
-    lock, and OSError if the lock file cannot be written. The lock is an flock(2) on this file, which the kernel releases when
-    the process ends. On file systems without flock, nothing is locked.
+    """A lock on the run folder `folder`, from the creation of the object until `release`. Creates the folder if it is missing.
+    Raises FolderInUseError if another process holds the lock, and OSError if the lock file cannot be written. The lock is an
+    flock(2) on this file, which the kernel releases when the process ends. On file systems without flock, nothing is locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -151,8 +151,9 @@ def is_folder_of_restarted_run(folder: Path) -> bool:
 
 
 def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> None:
-    """Raises PlanError "run-folder" if `locked_run_folder` could not create or continue the folder: if it exists and neither
-    `overwrite` nor `resume` is set, is not a run folder, is used by an active run, or cannot be written. Changes nothing.
+    """Raises PlanError "run-folder" if `locked_run_folder` could not create or continue the folder of `plan`: because it exists
+    and neither `overwrite` nor `resume` is set, because it is not a run folder, because an active run uses it, or because it
+    cannot be written. Changes nothing.
     """
     folder = run_folder(plan)
     with _folder_errors(plan, folder):
@@ -174,9 +175,10 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
 
 @contextmanager
 def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
-    """Creates the run folder of `plan` with its `plan.toml`, and locks it until the block ends. Yields the folder. resume:
-    whether to keep the files of an existing run folder. Even without `overwrite`, replaces a folder that has failure reports
-    but no results, or that has only records of ranks. Raises the errors of `check_run_folder`.
+    """Creates the run folder of `plan` with its `plan.toml`, and locks it until the block ends. Yields the folder. overwrite:
+    whether to replace an existing run folder. resume: whether to keep its files. Even without `overwrite`, replaces a folder
+    that has failure reports but no results, or that has only work records. Raises the errors of `check_run_folder`. At the end
+    of the block, deletes a folder without results and failure reports.
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)
@@ -218,7 +220,7 @@ def write_plan(plan: Plan, folder: Path) -> None:
 
 
 def _is_unused(folder: Path) -> bool:
-    """Returns whether `folder` has no results, because it is empty, or because its run failed before the first step."""
+    """Returns whether `folder` has no results, either because it is empty or because its run failed before the first step."""
     sizes = {path.name: path.stat().st_size for path in folder.glob("*")}
     return sizes.keys() <= {PLAN_FILE, METRICS_FILE, _LOCK, FAULTS, ATTEMPT_FILE, START_FILE} and not sizes.get(METRICS_FILE)
 

@@ -1,7 +1,7 @@
 """Reads the plan, checkpoints and newest weights of a run from its folder, resumes the run, and opens it in one process.
 
     --resume PATH ──> starts from PATH, which `attempt.json` in the folder records ──> saves its own checkpoints
-                           └── restarted, or --resume auto ───> resumes from its newest checkpoint, or from PATH without one
+                           └── restarted, or --resume auto ───> resumes from its newest checkpoint, or from PATH if it has none
 
 Listing checkpoints does not read their tensors. Loading a checkpoint checks that its files are intact.
 """
@@ -40,11 +40,11 @@ AUTO = "auto"
 """The value of `--resume` that selects the run's own newest checkpoint, or starts the run if it has taken no step."""
 
 RESTART = "restart"
-"""The value that replaces a missing `--resume` in a run that torchrun or SLURM has restarted; it selects as `AUTO` does."""
+"""The value that replaces a missing `--resume` if torchrun or SLURM has restarted the run. It selects like `AUTO`."""
 
 
 _EXCLUSIVE_KEYS = (("source", "files"), ("held_out", "held_out_files"), ("separator", "field"))
-"""Pairs of keys of `[data]` of which a table may have only one. A change of one key removes the other key."""
+"""Pairs of keys that exclude each other in `[data]`. If a user changes one key of a pair, the other is removed."""
 
 
 def run_folder(plan: Plan) -> Path:
@@ -75,8 +75,8 @@ def copy_run_files(plan: Plan, folder: Path) -> None:
 
 
 def load_run_plan(folder: Path, data_changes: Sequence[str] = ()) -> Plan:
-    """Returns the resolved plan of the run in `folder`, even if the folder was moved. data_changes: changes of `[data]`, as
-    "key=VALUE". Raises UsageError "no-run", and the errors of loading a plan.
+    """Returns the resolved plan of the run in `folder`, even if the folder was moved. data_changes: changes to `[data]`, each
+    as "key=VALUE". Raises UsageError "no-run" if `folder` has no plan, and the errors of loading a plan.
     """
     if not (folder / PLAN_FILE).is_file():
         raise UsageError("no-run", f"`{folder}` must be a run folder, but has no `{PLAN_FILE}`")
@@ -97,8 +97,8 @@ def checkpoint_folder(plan: Plan, folder: Path) -> str:
 
 
 def _load_reader(plan: Plan | None) -> CheckpointFiles:
-    """Returns the checkpoint reader of the plan's checkpointer, or of the default checkpointer. Imports torch. Raises
-    PluginError "plugin-missing" if it is not installed, and UsageError "no-checkpoint-files" if it has no reader.
+    """Returns the checkpoint reader of the plan's checkpointer, or of the default checkpointer if there is none. Imports torch.
+    Raises PluginError "plugin-missing" if it is not installed, and UsageError "no-checkpoint-files" if it has no reader.
     """
     reader = _find_reader(plan)
     if reader is None:
@@ -127,8 +127,8 @@ def _describe_checkpoint(reader: CheckpointFiles, path: str) -> "SavedRun | None
 
 
 def _read_weights_origin(folder: Path) -> tuple[str, int | None]:
-    """Returns the id of the attempt that wrote the weights in `folder`, or "" if the files do not record it, and the step of
-    the weights, or None. Raises RunError "weight-files" if a file cannot be read.
+    """Returns the id of the attempt that wrote the weights in `folder`, and the step of the weights; "" and None if the files
+    do not record them. Raises RunError "weight-files" if a file cannot be read.
     """
     from sley_core.weight_files.read import SINGLE_FILE, open_safetensors
 
@@ -140,7 +140,7 @@ def _read_weights_origin(folder: Path) -> tuple[str, int | None]:
 
 
 def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Path | str, int | None]:
-    """Returns the path of the newest weights of the run in `folder`, and their step, or None if the step is not known.
+    """Returns the path of the newest weights of the run in `folder`, and the step of these weights (None if it is not known).
 
     The newest weights are the final weights, or an intact checkpoint of a later step. best: whether to return instead the
     newest checkpoint that was the best when it was saved. Ignores weights of steps that the run discarded when it resumed from
@@ -176,7 +176,8 @@ def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tupl
 def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     """Returns the plan and the weights of a run or checkpoint, and prints the origin of the weights. run: a run folder, or the
     path or URL of a checkpoint. best: whether to use the best checkpoint of a run folder instead of its newest weights. Raises
-    UsageError: "no-run" for another `run`, and "no-weights" if the run has no such weights.
+    UsageError: "no-run" if `run` is neither, or if `best` is set and it is not a run folder; "no-weights" if the run has no
+    such weights.
     """
     from sley_core.checkpointing import load_plan_and_weights
 
@@ -212,7 +213,7 @@ def can_resume(plan: Plan, folder: Path) -> bool:
 
 
 def check_checkpoint_path(plan: Plan, path: str) -> None:
-    """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of checkpoints. Ignores URLs."""
+    """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of checkpoints. Does not check URLs."""
     if "://" in path or (reader := _find_reader(plan)) is None:
         return
     try:
@@ -231,8 +232,8 @@ def is_restarted() -> bool:
 
 
 def is_folder_continued(plan: Plan, resume: str | None) -> bool:
-    """Returns whether a run of `plan` continues in its existing folder, instead of replacing the folder: if it resumes the same
-    run, or if torchrun or SLURM has restarted the same job. resume: the value of `--resume`.
+    """Returns whether a run of `plan` continues in its existing folder instead of replacing the folder. It does if it resumes
+    the same run, or if torchrun or SLURM has restarted the same job. resume: the value of `--resume`; None if it is missing.
     """
     folder = run_folder(plan)
     if resume == AUTO:
@@ -256,7 +257,9 @@ def is_folder_continued(plan: Plan, resume: str | None) -> bool:
 
 
 def is_finished(run: "Run", folder: Path) -> bool:
-    """Returns whether the run has finished. All ranks must call it. Raises PlanError "resume-differs" for another plan."""
+    """Returns whether the run in `folder` has finished. All ranks must call it. Raises PlanError "resume-differs" if it has
+    finished with a plan that differs from the plan of `run`.
+    """
     text = ""
     if run.world.rank == 0:  # rank 0 owns the folder, and decides for all ranks
         with suppress(OSError, ValueError, KeyError, TypeError):  # without a complete summary the run has not finished
@@ -271,11 +274,12 @@ def is_finished(run: "Run", folder: Path) -> bool:
 
 
 def resume_run(run: "Run", folder: Path, resume: str | None) -> list[str]:
-    """Loads the checkpoint `resume` into `run`, and returns notes for the user; None loads nothing. All ranks must call it.
+    """Loads a checkpoint into `run`, and returns notes for the user. All ranks must call it. resume: the path of the
+    checkpoint, `AUTO` or `RESTART`; None loads nothing.
 
     A restarted run continues from its own newest checkpoint, not from the checkpoint at its start. A run without a checkpoint
-    starts at step 1. If it has already taken steps, it repeats them only if torchrun restarts it, and not if the user has
-    passed `AUTO` with a plan that saves no checkpoints; otherwise, raises UsageError "never-anew".
+    starts at step 1. If such a run has already taken steps, it repeats them only if torchrun restarts it, and not if the user
+    has passed `AUTO` with a plan that saves no checkpoints; otherwise, raises UsageError "never-anew".
     """
     if resume is None:
         return []
@@ -300,17 +304,17 @@ def resume_run(run: "Run", folder: Path, resume: str | None) -> list[str]:
 _OUTPUT_TABLES = ("checkpoint", "profile")  # the tables of a plan whose only effect is that a run writes files
 
 _LAYOUT_TABLES = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload")
-"""The tables of a plan that decide where and when a run computes its values, but change no value."""
+"""The tables of a plan that determine where and when a run computes its values, but that change no value."""
 
 
 def read_only_plan(plan: Plan) -> Plan:
-    """Returns a copy of the plan without the tables that make a run write files; the layout is the same."""
+    """Returns a plan like `plan`, with the same layout, but without the tables that make a run write files."""
     return _replace_tables(plan, _remove_tables(plan, _OUTPUT_TABLES))
 
 
 def one_process_plan(plan: Plan) -> Plan:
-    """Returns a plan that computes the same values as `plan` in one process, without parallel axes, reducers and offload. The
-    result has the same batches, microbatches, seed, precision, `reduction` and transforms.
+    """Returns a plan that computes the same values as `plan` in one process, without parallel axes, reducers or offload. Its
+    batches, microbatches, seed, precision, `reduction` and gradient transforms are the same as in `plan`.
     """
     tables = _remove_tables(plan, (*_OUTPUT_TABLES, *_LAYOUT_TABLES))
     tables["parallel"] = {**tables.get("parallel", {}), "dp": 1, "pp": 1, "sp": 1, "wp": 1}
@@ -320,7 +324,7 @@ def one_process_plan(plan: Plan) -> Plan:
 
 
 def has_layout(plan: Plan) -> bool:
-    """Returns whether the plan has tables or gradient handlers of a layout, also of offload or recomputation."""
+    """Returns whether the plan has a table of `_LAYOUT_TABLES`, or a gradient handler that only serves a layout."""
     tables = plan.document.tables
     handlers = plan.gradient_handlers
     return any(tables.get(key) for key in _LAYOUT_TABLES) or any(_belongs_to_layout(handler.record) for handler in handlers)

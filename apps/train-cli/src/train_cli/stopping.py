@@ -25,7 +25,7 @@ from sley_core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
 from sley_core.plan.plan import Plan
 
 CLEANUP_TIMEOUT_S = 10.0
-"""The time limit in seconds of a rank's cleanup after its run has ended."""
+"""The time limit in seconds for a rank's cleanup after its run has ended."""
 
 SIGTERM_TIMEOUT_S = 8.0
 SAVE_TIMEOUT_S = 25.0
@@ -159,7 +159,7 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         return None if self._first_signal is None else self._exit_codes[self._first_signal]
 
     def call_on_signal(self, stop: Callable[[], None]) -> None:
-        """Makes the first signal call `stop` in another thread. Before this call, signals raise in the main thread."""
+        """Makes the first signal call `stop` in another thread. Earlier signals raise an exception in the main thread."""
         self._stop = stop
 
     def limit_cleanup(self, code: int) -> None:

@@ -34,7 +34,7 @@ def show(
     overrides: SetOption = None,
     output_format: FormatOption = OutputFormat.text,
 ) -> None:
-    """Print counts of the plan's data, and a sample with its trained tokens, context and documents."""
+    """Print counts of the plan's data; with --sample, also one sample as text, document by document."""
     resolved = load_plan(plan, overrides or [])
     sets = resolved.evaluation_sets
     if split not in ("train", "held_out", *sets):
@@ -74,7 +74,7 @@ def show(
 
 @data.command()
 def prepare(plan: PlanArgument, overrides: SetOption = None) -> None:
-    """Read the plan's data once, so that a run finds cached results, such as tokens, on this host."""
+    """Open the plan's data once, so that later runs on this host find cached results, such as tokens."""
     resolved = load_plan(plan, overrides or [])
     splits: tuple[Split, ...] = ("train", "held_out") if resolved.evaluation is not None else ("train",)
     for split in splits:
@@ -111,7 +111,7 @@ def export(
 
 
 def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
-    """Returns the dataset of `data`. Imports torch only if a factory makes the dataset, or if the dataset's module does so."""
+    """Returns the dataset of the table `data`. Imports torch only if a factory makes the dataset, or if its module does so."""
     if data.record is not None:
         return cast("AnyDataset", data.build(context))
     from sley_core.data.batches import open_dataset
@@ -125,7 +125,9 @@ def _read_sample(dataset: Dataset, index: int) -> dict[str, list[int]]:
 
 
 def _count_tokens(dataset: Dataset) -> dict[str, Any]:
-    """Returns the dataset's counts by name, and under "packing" the share of positions without padding, or None if unknown."""
+    """Returns the dataset's counts by name. "packing" is the share of positions that are not padding; it is None if the number
+    of padding positions is not known, or if there are no positions.
+    """
     counts = dict(getattr(dataset, "counts", None) or _count_sample_tokens(dataset))
     is_known = counts["padding"] is not None and counts["positions"]
     counts["packing"] = 1 - counts["padding"] / counts["positions"] if is_known else None
@@ -133,7 +135,7 @@ def _count_tokens(dataset: Dataset) -> dict[str, Any]:
 
 
 def _count_sample_tokens(dataset: Dataset) -> dict[str, Any]:
-    """Returns the counts of the first `_MAX_COUNTED_SAMPLES` samples, and of their sources. Unknown counts are None."""
+    """Returns the counts of the first `_MAX_COUNTED_SAMPLES` samples, in total and by source. Unknown counts are None."""
     names: Sequence[str] = getattr(dataset, "sources", ())
     counts = [Counter(samples=0, tokens=0, trained=0) for _ in names or "1"]
     for index in range(min(len(dataset), _MAX_COUNTED_SAMPLES)):
@@ -149,7 +151,7 @@ def _count_sample_tokens(dataset: Dataset) -> dict[str, Any]:
 
 
 def _load_text_ids(data: Component) -> TextIds | None:
-    """Returns the mapping between text and token ids of the dataset, or None if it has no such mapping."""
+    """Returns the mapping between text and token ids of the dataset, or None if the dataset has no such mapping."""
     record = data.record
     if not isinstance(record, DatasetRecord) or record.text_ids is None:
         return None
@@ -158,8 +160,9 @@ def _load_text_ids(data: Component) -> TextIds | None:
 
 
 def format_documents(fields: Mapping[str, Sequence[int]], ids: TextIds | None) -> Iterator[str]:
-    """Yields, for each document of a sample, a line with its positions, and its text. Brackets mark tokens that are labels.
-    fields: the fields of the sample as flat lists. ids: converts token ids to text; None shows the ids.
+    """Yields the positions of each document of a sample, and then its text, with brackets around tokens that are labels. Yields
+    only the positions of padding. fields: the fields of the sample as flat lists, by name. ids: converts token ids to text; if
+    None, the text consists of the token ids.
     """
     tokens, labels = fields["tokens"], fields["labels"]
     starts = sorted({*fields.get("cu_seqlens", (0,)), len(tokens)})
@@ -174,7 +177,7 @@ def format_documents(fields: Mapping[str, Sequence[int]], ids: TextIds | None) -
 
 
 def _mark_labels(values: Sequence[int], are_labels: Sequence[bool], ids: TextIds | None) -> Iterator[str]:
-    """Yields the text of each group of consecutive labels, in brackets, and of each group of other tokens between them."""
+    """Yields the text of each group of consecutive tokens that are all labels, in brackets, or that are all no labels."""
     for is_label, group in groupby(zip(values, are_labels, strict=True), key=itemgetter(1)):
         tokens = [token for token, _ in group]
         text = "".join(ids.decode(tokens)) if ids is not None else " ".join(map(str, tokens)) + " "

@@ -107,7 +107,7 @@ def _export_hugging_face(plan: Plan, source: read.TensorReader, out: Path, *, ch
 
 
 def _make_generation_config(plan: Plan, model: read.HuggingFaceModel) -> dict[str, Any]:
-    """Returns the content of `generation_config.json`: the content next to the initial weights, with all end tokens added."""
+    """Returns the content of `generation_config.json`: that of the initial weights, if it exists, with all end tokens added."""
     content: dict[str, Any] = {}
     folder = read.start_folder(plan)
     if folder is not None and (folder / read.GENERATION_CONFIG_FILE).is_file():
@@ -136,7 +136,7 @@ def _find_tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
 
 
 def write_config_files(plan: Plan, model: read.HuggingFaceModel, folder: Path) -> None:
-    """Writes the config files and the tokenizer of the exported `model` into `folder`, without random tokenization."""
+    """Writes the config and tokenizer files of the exported `model` into `folder`, with random tokenization turned off."""
     contents = {read.CONFIG_FILE: dict(model.config), read.GENERATION_CONFIG_FILE: _make_generation_config(plan, model)}
     for name, content in contents.items():
         if content:
@@ -153,7 +153,7 @@ def write_config_files(plan: Plan, model: read.HuggingFaceModel, folder: Path) -
 
 def _export_adapters(plan: Plan, source: read.TensorReader, run: Path, out: Path) -> None:
     """Writes the adapters in `source` for peft into the new folder `out`. run: the run folder. Raises UsageError
-    "export-adapters" if the run has no adapters of peft, and RunError "export-differs" if peft computes other values.
+    "export-adapters" if the run has no adapters of peft, and RunError "export-differs" if peft computes different values.
     """
     from sley_core.checkpointing import SavedWeights
 
@@ -170,7 +170,7 @@ def _export_adapters(plan: Plan, source: read.TensorReader, run: Path, out: Path
 
 
 def make_hugging_face_model(plan: Plan, source: read.TensorReader) -> read.HuggingFaceModel | None:
-    """Returns the transformers model with the weights in `source`, or None if transformers has no such model."""
+    """Returns the plan's model as a transformers model with the weights in `source`; None if transformers has no such model."""
     record = plan.model.record
     if not isinstance(record, ModelRecord) or record.hugging_face is None:
         return None
@@ -180,8 +180,8 @@ def make_hugging_face_model(plan: Plan, source: read.TensorReader) -> read.Huggi
 
 def _export_safetensors(plan: Plan, source: read.TensorReader, out: Path) -> int:
     """Writes the weights in `source` into the new folder `out`, and returns the number of files. A tied weight is written under
-    each of its names, as in a state dict. Prints the class of the module that has the exported names. Raises RunError
-    "weights-mismatch" if the factory no longer makes the run's model.
+    each of its names, as in a state dict. If the names are those of a module's state dict, prints the module's class. Raises
+    RunError "weights-mismatch" if the factory no longer makes the run's model.
     """
     from sley_core.weight_files.write import MAX_FILE_BYTES, write_tensors
 

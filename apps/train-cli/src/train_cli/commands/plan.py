@@ -55,7 +55,7 @@ def check(
 
 
 def _check_plan(path: Path, overrides: list[str], world_size: int | None, *, calls_model: bool) -> list[str]:
-    """Checks the plan at `path`, and returns notes for the user. Raises SleyError with all problems of the plan."""
+    """Checks a plan, and returns notes. world_size: None for the number in the plan. Raises SleyError with all problems."""
     plan = load_plan(path, overrides)
     world_size = plan.world_size(world_size) if world_size is None else world_size
     if problems := check_plan(plan, world_size):
@@ -105,7 +105,7 @@ _MAX_RANKS, _MAX_GROUPS = 32, 4  # the maximum numbers of ranks, and of groups o
 
 
 def _format_plan(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields the lines of `show`: the plan as TOML with the origin of each value, the ranks, groups and gradient handlers."""
+    """Yields the lines of `show`: the plan with the origin of each value, ranks (or only `rank`), groups and handlers."""
     table: KeyPath = ()
     # Top-level keys come first: after a header they would belong to that table.
     for path, value in sorted(iterate_values(plan.tables), key=lambda item: len(item[0]) > 1):
@@ -130,7 +130,9 @@ def _format_plan(plan: Plan, topology: Topology, rank: int | None) -> Iterator[s
 
 
 def format_ranks(topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields a table of the coordinates of all ranks, or of `rank`. Of more than 32 ranks, lists the first 32 and the last."""
+    """Yields the lines of a table of the coordinates of `rank` or, if it is None, of all ranks (the first 32 and the last if
+    there are more).
+    """
     yield "  rank  stage    dp    sp   wdp    wp"
     ranks: Sequence[int] = range(topology.world_size) if rank is None else [rank]
     is_large = len(ranks) > _MAX_RANKS
@@ -142,7 +144,7 @@ def format_ranks(topology: Topology, rank: int | None) -> Iterator[str]:
 
 
 def format_groups(entries: Sequence[GroupEntry]) -> Iterator[str]:
-    """Yields a line with the groups of each axis and channel. If there are more than 4, lists the first two and the last."""
+    """Yields a line for each axis and channel with its groups. If it has more than 4, shows the first two and the last."""
     groups_by_channel: dict[tuple[str, str], list[GroupEntry]] = {}
     for entry in entries:
         groups_by_channel.setdefault((entry.axis, entry.channel), []).append(entry)
@@ -155,8 +157,9 @@ def format_groups(entries: Sequence[GroupEntry]) -> Iterator[str]:
 
 
 def _format_timeline(plan: Plan, topology: Topology) -> Iterator[str]:
-    """Yields a drawing of the schedule, in which a backward takes two forwards, and the idle share and peak of each stage.
-    Raises PlanError "no-pipeline" if the plan has no pipeline, and the errors of its schedule.
+    """Yields a title, a drawing of the schedule, in which a backward takes as long as two forwards, and a line for each stage
+    with its idle share and the most microbatches that it holds at once. Raises PlanError "no-pipeline" if the plan has no
+    pipeline, and the errors of its schedule.
     """
     if plan.pipeline is None:
         hint = 'add [pipeline] with `use = "pp.one_f_one_b"` of sley-pp, and `pp = 2` to [parallel]'
@@ -219,8 +222,9 @@ def draw_timeline(timeline: Timeline, num_columns: int | None = None) -> str:
 
 
 def _columns_per_second(timeline: Timeline, max_columns: int) -> float:
-    """Returns the number of columns per second of the timeline. With this scale, the drawing may be wider than `max_columns`.
-    The shortest action gets an integer number of columns if it gets at least one, so that equal actions look equal.
+    """Returns the number of columns that a drawing needs per second of `timeline`; 0 if all actions take no time. With this
+    scale, the drawing may be wider than `max_columns`. The shortest action gets an integer number of columns if it gets at
+    least one, so that equally long actions look equally long.
     """
     lengths = [span.end_s - span.start_s for span in timeline.spans if span.end_s > span.start_s]
     if not lengths:

@@ -146,8 +146,9 @@ def new(
 
 
 def make_package_files(kind: str, name: str) -> dict[str, str]:
-    """Returns the text of each file of a new plugin package `name`, by its path in the package. kind: a value of `PluginKind`.
-    Raises UsageError "plugin-name" for an invalid name. docs/write-a-plugin.md explains the package of a gradient handler.
+    """Returns the text of each file of a new package with the plugin `name`, by the file's path in the package. kind: a value
+    of `PluginKind`. Raises UsageError "plugin-name" for an invalid name. docs/write-a-plugin.md explains the package of a
+    gradient handler.
     """
     check_name(name)
     folder = Path(__file__).parents[1] / "templates" / kind
@@ -156,7 +157,7 @@ def make_package_files(kind: str, name: str) -> dict[str, str]:
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError "plugin-name" if `name` is not a valid name in plans and Python, or if a plugin or module has it."""
+    """Raises UsageError "plugin-name" if `name` is not valid in plans and in Python, or if a plugin or module has this name."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or iskeyword(name):
         hint = "use lower-case letters, digits and `_`, begin with a letter, and avoid Python keywords: for example `topk`"
         raise UsageError("plugin-name", f"`{name}` cannot be the name of a plugin", hint=hint)

@@ -41,12 +41,12 @@ _LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "process", "RANK=$OMPI_COMM_WORLD_RANK, ..., WORLD_SIZE=$OMPI_COMM_WORLD_SIZE"),
     "PET_NNODES": ("the TrainJob", "pod", "nothing: its command must be `torchrun -m train_cli run PLAN`"),
 }
-"""The name of each launcher, its term for a process, and the variables that a process needs, by the environment variable in
-which the launcher sets the number of processes.
+"""The name of each launcher, the word that it uses for a process, and the variables that a process needs. The keys are the
+environment variables in which the launchers set the number of processes.
 """
 
 _CODES_WITH_REPORTS = {"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"}
-"""The error codes of failures on which `train-cli doctor` prints details."""
+"""The error codes of failures about which `train-cli doctor` prints details."""
 
 
 def run(
@@ -120,8 +120,9 @@ def run(
 
 
 def check_launcher_variables(environ: Mapping[str, str]) -> None:
-    """Raises UsageError "no-ranks" if only one of RANK and WORLD_SIZE is set, or if a launcher has started more processes than
-    WORLD_SIZE. In the second case, each process would be a separate run, and only one process could use the run folder.
+    """Raises UsageError "no-ranks" if only one of RANK and WORLD_SIZE is set (except for WORLD_SIZE = 1), or if a launcher has
+    started more processes than WORLD_SIZE. In the second case, each process would be a separate run, and only one process could
+    use the run folder. environ: the environment variables of this process.
     """
     if ("RANK" in environ) != ("WORLD_SIZE" in environ) and environ.get("WORLD_SIZE") != "1":
         name, missing_name = ("RANK", "WORLD_SIZE") if "RANK" in environ else ("WORLD_SIZE", "RANK")
@@ -142,13 +143,13 @@ def check_launcher_variables(environ: Mapping[str, str]) -> None:
 
 
 def check_world_size(plan: Plan, world_size: int) -> None:
-    """Raises PlanError with all problems of `plan` on `world_size` ranks."""
+    """Raises PlanError with all problems of `plan` on `world_size` ranks, if there are any."""
     if problems := check_plan(plan, world_size):
         raise PlanError.from_diagnostics(problems)
 
 
 def count_devices(plan: Plan) -> int | None:
-    """Returns the number of CUDA devices, if it determines the number of ranks and is not 0; else None. May import torch."""
+    """Returns the number of CUDA devices if the plan takes one rank per device; else, or if there is no device, None."""
     if plan.parallel.dp != "auto" or plan.run.device == "cpu":
         return None
     import torch
@@ -208,7 +209,8 @@ def verify(
 
 def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, Any], settings: console.Settings) -> list[Any]:
     """Trains `plan` in one process and then on `world_size` ranks, and returns the findings of each rank's comparison.
-    arguments: the arguments of `compare_on_rank` except the folder. Raises typer.Exit if one of the runs does not finish.
+    arguments: the arguments of `compare_on_rank` except the folder. Raises typer.Exit if one of the runs does not finish, and
+    UsageError "verify-dropout" if the ranks would draw different random numbers from those of one process.
     """
     import torch
 

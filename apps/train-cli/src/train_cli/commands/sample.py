@@ -94,16 +94,16 @@ def sample(
 
 
 def _has_cache(plan: Plan) -> bool:
-    """Returns whether transformers can generate with its KV cache: it has the plan's model, and sley-hf is installed."""
+    """Returns whether transformers' KV cache can be used: transformers has the plan's model, and sley-hf is installed."""
     record = plan.model.record
     return isinstance(record, ModelRecord) and record.hugging_face is not None and find_spec("sley_hf") is not None
 
 
 def _encode_prompt(text_ids: TextIds, prompt: str) -> list[int]:
-    """Returns the token ids of a prompt. Raises UsageError "empty-prompt" if it has no ids except special tokens."""
+    """Returns the token ids of a prompt. Raises UsageError "empty-prompt" if they are only special tokens."""
     ids = text_ids.encode(prompt)
     if len(ids) == text_ids.num_before:
-        raise UsageError("empty-prompt", "the tokenizer has no tokens for the prompt", hint="use another `--prompt`")
+        raise UsageError("empty-prompt", "the tokenizer produces no tokens for the prompt", hint="use another `--prompt`")
     return ids
 
 
@@ -115,9 +115,10 @@ def _print_text(text_ids: TextIds, ids: Iterable[int]) -> None:
 
 
 def generate(run: "Run", ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, seed: int) -> Iterator[int]:
-    """Yields token ids that continue `ids`, endlessly. The model sees at most the last ids that fit into one sample. size: the
-    number of possible ids. temperature: 0 takes the most likely id. top_k: the number of most likely ids to choose from; None
-    for all. Raises UsageError "sample-fields" or "no-logits" for an unsuitable model, and RunError "not-finite".
+    """Yields token ids that continue `ids`, without end. The model sees at most the last ids that fit into one sample. size:
+    the number of possible ids. temperature: 0 always takes the most likely id. top_k: the number of most likely ids from which
+    to choose; None allows all ids. seed: the seed of the choices. Raises UsageError "sample-fields" or "no-logits" for an
+    unsuitable model, and RunError "not-finite" if a logit is not finite.
     """
     import torch
 
@@ -142,7 +143,9 @@ def generate(run: "Run", ids: Sequence[int], size: int, *, temperature: float, t
 
 
 def _find_field_contents(run: "Run") -> dict[str, str]:
-    """Returns "tokens", "positions" or "cu_seqlens" for each field that the model reads. Raises UsageError "sample-fields"."""
+    """Returns the content of each field that the model reads, by name: "tokens", "positions" or "cu_seqlens". Raises UsageError
+    "sample-fields" if a layer reads another field.
+    """
     info = run.dataset.info
     ids = [name for name, field in info.fields.items() if field.ids == "token"]
     contents = dict.fromkeys(ids[:1], "tokens") | {name: name for name in ("positions", "cu_seqlens")}
@@ -231,7 +234,7 @@ def _print_answer(text_ids: TextIds, steps: Any) -> str:
 
 
 def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system: int) -> list[int]:
-    """Returns the ids of a conversation. If it is too long, first removes the oldest turns after `num_system` messages."""
+    """Returns the token ids of `messages`. If they are too many, first removes the oldest turns after `num_system` messages."""
     while True:
         ids: list[int] = generator.encode_chat(messages)
         if generator.max_length is None or len(ids) < generator.max_length or len(messages) <= num_system + 1:
@@ -241,8 +244,8 @@ def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system:
 
 
 def limit_tokens(generator: Any, prompt_length: int, max_new_tokens: int) -> int:
-    """Returns the number of new tokens that fit after a prompt of `prompt_length` tokens, at most `max_new_tokens`. Raises
-    UsageError "prompt-long" if no token fits.
+    """Returns the number of new tokens that fit after a prompt of `prompt_length` tokens, at most `max_new_tokens`. generator:
+    a `sley_hf.generate.Generator`. Raises UsageError "prompt-long" if no token fits.
     """
     if generator.max_length is None or prompt_length + max_new_tokens <= generator.max_length:
         return max_new_tokens
@@ -254,8 +257,9 @@ def limit_tokens(generator: Any, prompt_length: int, max_new_tokens: int) -> int
 
 def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = None, feature: str) -> tuple[Any, TextIds]:
     """Returns a `sley_hf.generate.Generator` with the weights of a run, a checkpoint or an exported folder, and the mapping
-    between text and token ids. feature: the command, for errors. Raises PluginError "command-missing" if sley-hf is missing,
-    and UsageError "no-chat" if transformers has no such model.
+    between text and token ids. best: as in `open_weights`. tokenizer: the tokenizer to use in place of the run's, or None.
+    feature: the command, for messages. Raises PluginError "command-missing" if sley-hf is not installed, and UsageError
+    "no-chat" if transformers has no such model.
     """
     generate = import_optional("hf", "sley_hf.generate", feature)
     if (Path(run) / CONFIG_FILE).is_file() and not (Path(run) / PLAN_FILE).is_file():  # a transformers model
@@ -276,8 +280,9 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
 
 
 def load_text_ids(plan: Plan | None, tokenizer: Path | None) -> TextIds:
-    """Returns the mapping between text and token ids of `tokenizer`, or of the plan's data if `tokenizer` is None. Raises
-    UsageError "no-vocabulary" if the plan's data has no such mapping, and PluginError if sley-data is not installed.
+    """Returns the mapping between text and token ids of the tokenizer at the path `tokenizer`, or, if it is None, of the plan's
+    data. One of the arguments must not be None. Raises UsageError "no-vocabulary" if the plan's data has no such mapping, and
+    PluginError if sley-data is needed and not installed.
     """
     if plan is None or tokenizer is not None:
         record: Any = (PluginLoader() if plan is None else plan.loader).record(DatasetRecord, "data.text")
@@ -326,7 +331,7 @@ def eval(
 
 
 def _evaluate_tasks(run: str, tasks: list[str], include: Path | None, *, best: bool) -> None:
-    """Prints the metrics of lm-eval's tasks, and adds them to `summary.json` in the run folder, if this file exists."""
+    """Prints the metrics of lm-eval's `tasks`, and adds them to `summary.json` in the run folder, if this file exists."""
     generator, _ = open_generator(run, best=best, feature="`train-cli eval --harness`")
     results = import_module("sley_hf.generate").evaluate_tasks(generator, tasks, include)
     metrics = {f"{task}/{name}": value for task, values in results.items() for name, value in values.items()}
@@ -339,7 +344,7 @@ def _evaluate_tasks(run: str, tasks: list[str], include: Path | None, *, best: b
 
 
 def _evaluate_run(run: Path, data: list[str], *, best: bool) -> None:
-    """Prints the metrics of `[evaluation]` for the weights in the run folder `run`. data: changes of `[data]`: "key=VALUE"."""
+    """Prints the metrics of `[evaluation]` for the weights in the run folder `run`. data: changes to `[data]` ("key=VALUE")."""
     plan = load_run_plan(run, data)
     with ExitStack() as stack:
         try:
@@ -377,8 +382,8 @@ def _is_nats_per_byte(plan: Plan) -> bool:
 
 
 def _describe_overlap(run_plan: Plan, plan: Plan) -> str:
-    """Returns a note if the run was trained on documents of the evaluation, else "". run_plan: the run's plan. plan: the same
-    plan with the data of the evaluation.
+    """Returns a note if the run was trained on documents that the evaluation uses, else "". run_plan: the run's plan. plan: the
+    same plan with the data of the evaluation.
     """
     record = plan.data.record
     if not isinstance(record, DatasetRecord) or record.describe_overlap is None or run_plan.data.name != plan.data.name:
