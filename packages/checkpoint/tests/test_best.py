@@ -63,7 +63,7 @@ def test_the_best_is_kept_and_the_run_ends_without_a_better_one(texts: Path, tmp
     """A loss that is equal is not better: it ends three evaluations after step 4."""
     run, steps = train(plan(checkpoint={"every_steps": 1, "keep": 1, "mode": mode}), texts, tmp_path)
     assert steps == [1, 2, 3, 4, 5, 6, 7]
-    assert run.stopped_early == "held_out_loss has not improved in 3 evaluations; the best, 1.5, is of step 4"
+    assert run.stopped_early == "held_out_loss has not improved in 3 evaluations; the best value, 1.5, was reached at step 4"
     assert saved_steps(tmp_path) == [4, 7]
     assert [read(tmp_path / f"checkpoints/step-0000000{step}").description.is_best for step in (4, 7)] == [True, False]
     run, steps = train(plan(), texts, tmp_path, resume=True)

@@ -100,7 +100,7 @@ def call_flash(
     dropout: float,
     softcap: float | None,
 ) -> Tensor:
-    """Returns the context [b, s, h, d] that `module` of `FLASH_MODULES` computes. Arguments: as in `SleyAttention.forward`."""
+    """Returns the context [b, s, h, d], computed by `module` of `FLASH_MODULES`. Arguments: as in `SleyAttention.forward`."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
@@ -129,7 +129,7 @@ def call_flash(
 def call_flex(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Returns the context [b, s, h, d] of torch's `flex_attention`, compiled on CUDA. Arguments: as in `call_flash`."""
+    """Returns the context [b, s, h, d] of torch's `flex_attention` (compiled on CUDA). Arguments: as in `call_flash`."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         mask = _build_causal_block_mask(batch, length, window, q.device)
@@ -157,7 +157,7 @@ def _build_causal_block_mask(batch: int, length: int, window: int | None, device
 
 
 def _build_block_mask(bounds: Tensor, length: int, window: int | None) -> Any:
-    """Returns flex_attention's mask of causal attention in a `window` within documents. bounds: `cu_seqlens` [b, n + 1]."""
+    """Returns flex_attention's causal mask within documents. bounds: `cu_seqlens` [b, n + 1]. window: in tokens, or None."""
     positions = torch.arange(length, device=bounds.device, dtype=bounds.dtype).repeat(len(bounds), 1)
     document = torch.searchsorted(bounds[:, 1:].contiguous(), positions, right=True)  # [b, s]
 
@@ -195,7 +195,7 @@ def attend(
     if attention_mask is not None or s_aux is not None:
         argument = "attention sinks" if attention_mask is None else "its own mask"
         message = f"`{type(module).__name__}` uses {argument}, which `hf.decoder` does not support"
-        raise RunError("hf-attention", message, hint="this family is not supported")
+        raise RunError("hf-attention", message, hint="use a model of a tested family, which packages/hf/README.md lists")
     attention = cast(SleyAttention, module.get_submodule(ATTENTION_NAME))
     attention.was_called = True
     context = attention(

@@ -60,7 +60,7 @@ def build_layers(config: DecoderConfig, data: DataInfo) -> Model:
 
 
 def build_routers(config: DecoderConfig, causal: Any, structure: ModuleNames) -> Routers | None:
-    """Returns the routers if training adds their loss, else None. Raises PlanError "hf-structure" if this is not supported."""
+    """Returns the routers if training adds their loss, else None. Raises PlanError "hf-structure" for an unsupported loss."""
     if not has_router_loss(config):
         return None
     try:
@@ -77,7 +77,7 @@ def split_into_layers(
     routers: Routers | None = None,
 ) -> Model:
     """Returns a transformers model on meta as a `Model` of layers. initialize: sets the values of a module, given its name.
-    routers: the routers if training adds their loss, or None.
+    routers: the routers if training adds their load-balancing loss, or None.
     """
     arguments = LayerArguments(causal, structure)
     indices = range(causal.config.num_hidden_layers)
@@ -88,7 +88,7 @@ def split_into_layers(
 
 
 def read_hf_config(config: DecoderConfig) -> Any:
-    """Returns the transformers config that the plan names. Raises PlanError "hf-structure" if transformers refuses it."""
+    """Returns the transformers config that the plan names. Raises PlanError "hf-structure" if transformers cannot read it."""
     try:
         return AutoConfig.from_pretrained(config.config_file)
     except ValueError as error:
@@ -221,7 +221,7 @@ class Block(nn.Module):
             attention.cu_seqlens = None
         if self._attentions and not any(attention.was_called for attention in self._attentions):
             message = f"`{type(self.layer).__name__}` does not call the attention that is registered with transformers"
-            raise RunError("hf-attention", message, hint="this family is not supported")
+            raise RunError("hf-attention", message, hint="use a model of a tested family, which packages/hf/README.md lists")
         output_states: Tensor = output[0] if isinstance(output, tuple) else output
         if self._routers is None or not (self._router_logits or isinstance(inputs, RoutedStates)):
             return output_states

@@ -46,7 +46,8 @@ EXPORT_TOLERANCE = 1e-5
 @torch.no_grad()
 def compare_with_transformers(config: DecoderConfig) -> str:
     """Compares a small copy of the model in Sley and in transformers, and returns a note with the largest relative difference.
-    Raises PlanError "hf-differs" if it exceeds `LAYER_TOLERANCE`, and "hf-structure" or "hf-kernel" for an unsupported model.
+    Raises PlanError "hf-differs" if a difference exceeds `LAYER_TOLERANCE`, and "hf-structure" or "hf-kernel" for an
+    unsupported model.
     """
     hf_config = read_hf_config(config)
     small = shrink_config(hf_config, *build_from_config(hf_config, kernel="sdpa", experts="eager"))
@@ -73,10 +74,11 @@ def compare_with_transformers(config: DecoderConfig) -> str:
         differences["the load-balancing loss"] = abs(_compute_load_balancing_loss(model, tokens) / float(expected) - 1)
     for kind, difference in differences.items():
         if not difference <= LAYER_TOLERANCE:
-            message = f"Sley and transformers compute {kind} of `{small.model_type}` with a difference of {difference:.1%}"
+            values = f"{kind} of `{small.model_type}`"
+            message = f"the relative difference between Sley and transformers is {difference:.1%} for {values}"
             raise PlanError("hf-differs", message, path=("model",), hint="use a model of another family")
     largest = max(differences.values())
-    return f"the logits of a copy with {small.num_hidden_layers} layers equal transformers' within {largest:.1g}"
+    return f"a copy with {small.num_hidden_layers} layers matches transformers to within {largest:.1g}"
 
 
 def shrink_config(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
@@ -123,6 +125,7 @@ def compute_logits(model: Model, tokens: Tensor, positions: Tensor | None = None
 
 
 def _compute_load_balancing_loss(model: Model, tokens: Tensor) -> float:
+    """Returns the load-balancing loss of `tokens` [b, s], without its coefficient."""
     for layer in model.layers:
         layer.module.training = True  # but not for its submodules, which may apply dropout
     output: Any = compute_logits(model, tokens)
@@ -136,7 +139,9 @@ def _compute_document_logits(reference: Any, row: Tensor, bounds: list[int]) -> 
 
 
 def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the plan's model for transformers. Raises RunError "weights-mismatch" if `source` has other weights."""
+    """Returns a description of the plan's model in transformers' format, which reads the weights from `source`. Raises RunError
+    "weights-mismatch" if `source` does not have exactly the weights of this model.
+    """
     config = plan.model.config
     assert isinstance(config, DecoderConfig), config
     hf_config = read_hf_config(config)

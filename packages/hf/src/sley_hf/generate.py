@@ -117,7 +117,7 @@ class _Streamer(BaseStreamer):
         self._has_prompts = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Queues the ids `value`, one per text. Ignores the first call, which passes the prompts."""
+        """Queues the ids `value`, one per text. Ignores the prompts in the first call. Raises InterruptedError if cancelled."""
         if self._cancelled.is_set():
             raise InterruptedError
         if self._has_prompts:

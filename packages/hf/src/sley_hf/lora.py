@@ -37,8 +37,9 @@ BASE_NAME_PART = ".base_layer."
 
 
 def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Module, str], None]:
-    """Returns a function that adds adapters to a layer in place, given its module and name. layer_names: all layers, the head
-    last. Raises PluginError "plugin-import" if peft is missing. The function raises the errors of `find_target_modules`.
+    """Returns a function `adapt(module, name)` that adds adapters to a layer in place. layer_names: the names of all layers,
+    with the head last. Raises PluginError "plugin-import" if peft is missing. The function raises the errors of
+    `find_target_modules`.
     """
     try:
         import peft
@@ -167,8 +168,8 @@ def _build_adapted_modules(plan: Plan) -> dict[str, Any]:
 
 
 def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], base: Path | None, out: Path) -> None:
-    """Writes `adapter_config.json` and `adapter_model.safetensors` of peft into the new folder `out`. names: transformers' name
-    of each weight, keyed by its name in the model without adapters. base: the folder or run from which the run started, or
+    """Writes peft's files `adapter_config.json` and `adapter_model.safetensors` into the new folder `out`. names: transformers'
+    name of each weight, keyed by its name in the model without adapters. base: the folder or run from which the run started, or
     None. Raises UsageError "export-format" for adapters and trained weights that peft cannot represent. If `base` is a folder
     of transformers, raises RunError "export-differs" unless its model with the adapters has the run's weights.
     """

@@ -53,7 +53,7 @@ class DecoderConfig(ModelConfig):
     @model_validator(mode="after")
     def _check_source(self) -> "DecoderConfig":
         if (self.weights is None) == (self.config is None):
-            raise ValueError("set either `weights`, for trained weights, or `config`, for random ones")
+            raise ValueError("set either `weights`, for trained weights, or `config`, for random weights")
         read_config(self)
         return self
 

@@ -29,7 +29,7 @@ from sley_hf.structure import ModuleNames, UnsupportedModelError
 
 class RoutedStates(NamedTuple):
     """The output of a block in a model with experts. hidden: [b, s, hidden]. probabilities: the sum of p over the layers up to
-    this block, [E], at least fp32. counts: c of each of these layers that has experts, int64 [layers x E].
+    this block, [E], at least fp32. counts: c of each of these layers that has experts, concatenated, int64 [layers x E].
     """
 
     hidden: Tensor
@@ -57,8 +57,9 @@ class Routers:
                 yield module
 
     def add_terms(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> RoutedStates:
-        """Returns the output of a block: `hidden`, and p and c of `before`, the output of the previous layer, with p and c of
-        this block added. logits: the logits [tokens, E] of each router in the block.
+        """Returns the output of a block: `hidden`, and the router statistics so far. `probabilities` is the sum of p over the
+        blocks up to this one, and `counts` concatenates c of their routers. before: the output of the previous layer. logits:
+        the logits [tokens, E] of each router in the block.
         """
         probabilities, counts = [], []
         if isinstance(before, RoutedStates):
@@ -113,7 +114,7 @@ def _has_equal_loss(routers: Routers, function: Any) -> bool:
 
 
 class LoadBalancingLoss:
-    """Computes the load-balancing loss and its metrics. sp: the ranks that hold slices of sequences; None before `attach`."""
+    """Computes the load-balancing loss and its metrics. sp: the ranks with slices of one sequence; None before `attach`."""
 
     def __init__(self, routers: Routers) -> None:
         self.routers = routers
@@ -132,8 +133,9 @@ class LoadBalancingLoss:
             parts.numbers.add(f"experts/{name}", partial(self._mean_share, index, parts.topology.dp))
 
     def compute_loss(self, routed: RoutedStates, num_labels: Tensor) -> Tensor:
-        """Returns this rank's term of coefficient x loss x number of labels, which is the sum of the terms over `sp`. All ranks
-        of `sp` must call it. routed: the output of the last block. num_labels: the number of this rank's labels that count, [].
+        """Returns this rank's term of the loss that training adds. The sum of the terms over `sp` is coefficient x
+        load-balancing loss x number of labels. All ranks of `sp` must call it. routed: the output of the last block.
+        num_labels: the number of this rank's labels that count, [].
         """
         *_, probabilities, counts = routed
         totals = torch.cat([counts, num_labels.view(1)])
@@ -177,7 +179,7 @@ class BalancedLogits(SplitLogits):
         return self.output.dtype
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the sum of the cross-entropy over `labels` [b, s] other than `ignore_index`, plus the load-balancing loss."""
+        """Returns the cross-entropy summed over the `labels` [b, s] that count, plus the result of `balance.compute_loss`."""
         if isinstance(self.output, Tensor):
             total = cross_entropy_of_logits(self.output, labels, ignore_index, smoothing)
         else:

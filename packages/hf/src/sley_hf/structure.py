@@ -55,7 +55,7 @@ class ModuleNames:
 
 
 def find_structure(causal: Any) -> ModuleNames:
-    """Returns the names of the parts of the transformers model `causal`. Raises UnsupportedModelError for other structures."""
+    """Returns the names of the parts of a transformers model. Raises UnsupportedModelError if it is not a plain decoder."""
     config = causal.config
     family = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -91,7 +91,7 @@ def find_structure(causal: Any) -> ModuleNames:
 
 
 def to_layer_name(name: str, structure: ModuleNames) -> str:
-    """Returns the name in Sley's model of the parameter that transformers calls `name`."""
+    """Returns Sley's name of the parameter or buffer that transformers calls `name`."""
     blocks, norm = structure.full_name(structure.blocks), structure.full_name(structure.norm)
     if name.startswith(f"{blocks}."):
         index, _, path = name.removeprefix(f"{blocks}.").partition(".")
@@ -131,7 +131,8 @@ def record_calls(
     base: nn.Module, recorders: list[_Recorder], **inputs: Any
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Runs the base model on `inputs` up to its last recorder. Returns the hidden states, the other positional arguments and
-    the keyword arguments of each recorder's call. Raises PlanError "hf-structure" if the forward does not run with recorders.
+    the keyword arguments of each recorder's call. Raises PlanError "hf-structure" if the forward fails with recorders in place
+    of the layers.
     """
     for recorder in recorders:
         recorder.calls.clear()  # an earlier forward that failed may have left calls
@@ -140,8 +141,10 @@ def record_calls(
     except _LastLayerReached:
         pass
     except Exception as error:
-        message = f"the forward of `{type(base).__name__}` does not run without its layers: {type(error).__name__}: {error}"
-        raise PlanError("hf-structure", message, path=("model",), hint="this family is not supported") from error
+        message = f"the structure of `{type(base).__name__}` is not supported: its forward fails when its layers are removed "
+        message += f"({type(error).__name__}: {error})"
+        hint = "use a model of a tested family, which packages/hf/README.md lists"
+        raise PlanError("hf-structure", message, path=("model",), hint=hint) from error
     return [recorder.calls.pop() for recorder in recorders]
 
 

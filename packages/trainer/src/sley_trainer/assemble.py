@@ -189,7 +189,7 @@ def build_parts(
 
 def build_groups(plan: Plan, world: World, topology: Topology, model: Model, stage: Stage, dataset: AnyDataset) -> Groups:
     """Creates and returns this rank's groups. All ranks must call it. Raises PluginError "plugin-failed" if a plugin lists
-    invalid groups, and RunError "ranks-disagree" on every rank if they have different plans, versions, samples or models.
+    invalid groups, and RunError "ranks-disagree" on every rank if ranks have different plans, versions, samples or models.
     """
     extra = [*list_tie_groups(stage, topology), *list_plugin_groups(plan, topology)]
     cross_memory = plan.parallel.cross_memory_attach
@@ -237,7 +237,7 @@ def list_plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
 
 
 def _group_fault(record: object, topology: Topology, owners: dict[str, Plugin]) -> str:
-    """Returns why a plugin's group is invalid, or "". owners: the plugins of earlier groups, by axis."""
+    """Returns the fault of a plugin's group, or "". owners: the plugin of each earlier group, keyed by axis."""
     if not isinstance(record, ProcessGroupRecord):
         return f"{record!r} must be a ProcessGroupRecord"
     group = f"the group {record.axis!r}"
@@ -312,8 +312,8 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
 
 
 def find_head(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
-    """Returns the head of the model if the plan's `[loss] chunk_tokens` computes its loss in chunks, else None. layers: all
-    layers of the model. Raises PlanError if the loss cannot be computed in chunks.
+    """Returns an object that computes the loss of the model's head in chunks of tokens, or None if the plan does not set
+    `[loss] chunk_tokens`. layers: all layers of the model. Raises PlanError if the loss cannot be computed in chunks.
     """
     config = plan.loss.config
     if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
@@ -346,7 +346,7 @@ def describe_dtypes(plan: Plan, model: Model) -> list[str]:
         flat += [component.name for component in plan.offload if steps_on_host(component.record)]
         faults += [f"`{name}` stores all weights in one buffer of one dtype" for name in flat]
     if faults:
-        hint = "use names that `train-cli show` prints; or replace the handler or manager by one that allows several dtypes"
+        hint = "use names that `train-cli show` prints; or use a handler or manager that allows several dtypes"
         path = ("precision", "keep")
         raise PlanError.from_diagnostics([plan.diagnostic("precision-keep", fault, path, hint) for fault in faults])
     if working == master:

@@ -35,8 +35,9 @@ _METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # the valid names of the user's m
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics that an evaluation computes besides the loss. loss_config: the cross-entropy of token ids, or None for other
-    losses. custom_metric: the user's function. whole_sequences: gathers full sequences for this function; None passes slices.
+    """The metrics that an evaluation computes besides the loss. loss_config: the plan's table of the cross-entropy of token
+    ids, or None for other losses. custom_metric: the user's function, or None. whole_sequences: gathers full sequences for this
+    function; None passes slices.
     """
 
     loss_config: CrossEntropyConfig | None = None
@@ -50,7 +51,7 @@ class Metrics:
 
     @property
     def builtin_names(self) -> list[str]:
-        """The names of the metrics that `Tally` computes without the user's function: "accuracy" for token ids, else none."""
+        """The names of the metrics that `Tally` computes without the user's function: "accuracy" if `loss_config` is set."""
         return ["accuracy"] if self.loss_config is not None else []
 
     def count_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +147,7 @@ class Tally:
 
 def _metric_error(fault: str) -> RunError:
     hint = "return new tensors as `{name: (sum, count)}`, such as `{'exact': (num_right, num_samples)}`, with the same names "
-    hint += "for every microbatch, and a count above 0 for at least one"
+    hint += "for every microbatch, and a count above 0 for at least one microbatch"
     return RunError("metric-result", f"the [evaluation] metric {fault}", path=("evaluation", "metric"), hint=hint)
 
 
@@ -181,7 +182,7 @@ class EvaluationFeed:
 
 
 def local_rows(global_size: int, parts: Parts) -> range:
-    """Returns this rank's rows of a global batch of `global_size` samples. All ranks of an `sp` group have the same rows."""
+    """Returns this rank's rows of a global batch of `global_size` samples. Ranks that share sequences have the same rows."""
     size = global_size // parts.topology.dp
     start = parts.groups["dp"].coord * size
     return range(start, start + size)
@@ -322,7 +323,7 @@ class BestEvaluation:
         """The reason why the run must end, or "" as long as `patience` allows more steps."""
         if self.patience is None or self.num_since_best < self.patience:
             return ""
-        best = "" if self.value is None else f"; the best, {self.value:.6g}, is of step {self.step}"
+        best = "" if self.value is None else f"; the best value, {self.value:.6g}, was reached at step {self.step}"
         plural = "s" if self.num_since_best > 1 else ""
         return f"{self.table.metric} has not improved in {self.num_since_best} evaluation{plural}{best}"
 

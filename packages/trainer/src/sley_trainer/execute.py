@@ -97,9 +97,9 @@ class Executor:
         self._field_names = frozenset(read_fields)
 
     def run(self, entries: LoweredList, state: StepState, run: ListRun) -> Tensor:
-        """Runs a list with its exchanges, after discarding a list that failed. Returns the sum of the losses of this rank's
-        samples, or, if `keeps_micro_losses`, one loss per microbatch, float64 on the device. The caller disables autograd for
-        an evaluation. All ranks must call it in the same order.
+        """Runs a list with its exchanges, and first discards the values of a list that failed. Returns the sum of the losses of
+        this rank's samples, or, if `keeps_micro_losses`, one loss per microbatch, float64 on the device. The caller disables
+        autograd for an evaluation. All ranks must call it in the same order.
         """
         shape = (len(run.batch),) if self.keeps_micro_losses else ()
         run.total = torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
@@ -284,7 +284,7 @@ class ChunkInput:
 
 
 class _GraphStart(torch.autograd.Function):
-    """The root of a chunk's autograd graph: the forward returns the tensor of `entry`, the backward stores its gradient there.
+    """The root of a chunk's autograd graph. The forward returns the tensor of `entry`; the backward stores its gradient there.
 
     A graph cannot start at a leaf, since layers write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf
     and on a view of a leaf. The result shares its version counter with the input: if a layer overwrites an output of the same
@@ -311,7 +311,8 @@ _ROOT = torch.empty(0, requires_grad=True)  # makes autograd record `_GraphStart
 @dataclass
 class ChunkState:
     """The values of one chunk and one microbatch between forward and backward. inputs, description: the received inputs; empty
-    on the first chunk. edges: the graph edges of outputs that get a gradient. loss: only on the last chunk, without edges.
+    on the first chunk. edges: the graph edges of outputs that get a gradient. loss: the loss on the last chunk, which has no
+    edges; else None.
     """
 
     inputs: list[ChunkInput] = field(default_factory=list)
@@ -345,7 +346,8 @@ class ChunkState:
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Runs this chunk's backward from `gradients` of its outputs, and frees its graph. Returns the gradients of its inputs;
-        zeros for an input that the backward did not reach. torch raises RuntimeError for a loss without trained parameters.
+        zeros for an input that the backward did not reach. torch raises RuntimeError for a loss that depends on no trained
+        parameter.
         """
         if self.loss is not None:
             if self.loss.ndim:
@@ -360,7 +362,7 @@ class ChunkState:
 
 
 def describe_output(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
-    """Returns the description of a chunk's output, and its tensors in order. layer: the chunk's last layer, for an error."""
+    """Returns the description of a chunk's output, and its tensors in order. layer: the chunk's last layer, for errors."""
     tensors, structure = flatten(value, layer)
     first_indices: dict[int, int] = {}
     leaves = []
@@ -383,7 +385,7 @@ ValueKey = tuple[Flow, int, int]
 
 
 class StageBoundaries:
-    """Passes values between one stage's chunks and their neighbours. link: exchanges with other stages; None for one stage."""
+    """Passes values between one stage's chunks and their neighbours. link: exchanges with other stages; None if none exist."""
 
     def __init__(self, placement: Placement, stage: int, link: StageLink | None) -> None:
         self.placement = placement
@@ -397,7 +399,7 @@ class StageBoundaries:
         self._local: dict[ValueKey, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
-        """Begins a list of actions, and discards a list that failed. keys: the values that determine a microbatch's shapes."""
+        """Begins a list of actions, and discards a failed list. keys: the values that determine the shapes of a microbatch."""
         if self._outgoing or self._local:
             self.abort("the previous step did not end")
         self._keys = keys
@@ -414,7 +416,7 @@ class StageBoundaries:
             self.link.send(entry, description, tensors, self._keys[entry.micro])
 
     def receive(self, flow: Flow, chunk: int, micro: int) -> Payload:
-        """Returns the previous chunk's output ("forward") or the gradients of this chunk's output. May wait for a stage."""
+        """Returns the previous chunk's output ("forward") or the gradients of this chunk's output. May wait for a peer."""
         key = (flow, chunk, micro)
         if key in self._local:
             return self._local.pop(key)

@@ -53,9 +53,9 @@ class Loop:
 
     listeners: functions that this rank calls with each row. readers: functions that this rank calls with each row, while the
     weights may still be in flight from other ranks, so they must not read weights. num_steps_done: the number of optimizer
-    steps, with refused and skipped steps. was_stopped: whether all ranks have agreed to stop. best: the best evaluation so far;
-    None if the plan has no `keep_best`. num_parameters, num_trained: the number of elements of all parameters of the model, and
-    of the trained parameters. notes: messages for the user.
+    steps, including refused and skipped steps. was_stopped: whether all ranks have agreed to stop. best: the best evaluation so
+    far; None if the plan has no `keep_best`. num_parameters, num_trained: the number of elements of all parameters of the
+    model, and of the trained parameters. notes: messages for the user.
     """
 
     def __init__(

@@ -41,10 +41,13 @@ RESUME_STEP = 3
 """The number of steps that a trial takes before its checkpoint."""
 
 HINT = "keep tensors in `self.state[parameter]`, and numbers in attributes; a checkpoint contains nothing else"
+"""The hint for faults in the state of an optimizer."""
 
 
 class OptimizerFault(NamedTuple):
-    """A fault of an optimizer. message: a predicate about it. hint: "" for none. key: the key of `[optimizer]` at fault."""
+    """A fault of an optimizer. message: a predicate whose subject is the optimizer. hint: "" for no hint. key: the key of
+    `[optimizer]` that is at fault.
+    """
 
     message: str
     hint: str = HINT
@@ -61,7 +64,9 @@ class ToyParameters(NamedTuple):
 
 
 class Trial:
-    """Runs an optimizer on two small parameters. is_split: splits each parameter in two. Other attributes: as in `Traits`."""
+    """Runs the optimizer that `build` returns on the two small parameters `toys`. is_split: whether each parameter is split in
+    two. keeps_gradients, draws_random: the traits that the steps so far have shown, as in `Traits`.
+    """
 
     def __init__(self, build: Build, toys: ToyParameters, *, is_split: bool = False) -> None:
         self._generator = torch.Generator().manual_seed(5)
@@ -128,8 +133,9 @@ class Trial:
 def probe_optimizer(
     plan: Plan, parts: Parts, model: Model, factor: Callable[[int], float], dtype: torch.dtype, device: torch.device
 ) -> Traits:
-    """Returns the traits of the plan's optimizer. factor: returns the factor of the learning rate at a step. dtype, device: of
-    the weights to update. Raises PlanError "optimizer-unfit" on every rank if a run would give wrong results.
+    """Returns the traits of the plan's optimizer. factor: returns the factor of the learning rate at a step. dtype, device: the
+    dtype and device of the weights that the optimizer updates. Raises PlanError "optimizer-unfit" on every rank if a run would
+    give wrong results.
     """
     ndims = {param.ndim for layer in model.layers for param in layer.module.parameters() if param.requires_grad}
     lr_changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))

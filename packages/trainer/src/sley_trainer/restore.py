@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def state_region(optimizer_param: OptimizerParam) -> checkpointing.Region:
-    """Returns the region of the parameter for which this rank holds the optimizer state: all of it on the owner of a matrix."""
+    """Returns the region of a parameter whose optimizer state this rank holds: all of it on the owner of a matrix."""
     param, elements = optimizer_param.param, optimizer_param.elements
     return checkpointing.Region(param.shape) if optimizer_param.is_owned else checkpointing.Region.from_param(param, elements)
 
 
 def state_name(parameter: str, state: str) -> str:
-    """Returns the name in a checkpoint of the optimizer's value `state`, such as `exp_avg`, for the parameter `parameter`."""
+    """Returns the checkpoint's name for the optimizer state `state`, such as `exp_avg`, of the parameter `parameter`."""
     return f"{checkpointing.OPTIMIZER}{parameter}/{state}"
 
 
@@ -96,7 +96,7 @@ def is_flat(tree: Any) -> bool:
 
 class RunRestorer:
     """Restores `state` on this rank from the checkpoint `saved`. is_same_layout: whether the checkpoint has this run's layout.
-    names: the names of its tensors. notes: messages for the user.
+    names: the names of the checkpoint's tensors. notes: messages for the user.
     """
 
     def __init__(self, state: RunState, saved: checkpointing.CheckpointReader, *, is_same_layout: bool) -> None:
@@ -227,7 +227,7 @@ class RunRestorer:
         return checkpointing.join_leaves(decode_value(self.saved.description.trees.get(optimizer_param.name)), leaves)
 
     def _read_leaf(self, optimizer_param: OptimizerParam, name: str) -> Any:
-        """Returns the saved value `name` of the optimizer; of a tensor like the parameter, only this rank's part."""
+        """Returns the saved value `name` of the optimizer, or this rank's part of it if it has the shape of the parameter."""
         if name in self.saved.description.values:
             return decode_value(self.saved.description.values[name])
         shape = self.saved.info(name).shape
@@ -236,7 +236,7 @@ class RunRestorer:
         return self._read_local(name, state_region(optimizer_param), optimizer_param.parameter)
 
     def _read_options(self, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the saved options of the group with the parameters `names`. Raises RunError "checkpoint-mismatch"."""
+        """Returns the saved options of the group with the parameters `names`. Raises RunError if their options differ."""
         values = self.saved.description.values
         options = [values[checkpointing.OPTIONS + name] for name in names if checkpointing.OPTIONS + name in values]
         if any(group_options != options[0] for group_options in options):

@@ -208,7 +208,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._finish_pending()
         if precision not in SAVE_PARTS:
             hint = f"use {' or '.join(SAVE_PARTS)}"
-            raise UsageError("no-precision", f"unknown precision of weights {precision!r}", hint=hint)
+            raise UsageError("no-precision", f"weights cannot be saved with the precision {precision!r}", hint=hint)
         save = WeightSaver(self.parts, self.stepper.update.masters)
         attempt = self._state.attempt.current
         metadata = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}

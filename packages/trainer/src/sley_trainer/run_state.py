@@ -153,11 +153,11 @@ class RunState(checkpointing.TrainingState):
 
     @property
     def base(self) -> Mapping[str, int]:
-        """The checksums by name of the frozen parameters under adapters. A checkpoint stores them instead of the weights."""
+        """The checksum of each frozen parameter under an adapter, by name. A checkpoint stores it instead of the parameter."""
         return self.parts.registry.base
 
     def _optimizer_states(self) -> list[tuple[OptimizerParam, Any]]:
-        """Returns the parameters that this rank updates, each with its optimizer state, {} before the first update."""
+        """Returns the parameters that this rank updates, each with its optimizer state, which is {} before the first update."""
         params = self.update.masters.optimizer_params
         return [(entry, self.update.optimizer.state.get(entry.parameter, {})) for entry in params]
 
@@ -241,7 +241,7 @@ class RunState(checkpointing.TrainingState):
         return restorer.notes
 
     def _restore_values(self, description: checkpointing.SavedRun, notes: list[str]) -> None:
-        """Restores the position in the data, the loss scale and other values of `description`. Notes values that are lost."""
+        """Restores the position in the data, the loss scale and other values of `description`. Adds notes on lost values."""
         update, state, world = self.update, description.state, self.parts.world
         self.parts.store.state.was_taken = bool(state["was_taken"])
         if update.scale is not None:

@@ -94,7 +94,7 @@ _INTEGER_DTYPES = {4: torch.int32, 8: torch.int64}
 
 
 class _SavedTensor(NamedTuple):
-    """A tensor that this rank's stage saves: the parameter `param`, or `buffer` (also an extra state). The other is None."""
+    """A tensor that this rank's stage saves: a parameter, or a buffer or extra state. The field for the other is None."""
 
     spec: Spec
     param: Param | None
@@ -116,7 +116,7 @@ class WeightSaver:
 
     def check(self, folder: Path) -> None:
         """Raises the same RunError on all ranks: "weights-unsaved" if `folder` has files other than weights,
-        "checkpoint-folder" if one of several writing ranks cannot see its parent folder. Every rank must call it.
+        "checkpoint-folder" if one of several writing ranks cannot see the parent of `folder`. Every rank must call it.
         """
         failure = _describe_failure(partial(check_replaceable, folder), folder) if self._parts.world.rank == 0 else ""
         self._exchange_files([], failure, folder, {})
@@ -204,7 +204,7 @@ class WeightSaver:
         folder: Path,
         metadata: Mapping[str, str],
     ) -> str:
-        """Writes this rank's files, and returns its failure or "". A rank that failed still joins every collective."""
+        """Writes this rank's files; returns the reason of a failure, or "". A rank that failed still joins every collective."""
         files: dict[str, list[Spec]] = {}
         for source in sources if self._writes else ():
             files.setdefault(file_of_tensor[source.spec.name], []).append(source.spec)
@@ -229,8 +229,8 @@ class WeightSaver:
         return value if self._writes else None
 
     def _master_shard(self, param: Param) -> Tensor:
-        """Returns the master weight of this rank's shard of `param`. All ranks of its reduce group must call it, since each of
-        them may update a part.
+        """Returns the master weight of this rank's shard of `param`. All ranks of the parameter's reduce group must call this
+        method, since each of them may update a part.
         """
         parameter, master_dtype = param.parameter, self._masters.dtype
         entry, shard = self._optimizer_params.get(param), self._shards.get(param)
@@ -396,6 +396,6 @@ class _WeightLoader:
         else:
             digest = checksum(value)
             if self.checksums.setdefault(registry_name, digest) != digest:
-                fault = "has different values than the parameter that it is tied to"
+                fault = "differs from the parameter to which it is tied"
         if fault:
             self.faults.append(f"{name!r} {fault}")

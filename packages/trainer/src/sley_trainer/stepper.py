@@ -112,7 +112,7 @@ class Stage:
 
     @property
     def tied_stages(self) -> list[tuple[int, ...]]:
-        """The tuple of stages that hold each parameter that is tied between stages, without duplicate tuples."""
+        """The tuples of stages that share at least one tied parameter, without duplicates."""
         return tied_stages(self.layers_by_position)
 
 
@@ -167,15 +167,17 @@ def needs_timed_costs(plan: Plan) -> bool:
 
 
 def time_layers(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns the seconds of each layer, which the partitioner's timer measures. All ranks must call it and get equal times."""
+    """Returns the time of each layer in seconds, as the partitioner's timer measures it. All ranks must call it; the times are
+    equal on all ranks. dtype: the dtype of the forward.
+    """
     record = plan.partition.record if plan.partition else None
     assert isinstance(record, PartitionerRecord), record
     seconds: list[float] = record.load(record.timer)(plan, world, build_model, dtype)
     return seconds
 
 
-NO_VOTES = Votes()  # neither to stop nor to save
-NO_METRICS = Metrics()  # only the loss
+NO_VOTES = Votes()  # votes neither to stop nor to save
+NO_METRICS = Metrics()  # declares no metrics besides the loss
 
 
 @dataclass(eq=False)

@@ -75,7 +75,7 @@ class Update:
 
     @property
     def lr(self) -> float:
-        """The learning rate in the last step of parameters whose group sets none; includes changes by the program."""
+        """The learning rate in the last step, for parameters whose group sets none of its own. Includes a program's changes."""
         return float(self._default_group.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
@@ -138,7 +138,7 @@ class Update:
     @contextmanager
     def use_evaluation_weights(self) -> Iterator[None]:
         """Within the block, weights and masters are the averages, or the weights of the optimizer's evaluation mode, if the run
-        has either; their values are restored exactly. All ranks must call it between steps, with all memory on the device.
+        has either. Then restores their values exactly. All ranks must call it between steps, with all memory on the device.
         """
         if not self.switches_weights:
             yield
@@ -263,7 +263,7 @@ class Averages:
     def update(self, params: Sequence[OptimizerParam], step: int, index: int, is_allowed: Tensor | None) -> None:
         """Moves the averages towards the updated values of `params`. step: the number of the step, from 0. index: the number of
         updates before this one. is_allowed: a bool on the device, or None; False leaves the averages unchanged. Raises RunError
-        "averaging-weight" if the rule returns no value from 0 to 1.
+        "averaging-weight" if the rule returns a value that is not from 0 to 1.
         """
         weight = 1.0
         if self.first_update is not None and index > self.first_update:
@@ -301,7 +301,7 @@ def list_averages(averages: Averages | None, params: Sequence[OptimizerParam]) -
 
 @torch.no_grad()
 def _move_averages(averages: list[Tensor], values: list[Tensor], weight: float, is_allowed: Tensor | None) -> None:
-    """Moves `averages` towards `values` in place, by the share `weight` of the difference; by 0 if `is_allowed` is False."""
+    """Moves `averages` towards `values` in place, by the share `weight` of the difference, unless `is_allowed` is False."""
     if is_allowed is not None:
         torch._foreach_lerp_(averages, values, [(weight * is_allowed).to(averages[0].dtype)] * len(averages))
     elif weight == 1.0:
