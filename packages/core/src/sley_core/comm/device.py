@@ -43,7 +43,7 @@ BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 class CopyEvent:
-    """A point in a `CopyStream`, reached when all earlier copies are done. In this base class, for the CPU, they always are."""
+    """A point in a `CopyStream`, reached when all earlier copies are done. This base class, for the CPU, is always reached."""
 
     def is_done(self) -> bool:
         """Returns whether the copies before this event are done. Does not wait."""
@@ -321,7 +321,7 @@ class Device:
         return host.copy_(tensor, non_blocking=True)
 
     def alias(self, memory: torch.Tensor) -> torch.Tensor:
-        """Returns a detached tensor that shares `memory`, but has its own storage, whose use count tells if it is in use."""
+        """Returns a detached tensor over `memory` with a storage object of its own, whose use count shows whether it is in use."""
         return from_dlpack(to_dlpack(memory.detach()))  # does not reference the tensor object
 
     def bytes_of(self, memory: torch.Tensor) -> memoryview:
@@ -329,7 +329,7 @@ class Device:
         return memory.numpy().data
 
     def copy_stream(self) -> CopyStream:
-        """Returns a new stream for copies to and from the host. On CUDA they run in parallel with the device's own work."""
+        """Returns a new stream for copies to and from the host. On CUDA, copies run in parallel with the device's own work."""
         return CopyStream() if self.stream is None else CudaStream(self.stream)
 
     def host_memory(self, num_bytes: int) -> HostMemory:

@@ -26,13 +26,13 @@ COLLECTIVE_HINT = (
 NUM_RECENT = 32
 """The number of latest exchanges that `Progress` keeps per queue. Ranks that diverge block each other after fewer exchanges."""
 
-BEGINNING = "the beginning of the step"
+BEGINNING = "the beginning of the step"  # `ActionProgress.current_entry` before the first entry of a step
 REDUCTION_END, UPDATE, BETWEEN_STEPS = "the end of the gradients' reduction", "the update", "the time between two steps"
-EVALUATION = "an evaluation"
+EVALUATION = "an evaluation"  # `ActionProgress.current_entry` before the first entry of an evaluation
 DEVICE_WAIT = "the wait for the device"
-"""The values of `ActionProgress.current_entry` when no entry of an action list runs. BEGINNING precedes the first entry of a
-step, and EVALUATION precedes the first entry of an evaluation. REDUCTION_END, UPDATE and BETWEEN_STEPS follow the last entry,
-in this order. DEVICE_WAIT: the host waits for a step's results; on CUDA, the next step may have begun.
+"""The values of `ActionProgress.current_entry` when no entry of an action list runs. REDUCTION_END, UPDATE and BETWEEN_STEPS
+follow the last entry of a step, in this order. DEVICE_WAIT: the host waits for a step's results; on CUDA, the next step may
+have begun.
 """
 
 
@@ -290,7 +290,7 @@ class Mark(NamedTuple):
 
     @property
     def encoded_text(self) -> bytes:
-        """Returns the label, cut to fit into a header, and the size. Peers print this text in their error messages."""
+        """Returns the label, cut to fit into a header, and the size, in UTF-8. Peers print this text in error messages."""
         return _encode_text(self.label, self.num_bytes)
 
     def header(self) -> torch.Tensor:
@@ -324,7 +324,9 @@ def _encode_text(label: str, num_bytes: int) -> bytes:
 
 
 class ExchangeSummary(NamedTuple):
-    """Summarises a rank's exchanges with `ranks`. checksum: covers all marks. last_label: the label of the last exchange."""
+    """Summarises a rank's exchanges in one group. ranks: the global ranks of the group. checksum: of the marks of all
+    exchanges. last_label: the label of the last exchange.
+    """
 
     ranks: tuple[int, ...]
     num_exchanges: int

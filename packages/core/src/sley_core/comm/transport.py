@@ -126,7 +126,8 @@ class Transport(Published, Protocol):
 
     def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, checksum: int = 0) -> Work:
         """Starts to sum `tensors` [size x n, ...] over the group in place. After `wait`, this rank's n rows contain the sum and
-        may be written; other rows are undefined. scratches: for each tensor, [`num_scratch_rows(n)`, ...] of its dtype.
+        may be written; other rows are undefined. scratches: temporary memory, one tensor [`num_scratch_rows(n)`, ...] for each
+        of `tensors`, of the same dtype.
         """
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, checksum: int = 0) -> Work:
@@ -158,7 +159,7 @@ class ChannelTransport(Transport):
 
 
 class CollectiveTransport(ChannelTransport):
-    """Exchanges tensors by the backend's collectives. log: records exchanges; ranks compare their logs before a step ends."""
+    """Exchanges tensors with the backend's collectives. log: records exchanges; ranks compare their logs before a step ends."""
 
     is_coalesced: bool
     """Whether one call of the backend exchanges several tensors. False with gloo: its coalesced gather would read device
@@ -320,14 +321,14 @@ class SingleRankTransport(Transport):
 
 
 def uses_messages(backend: str, device: torch.device) -> bool:
-    """Returns whether ranks exchange tensors on `device` as messages (`MessageTransport`), not by collectives of `backend`."""
+    """Returns whether ranks exchange tensors on `device` as messages (`MessageTransport`), not in collectives of `backend`."""
     return backend == "gloo" and device.type == "cpu"
 
 
 def make_transport(
     members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog, device: torch.device
 ) -> Transport:
-    """Returns a new transport over `channel`, called `name`, for tensors on `device`. log: records exchanges without marks."""
+    """Returns a new transport over `channel`, called `name`, for tensors on `device`. log: for `CollectiveTransport`."""
     if uses_messages(dist.get_backend(channel), device):
         return MessageTransport(members, name, channel)
     return CollectiveTransport(members, name, channel, log)

@@ -109,7 +109,7 @@ class Group(Members):
 
     def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle. Calls the
-        communicator, which numbers members as the group does: a fifth of the time of `dist.isend` is overhead.
+        communicator directly, in which members also have their coordinates as ranks: `dist.isend` adds a fifth of its time.
         """
 
         def start(group: dist.ProcessGroup) -> Any:
@@ -206,7 +206,7 @@ class Simulation:
         self, members: Members, kind: ExchangeKind, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None] | None:
         """Simulates an exchange by `members` on `channel` that sends `tensor` and fills `result`, which may be the same tensor.
-        Returns a function that is called when the rank waits for the exchange, or None. label: describes the content.
+        Returns None, or a function that is called when the rank waits for the exchange. label: describes the content.
         """
         return None
 
@@ -219,7 +219,7 @@ class Simulation:
         return None
 
     def fill_layers(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
-        """Replaces the meta tensors of this rank's sharded layers by tensors of `dtype` for a step. This class does nothing."""
+        """Replaces meta tensors of this rank's sharded layers with tensors of `dtype` for a step. This class does nothing."""
 
 
 def _axes_with_cma(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str, ...]:
@@ -245,8 +245,9 @@ def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timed
 @contextmanager
 def _unbind_default_group() -> Iterator[None]:
     """Unbinds the default group from its device within the block, so that torch can create a gloo group beside NCCL. If the
-    default group is bound to a device, as with NCCL, ranks outside a new group take part in a split of the default
-    communicator. Its members split only for an NCCL group, so with a gloo group the ranks outside would wait forever.
+    default group is bound to a device, as with NCCL, the ranks outside a new group take part in a split of the default
+    communicator. The members of the new group take part only if it is an NCCL group, so for a gloo group the ranks outside
+    would wait forever.
     """
     default: Any = dist.group.WORLD
     device_id, default.bound_device_id = default.bound_device_id, None
@@ -346,7 +347,7 @@ class World(AbstractContextManager["World"]):
         return cls(rank, size, device, owns_default_group=True, simulation=simulation or Simulation())
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns the rendezvous's `all_or_none`, or, without a rendezvous, a context manager that does nothing."""
+        """Returns the result of the rendezvous's `all_or_none`; without a rendezvous, a context manager that does nothing."""
         return self.rendezvous.all_or_none(timeout_s) if self.rendezvous is not None else nullcontext()
 
     def make_groups(

@@ -52,7 +52,7 @@ class HeadChunks:
 
     layer: the name of the last layer. path: the name of the linear within it, "" if it is the layer. max_tokens: the maximum
     number of tokens of a chunk; None derives it from `AUTO_CHUNK_BYTES`. weight: the divisor of gradients in the running step,
-    if any. is_active: whether the loss follows a call of the head; otherwise the head returns all logits. is_patched: whether a
+    if any. is_active: whether the head's output goes to the loss; otherwise the head returns all logits. is_patched: whether a
     `LogitsHead` replaces the linear's forward.
     """
 
@@ -120,7 +120,7 @@ class LogitsHead:
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias (or None) as leaves of the autograd graph."""
+        """Returns the weight and the bias (or None) as leaves of the autograd graph."""
         return self.linear.weight, self.linear.bias
 
     def weights(self) -> AbstractContextManager[tuple[Tensor, Tensor | None]]:
@@ -194,7 +194,7 @@ class DirectHead(LogitsHead):
 def patch_head(parts: Parts, chunks: HeadChunks) -> Callable[[], None]:
     """Patches the head if this rank has it and its weight is not sharded. Returns a function that removes the patch.
 
-    If a communicator shards the weight, it must already have patched the head. Raises PlanError "head-chunks" otherwise.
+    If a communicator shards the weight, it must already have patched the head; if not, raises PlanError "head-chunks".
     """
     layer = next((layer for layer in parts.layers if layer.name == chunks.layer), None)
     if layer is not None and parts.registry[f"{chunks.name}.weight"].shard is None:
@@ -277,7 +277,7 @@ for _name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg", "po
 
 @dataclass
 class HeadLoss:
-    """The options of a microbatch's loss, and its gradients.
+    """The options and the gradients of a microbatch's loss.
 
     function: an elementwise function of the logits, or None. scale: the factor of the gradients; None computes no gradients.
     hidden_gradient: receives the gradient of the hidden states [n, h]; None if it is not needed. has_weight: whether weight or
@@ -304,7 +304,9 @@ class HeadLoss:
         return output.detach().clone(), lambda gradient: logits.copy_(torch.autograd.grad(output, leaf, gradient)[0])
 
     def replace_by_gradient(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sum of the losses of `logits` [n, v]. With a `scale`, overwrites them with `scale` x gradient."""
+        """Returns the sum of the losses of `logits` [n, v]. With a `scale`, overwrites `logits` with their gradient times
+        `scale`.
+        """
         output, run_backward = self.apply(logits)
         if self.scale is None:
             return sum_cross_entropy(output, labels, self.ignore_index, self.smoothing)

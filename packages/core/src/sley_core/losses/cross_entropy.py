@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
-"""The number of logits per chunk, by device type: they fit in the cache of a CPU, and hide the launch overhead of a GPU."""
+"""The number of logits per chunk, by device type. A chunk fits in the cache of a CPU, or hides a GPU's launch overhead."""
 
 
 class CrossEntropy(Loss):
-    """The loss `core.cross_entropy`. The weight and loss of a batch are the sums over its parts.
+    """The loss `core.cross_entropy`. The weight and the loss of a batch are sums over the parts of the batch.
 
     Labels are int64 classes of any shape [...]. The output is a tensor of logits [..., classes], or `SplitLogits`, whose
     classes are split over ranks.

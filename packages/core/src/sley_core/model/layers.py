@@ -97,7 +97,7 @@ class Model:
         return iter(self.layers)
 
     def num_parameters(self) -> tuple[int, int]:
-        """Returns two numbers of parameter elements: of all and of trained parameters. A tied parameter counts once."""
+        """Returns the number of elements of all parameters, and of all trained parameters. A tied parameter counts once."""
         parameters = {parameter for layer in self.layers for parameter in layer.module.parameters()}
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 

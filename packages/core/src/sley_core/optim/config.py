@@ -144,10 +144,10 @@ class WarmupStableDecayConfig(DecayConfig):
 
 
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
-"""The classes of torch.optim whose update of an element depends only on its own gradient, its own states and the step."""
+"""The classes of torch.optim that update an element from only the element's own gradient and states, and the step."""
 
 PER_MATRIX = frozenset({"Adafactor", "Muon"})
-"""The classes of torch.optim whose update of an element depends on all gradients of its parameter."""
+"""The classes of torch.optim that update an element from the gradients of all elements of the parameter."""
 
 
 def scope_of(record: Record | None, config: Table) -> Scope | Literal["unknown"]:

@@ -190,7 +190,7 @@ def split_late_gradients(optimizer: Optimizer) -> Optimizer:
 
 
 def _split_groups(optimizer: Optimizer, _args: Any, _options: Any) -> None:
-    """Moves parameters with a gradient but no momentum buffer into a new group if others in their group have a buffer."""
+    """Moves parameters with a gradient but no momentum buffer into a new group if other parameters of the group have one."""
     for group in list(optimizer.param_groups):
         if not (group.get("fused") and group["momentum"]):
             continue
@@ -242,7 +242,7 @@ or `("attribute", path of the optimizer, name)`.
 
 
 def shared_values(optimizer: Optimizer) -> SharedValues:
-    """Returns the options, states and attributes of the whole optimizer that are plain data, by location, without copying."""
+    """Returns the options, states and attributes of the whole optimizer that are plain data, by location: not copies."""
     values: SharedValues = {}
     for number, group in enumerate(optimizer.param_groups):
         values |= {("option", number, key): value for key, value in group.items() if key != "params" and is_plain_data(value)}
@@ -256,7 +256,7 @@ def shared_values(optimizer: Optimizer) -> SharedValues:
 
 
 def set_shared_values(optimizer: Optimizer, values: SharedValues) -> None:
-    """Replaces all results of `shared_values` by `values`. Updates a dict in place if its new value is also a dict."""
+    """Replaces all results of `shared_values` with `values`. Updates a dict in place if its new value is also a dict."""
     owners = dict(_wrapped_optimizers(optimizer))
     for location in shared_values(optimizer).keys() - values.keys():
         _find_containing_dict(optimizer, owners, location).pop(location[2])
@@ -281,7 +281,7 @@ def load_optimizer_state(
     """Sets the whole state of the optimizer, with its own `load_state_dict`, which moves states to the right devices.
 
     states: the state of each parameter, by its `id`. options: the restored options of each group. shared: the states under
-    other keys, and the attributes. initial: the initial attributes, which replace missing ones in `shared`. dtypes: the dtype
+    other keys, and the attributes. initial: the attributes of a new optimizer, for those that `shared` lacks. dtypes: the dtype
     that each parameter had when its states were saved, by its `id`. States of this dtype are cast to the parameter's present
     dtype; other states keep their dtypes.
     """
@@ -369,7 +369,7 @@ def changed_values(before: SharedValues, after: SharedValues) -> SharedValues:
 
 
 def is_equal(first: Any, second: Any) -> bool:
-    """Returns whether two pieces of plain data are equal; NaN equals NaN, but tensors on a device are never equal."""
+    """Returns whether two pieces of plain data are equal. Two NaN floats are; tensors with NaN, or not on the CPU, never are."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         is_on_host = first.device.type == second.device.type == "cpu"
         return is_on_host and first.dtype == second.dtype and torch.equal(first, second)
@@ -459,7 +459,7 @@ def set_training_mode(optimizer: Optimizer) -> Optimizer:
 
 
 def copy_gradients_first(optimizer: Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a function that replaces each gradient by a copy and then calls `step`."""
+    """Returns a function that replaces each gradient with a copy and then calls `step`."""
 
     def step_with_copies() -> Any:
         for group in optimizer.param_groups:
