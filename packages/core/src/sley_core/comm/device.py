@@ -321,7 +321,7 @@ class Device:
         return host.copy_(tensor, non_blocking=True)
 
     def alias(self, memory: torch.Tensor) -> torch.Tensor:
-        """Returns a detached tensor over `memory` with a storage object of its own, whose use count shows whether it is in use."""
+        """Returns a detached tensor over `memory` with a storage object of its own, whose use count shows if it is in use."""
         return from_dlpack(to_dlpack(memory.detach()))  # does not reference the tensor object
 
     def bytes_of(self, memory: torch.Tensor) -> memoryview:

@@ -361,8 +361,8 @@ def connect_transports(
     members: Members, channels: Mapping[str, dist.ProcessGroup], records: Sequence[TransportRecord], timeout_s: float
 ) -> dict[str, Transport]:
     """Connects `members` by the first of `records` that can connect them, and returns transports for host tensors. The result
-    has one transport for each name in `channels`. If no record can connect the members, it is {} on all ranks. A collective:
-    all members call this with equal records. timeout_s: the limit of each wait, in seconds.
+    has one transport for each name in `channels`. If no record can connect the members, the result is {} on all ranks. A
+    collective: all members call this with equal records. timeout_s: the limit of each wait, in seconds.
     """
     for record in records:
         connect = partial(import_object(record.connect), members, channels, timeout_s)
@@ -375,7 +375,7 @@ def connect_transports(
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns each rank's `value`, in the order of ranks. A blocking collective over `group`, by default torch's default group.
     value: can be written as JSON; tuples come back as lists, and keys of mappings as strings. torch's object collectives are
-    unsafe: they unpickle messages, and any user of the host can connect to gloo's ports, and could make a rank run code.
+    unsafe: they unpickle messages, and any user of the host can connect to gloo's ports and send one that runs code.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     local = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)

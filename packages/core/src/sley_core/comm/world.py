@@ -72,7 +72,7 @@ class Group(Members):
 
     @property
     def has_peers(self) -> bool:
-        """Returns whether the group has other ranks, and they are not simulated."""
+        """Returns whether the group has other ranks that are not simulated."""
         return self.size > 1 and self.simulation is None
 
     def channel(self, name: str = DEFAULT_CHANNEL) -> dist.ProcessGroup:
@@ -103,13 +103,14 @@ class Group(Members):
         return self._start("all_to_all", start, output, tensor, label, channel)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Work:
-        """Starts to gather the members' `tensor` [n, ...] into `output` [size x n, ...] in their order. Returns the handle."""
+        """Starts to gather the members' `tensor` [n, ...] into `output` [size x n, ...], in group order. Returns the handle."""
         start = partial(all_gather_single, output, tensor, async_op=True)
         return self._start("all_gather", start, output, tensor, label, channel)
 
     def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle. Calls the
-        communicator directly, in which members also have their coordinates as ranks: `dist.isend` adds a fifth of its time.
+        communicator directly, because a fifth of the time of `dist.isend` is overhead. Members have their coordinates as ranks
+        in it.
         """
 
         def start(group: dist.ProcessGroup) -> Any:

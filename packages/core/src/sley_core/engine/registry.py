@@ -39,7 +39,7 @@ class Param:
 
     name: the name in the model's first layer that holds it, e.g. `blocks.0.attention.q.weight`, even if that layer belongs to
     another stage. shape: the shape of the full parameter, in every layout. holders: its places on this rank. aliases: its other
-    names on this rank (ties). decays: whether weight decay applies, as to matrices, but not to norms, biases and other vectors.
+    names on this rank (ties). decays: whether weight decay applies: to matrices, but not to norms, biases and other vectors.
     reduce_group: the axis over which its accumulated gradient must still be summed. shard: this rank's shard; None if the
     parameter is not sharded. stages: the stages that hold it; several for a tie across stages. index: its index in the
     registry. layers: this rank's layers that hold it, in model order. num_sums: the number of partial sums of its gradient

@@ -171,7 +171,7 @@ class MetaParameters:
 
 
 class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that skips in-place draws on meta, such as `normal_`. They would be slow, and load torch's compiler."""
+    """A mode that skips in-place draws on meta, such as `normal_`. Such draws would be slow, and load torch's compiler."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
