@@ -252,7 +252,7 @@ def first_line(error: BaseException) -> str:
 
 HEADER_BYTES = 192
 """The size of the header that encodes a `Mark`, in bytes: two int64 (the mark's checksum and size), and a text."""
-_HEADER_FORMAT = struct.Struct(f"<qq{HEADER_BYTES - 16}s")
+_HEADER_FORMAT = struct.Struct(f"<qq{HEADER_BYTES - 16}s")  # checksum, size, text
 MISMATCH_HINT = (
     "ranks that share weights must run the same modules in the same order. Does a forward depend on "
     "its data, or skip layers at random (LayerDrop, stochastic depth)? Random draws are seeded per "

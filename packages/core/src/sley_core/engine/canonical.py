@@ -200,6 +200,7 @@ class CanonicalAccumulator(Accumulator):
             self._sum.add_(gradient)
 
     def accumulate_grad(self) -> None:
+        """Adds autograd's gradient. Raises RunError `canonical-autograd` if other code also adds to the gradient."""
         if self.param.has_products:
             message = (
                 f"the parameter {self.param.name!r} of a linear or an embedding is also used in another way, has a hook, is "

@@ -138,7 +138,7 @@ def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[P
 
 
 AnyTensor = TypeVar("AnyTensor")
-T: Any = Tensor
+T: Any = Tensor  # untyped, so that mypy accepts the accessors below
 
 SHAPE_FUNCTIONS = {
     *(T.shape.__get__, T.ndim.__get__, T.layout.__get__, T.nbytes.__get__, T.itemsize.__get__, T.is_sparse.__get__),

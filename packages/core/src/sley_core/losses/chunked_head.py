@@ -80,6 +80,7 @@ class HeadChunks:
 
     @property
     def name(self) -> str:
+        """Returns the full name of the linear in the model."""
         return f"{self.layer}.{self.path}" if self.path else self.layer
 
     @contextmanager
@@ -250,6 +251,7 @@ class LazyLogits(SplitLogits):
         return partial(self._apply_later, name)
 
     def _apply_later(self, name: str, *args: Any, **kwargs: Any) -> LazyLogits:
+        """Returns logits to which the loss also applies the method `name`. Raises RunError "logits-split" if it cannot."""
         is_simple = not kwargs and all(isinstance(argument, int | float | torch.dtype) for argument in args)
         if name not in ELEMENTWISE_METHODS or not is_simple:
             self._refuse(name)

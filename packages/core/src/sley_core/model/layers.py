@@ -236,7 +236,7 @@ def _make_layers(layers: Any) -> Iterator[Layer]:
 
 
 def _layer_items(layers: Any) -> Iterable[Any]:
-    """Returns the items of `layers`: modules, tuples, or invalid items. Raises PlanError "model-factory" if it is not iterable."""
+    """Returns the unchecked items of `layers`. Raises PlanError "model-factory" if `layers` is one module, or not iterable."""
     if isinstance(layers, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         # named_children would silently leave out the second occurrence of a module
         named = layers.named_modules(remove_duplicate=False)

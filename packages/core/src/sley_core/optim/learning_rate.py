@@ -78,6 +78,7 @@ def _make_factor(shape: Shape, warmup_steps: int, last_full_step: int, decay_ste
 
 
 def _warmup(step: int, warmup_steps: int) -> float:
+    """Returns the fraction of the full rate at `step` (from 0) during the warm-up, or 1 after it."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 

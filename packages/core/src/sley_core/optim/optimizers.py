@@ -153,6 +153,7 @@ def parameter_groups(
 
 
 def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
+    """Returns the index of the first group whose pattern matches `name`, or None if no pattern does."""
     return next((index for index, group in enumerate(groups) if fnmatchcase(name, group.match)), None)
 
 
