@@ -185,7 +185,7 @@ class ChatDataset(LazyDataset):
                 self._num_excluded += 1
 
     def _summarize(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the sum of `stats`, and notes for the user. Raises PlanError "data-short", "held-out" or "chat-mask"."""
+        """Returns a dict with the sum of `stats` and notes. Raises PlanError "data-short", "held-out" or "chat-mask"."""
         total = ChatStats()
         for values in stats:
             total.add(ChatStats(**values))

@@ -186,7 +186,7 @@ class ChatTemplate:
     def _find_token_range(
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """Returns the range of the tokens in the text range `block`; None if a token begins before the range and ends in it."""
+        """Returns the range of the tokens in `block`, a range of the text, or None if a token crosses the start of `block`."""
         start = bisect_right(offsets, block[0], key=lambda offset: offset[1])
         stop = bisect_left(offsets, block[1], lo=start, key=lambda offset: offset[0])
         if start < len(ids) and offsets[start][0] < block[0] < block[1]:
@@ -284,7 +284,7 @@ def _describe_refusal(error: Exception) -> str:
 
 
 def _fix_date(template: str) -> str:
-    """Replaces the current date in a template by `_FIXED_DATE`, so that the tokens are the same every day."""
+    """Returns `template` with `_FIXED_DATE` instead of the current date, so that the tokens are the same every day."""
     return _CURRENT_DATE.sub(lambda match: repr(_FIXED_DATE.strftime(match[2])), template)
 
 

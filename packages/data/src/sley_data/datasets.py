@@ -250,7 +250,7 @@ P = ParamSpec("P")  # the parameters of a check
 
 
 def report_errors(check: Callable[P, Iterator[Problem]]) -> Callable[P, Iterator[Problem]]:
-    """Returns a function that yields the problems of `check`. Yields a SleyError or OSError of `check` as problems, too."""
+    """Returns a function that yields the problems of `check`, and the faults in a SleyError or OSError that `check` raises."""
 
     @wraps(check)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Iterator[Problem]:

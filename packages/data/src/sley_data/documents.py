@@ -306,8 +306,8 @@ def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversatio
 
 
 def _parse_messages(value: Any, key: str, role: str | None = None) -> list[Message]:
-    """Returns the messages in `value`, the content of `key`. role: the role of the message if `value` is a plain text, or None
-    if only a list, possibly as JSON, is allowed. Raises ValueError for any other value.
+    """Returns the messages in `value`, the content of `key`. role: the role of the message if `value` is a plain text. If it is
+    None, a text must contain the list of messages as JSON. Raises ValueError if `value` is not a list of messages.
     """
     if role is not None and isinstance(value, str):
         return [{"role": role, "content": value}]

@@ -89,7 +89,7 @@ def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
         try:
             for file in _match_files(str(pattern)):
                 if not os.access(file.path, os.R_OK):
-                    raise _BadPathError("data-missing", f"`{file.path}` may not be read", "change its permissions")
+                    raise _BadPathError("data-missing", f"`{file.path}` is not readable", "change its permissions")
                 files.setdefault(os.path.realpath(file.path), file)
         except _BadPathError as error:
             problems.append(Problem((*key, number), error.message, error.hint, error.code))

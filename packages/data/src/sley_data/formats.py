@@ -118,7 +118,7 @@ PLAIN_FORMAT = Format()
 
 
 def detect_format(path: Path) -> Format:
-    """Returns the format of the file at `path`; `PLAIN_FORMAT` if reading fails, since the code that reads it later reports it.
+    """Returns the format of a file; `PLAIN_FORMAT` if it cannot be read, since code that reads it later reports the error.
     The format of a compressed file has the `unsupported` of its content.
     """
     try:

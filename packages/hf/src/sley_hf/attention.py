@@ -51,8 +51,8 @@ class SleyAttention(Attention):
         softcap: float | None = None,
     ) -> Tensor:
         """Returns the context [b, s, h, d] of causal attention; the arguments have the meaning of `Attention.forward`. softcap:
-        replaces the scores by softcap x tanh(scores / softcap), unless it is None. Raises RunError "hf-attention" if the kernel
-        is not installed, or does not support the dropout, the dtype or the device.
+        replaces the scores with softcap x tanh(scores / softcap), unless it is None. Raises RunError "hf-attention" if the
+        kernel is not installed, or does not support the dropout, the dtype or the device.
         """
         if self.kernel not in ("sdpa", "eager") and not q.is_meta:
             _check_call(self.kernel, q, dropout)

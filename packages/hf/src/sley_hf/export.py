@@ -187,7 +187,7 @@ def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, fold
             if not _is_close(hidden, expected):
                 break
             last = name
-        message = f"its logits differ from those of the run; the last layer with the same output is {last!r}"
+        message = f"its logits differ from the logits of the run; the last layer with the same output is {last!r}"
         raise _build_difference_error(folder, message)
 
 

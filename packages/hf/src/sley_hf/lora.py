@@ -85,7 +85,7 @@ def _build_target_error(message: str) -> PlanError:
 
 
 def build_peft_config(config: LoraConfig, targets: Sequence[str], modules: Iterable[nn.Module]) -> Any:
-    """Returns the `peft.LoraConfig` for modules with the names `targets`. modules: all these modules, and possibly others."""
+    """Returns the `peft.LoraConfig` for modules with the names `targets`. modules: these modules, and possibly more."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(

@@ -7,7 +7,7 @@ A decoder of transformers has this structure, with names that differ by family:
         embeddings             embed_tokens                wte, wpe, drop
         <blocks>               layers                      h
         <norm>                 norm                        ln_f
-        others                 rotary_emb
+        other modules          rotary_emb
       head                     lm_head                     lm_head
 
 The forward of the base model computes all arguments of a decoder layer except the hidden states: rotary tables, masks and

@@ -377,7 +377,7 @@ def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[s
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD = -1, -3, 32 << 20
-"""`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's malloc.h, and the largest value in bytes that the latter accepts."""
+"""`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's malloc.h, and the largest value, in bytes, of `M_MMAP_THRESHOLD`."""
 
 _TUNING_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 """The environment variables that tune glibc's malloc."""

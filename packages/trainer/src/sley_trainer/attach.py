@@ -222,17 +222,17 @@ class StepProfiler:
 def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
     """Returns the run's data. All ranks must call it. has_feed: whether the run reads samples; if not, there are no feeds."""
     executor, topology = stepper.executor, parts.topology
-    weighs_whole = executor.whole_sequences is not None
-    loss = executor.loss if executor.has_loss and not weighs_whole else None
+    whole_sequences = executor.whole_sequences
+    loss = executor.loss if executor.has_loss and whole_sequences is None else None
     slices = SequenceSlicer(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
-    weighs = executor.has_loss and (executor.whole_sequences is None or executor.whole_sequences.is_counted)
+    computes_weight = executor.has_loss and (whole_sequences is None or whole_sequences.is_counted)
     splitter = BatchSplitter(
         dataset.info,
         plan.batch.micro_size,
         slices,
         executor.loss,
-        computes_weight=weighs,
-        weight_of_full_sequences=weighs_whole,
+        computes_weight=computes_weight,
+        weight_of_full_sequences=whole_sequences is not None,
         weight_per_microbatch=parts.store.reduction.has_fixed_order,
     )
     read_fields = frozenset(name for layer in model.layers for name in layer.fields)
@@ -240,7 +240,14 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
     if not has_feed:
         return samples
     if names := getattr(dataset, "sources", ()):
-        sources = SourceSums(names, parts, executor.fields, executor.loss, weighs=weighs, weighs_whole=weighs_whole)
+        sources = SourceSums(
+            names,
+            parts,
+            executor.fields,
+            executor.loss,
+            computes_weight=computes_weight,
+            weight_of_full_sequences=whole_sequences is not None,
+        )
         executor.sources = stepper.update.sources = sources
     config: Any = plan.data.config
     info = dataset.info

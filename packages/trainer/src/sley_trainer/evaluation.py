@@ -234,7 +234,7 @@ def _open_evaluation_set(
     if fields != train_fields:
         message = f"the set `{name}` has the fields {sorted(fields)}, but [data] has {sorted(train_fields)}"
         if fields.keys() == train_fields.keys():
-            message = f"the fields of the set `{name}` have other shapes or dtypes than those of [data]"
+            message = f"the fields of the set `{name}` have other shapes or dtypes than the fields of [data]"
         raise PlanError("evaluation-set", message, path=path, hint="use data with the same fields as [data]")
     add_positions(dataset.info, parts.topology.sp)  # may raise
     max_samples = None if keys.steps is None else keys.steps * plan.batch.global_size

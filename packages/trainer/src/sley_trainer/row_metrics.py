@@ -260,16 +260,23 @@ def peak_memory_mb(device: torch.device) -> float:
 
 class SourceSums:
     """Sums the losses and loss weights of each source of samples in one step on this rank. names: the names of the sources.
-    fields: the declared batch fields. weighs: whether this rank counts loss weights. weighs_whole: whether this rank counts the
-    weights of full sequences instead of its slices.
+    fields: the declared batch fields. computes_weight: whether this rank calls the loss's `weight`.
+    weight_of_full_sequences: whether it calls `weight` with full sequences instead of slices.
     """
 
     def __init__(
-        self, names: Sequence[str], parts: Parts, fields: Mapping[str, Field], loss: Loss, *, weighs: bool, weighs_whole: bool
+        self,
+        names: Sequence[str],
+        parts: Parts,
+        fields: Mapping[str, Field],
+        loss: Loss,
+        *,
+        computes_weight: bool,
+        weight_of_full_sequences: bool,
     ) -> None:
         self.names = tuple(names)
-        self.weighs = weighs
-        self.weighs_whole = weighs_whole
+        self.computes_weight = computes_weight
+        self._weight_of_full_sequences = weight_of_full_sequences
         self._fields = fields
         self._loss = loss
         self._reduction = parts.store.reduction
@@ -278,12 +285,12 @@ class SourceSums:
         self._losses = torch.zeros(0)
 
     def begin(self, batch: StepBatch) -> None:
-        """Begins a step, and computes each source's loss weight in `batch`. Raises RunError "data-source" for a bad source."""
+        """Begins a step, and sums each source's loss weights in `batch`. Raises RunError "data-source" for a wrong source."""
         shape = (batch.num_microbatches,) if self._reduction.has_fixed_order else ()
         self._weights = [[] for _ in self.names]
         self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
-        if self.weighs:
-            for piece in batch.whole if self.weighs_whole else batch.micros:
+        if self.computes_weight:
+            for piece in batch.whole if self._weight_of_full_sequences else batch.micros:
                 for source in sorted(set(piece[SOURCE].tolist())):
                     if not 0 <= source < len(self.names):
                         names = ", ".join(self.names)
