@@ -243,7 +243,7 @@ class Device:
         return self.type == "cuda"
 
     def as_default(self) -> AbstractContextManager[object]:
-        """Returns a context manager that does nothing. A simulated device overrides it, and creates new tensors on itself."""
+        """Returns a context manager that does nothing. A simulated device returns one that creates new tensors on it."""
         return nullcontext()
 
     @contextmanager
@@ -314,7 +314,9 @@ class Device:
         return tensor.to(self.torch_device, non_blocking=True)
 
     def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On CUDA, returns a page-locked copy of `tensor`, complete after a later `moment`; else returns `tensor` itself."""
+        """On CUDA, returns a page-locked copy of `tensor`, which is complete when the device reaches a `moment` taken
+        afterwards. On other devices, returns `tensor` itself.
+        """
         if not self.is_async:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -93,7 +93,7 @@ class GroupWork(Work):
 
 
 class Published(Protocol):
-    """Shards that `Transport.publish` has published: they do not change until `wait_sent`, and may be gathered repeatedly."""
+    """Gathers shards that `Transport.publish` has published, as often as needed. They do not change until `wait_sent`."""
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         """Starts to gather the ranks' `shards` [n, ...] into `tensors` [size x n, ...], in the order of the group, and returns
@@ -111,9 +111,9 @@ class Transport(Published, Protocol):
     """
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
-        """Publishes `shards`, and returns an object that gathers them. They must not change until `wait_sent` of this object.
-        By default, each gather is an ordinary exchange. All ranks call this method and `wait_sent` in the same order relative
-        to their other exchanges. Only one publication may be open at a time.
+        """Publishes `shards`, and returns an object that gathers them. The shards must not change until its `wait_sent` has
+        returned. By default, each gather is an ordinary exchange. All ranks call this method and `wait_sent` in the same order
+        relative to their other exchanges. Only one publication may be open at a time.
         """
         return self
 

@@ -55,11 +55,11 @@ all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single")
 
 @dataclass(frozen=True)
 class Group(Members):
-    """The ranks along one axis with which this rank communicates. It has one communicator and one transport per channel.
+    """The ranks with which this rank communicates along one axis. It has one communicator and one transport per channel.
 
     A group of one rank has no communicator, and every collective on it is the identity. channels, transports: by the name of
-    the channel. exchange_log: records the exchanges that carry no marks. simulation: simulates exchanges in a fake world; None
-    in a real world.
+    the channel. exchange_log: records the exchanges of `CollectiveTransport`s.
+    simulation: simulates exchanges in a fake world; None in a real world.
 
     In the methods below, tensors are contiguous, all members make the same collective calls on a channel in the same order, and
     `label` describes the content in errors.
@@ -109,8 +109,8 @@ class Group(Members):
 
     def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle. Calls the
-        communicator directly, because a fifth of the time of `dist.isend` is overhead. Members have their coordinates as ranks
-        in it.
+        communicator directly, because a fifth of the time of `dist.isend` is overhead. The communicator's ranks are the
+        members' coordinates.
         """
 
         def start(group: dist.ProcessGroup) -> Any:

@@ -253,9 +253,9 @@ _NO_EXCHANGES = ((), 0, 0, "")  # an `ExchangeSummary` of an empty log
 
 
 def difference_term(group: Group, number: int) -> int:
-    """Returns this rank's term of a sum over all ranks. The sum is 0 if the ranks of `group` have the same `number`; if they
-    differ, it is 0 only with a probability of 2^-32. The term is an integer of magnitude below 2^32 x the group's size, and
-    float64 sums are exact below 2^53. The hash includes the group, so that differences in two groups do not cancel.
+    """Returns this rank's term of a sum over all ranks that is 0 if the ranks of `group` have the same `number`. If numbers
+    differ, the sum is 0 only with a probability of 2^-32. The term is an integer of magnitude below 2^32 x the group's size,
+    and float64 sums are exact below 2^53. The hash includes the group, so that differences in two groups do not cancel.
     """
     digest = blake2b(f"{group.axis} {group.ranks[0]} {number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
@@ -268,7 +268,7 @@ def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
 
 
 def exchange_difference(groups: Iterable[Group]) -> int:
-    """Returns this rank's term of a sum over all ranks. The sum is 0 if the ranks of each group made the same exchanges."""
+    """Returns this rank's term of a sum over all ranks that is 0 if the ranks of each group made the same exchanges."""
     summaries = ((group, group.exchange_log.summarise(group.ranks)) for group in groups)
     return sum(difference_term(group, summary.checksum) for group, summary in summaries if summary is not None)
 
@@ -386,7 +386,7 @@ class _LayerSnapshot(NamedTuple):
 
 
 class WriteWatch:
-    """Finds writes of forwards to buffers and weights. Refuses writes to buffers, unless their names match a pattern of
+    """Finds writes to buffers and weights in forwards. Refuses writes to buffers, unless their names match a pattern of
     `per_rank_buffers`, and writes to weights unless one process would write the same values.
     """
 
@@ -465,9 +465,7 @@ class WriteWatch:
 
 
 def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:
-    """Raises RunError "field-written" if `layers` have written to a batch field. before: the fields' version counters before
-    that.
-    """
+    """Raises RunError "field-written" if `layers` have written to a batch field. before: the fields' versions until then."""
     for (name, field), version in zip(fields.items(), before, strict=True):
         if version_of(field) != version:
             readers = ", ".join(layer.name for layer in layers if name in layer.fields) or "no layer of this stage"

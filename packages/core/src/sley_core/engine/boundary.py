@@ -78,7 +78,7 @@ def rebuild_container(cls: Any, context: Context, parts: Sequence[Any]) -> Any:
 
 
 def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """Yields each tensor in `values` and in nested containers and objects once. Does not search modules, classes and functions.
+    """Yields each tensor in `values` and in nested containers and objects once. Does not search modules, classes or functions.
     visited: the values to skip, by id. The search adds each value that it meets.
     """
     visited = {} if visited is None else visited
@@ -200,7 +200,7 @@ class Description:
 
     @property
     def gradients(self) -> "Description":
-        """Returns a description without structure: of the gradients that the receiver sends back, in the order of leaves."""
+        """Returns the description, without a structure, of the gradients that the receiver sends back, in leaf order."""
         return Description(tuple(leaf for leaf in self.leaves if leaf.has_gradient), None)
 
     def with_overlaps(self, tensors: Sequence[Tensor]) -> "Description":

@@ -98,8 +98,8 @@ class Recompute(ActivationPolicy):
 
 
 def _read_versions(inputs: Any, *, with_bits: bool) -> list[tuple[int, int]]:
-    """Returns the version counter of each tensor in `inputs`, and, if `with_bits`, a hash of its values, for which it waits.
-    The hash is 0 if not requested or not available.
+    """Returns, for each tensor in `inputs`, its version counter, and a hash of its values if `with_bits` is true, else 0. The
+    hash is also 0 if the tensor has no readable memory. Waits until the device has computed the hashes.
     """
     versions_and_hashes = [(version_of(tensor), sum_of_bits(tensor) if with_bits else None) for tensor in tensors_in((inputs,))]
     return [(version, 0 if bits is None else int(bits)) for version, bits in versions_and_hashes]
@@ -111,8 +111,8 @@ def build_keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPoli
 
 
 def build_recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute`. Of the layers without the first and the last, it recomputes the fraction `config.fraction`, from
-    the beginning. The number of layers is rounded half up.
+    """Builds `core.recompute`, which recomputes the first `config.fraction` of the blocks: all layers but the first and the
+    last. The number of recomputed blocks is rounded half up.
     """
     blocks = layer_names[1:-1]
     # The decimal number in the plan: the float 0.285 is slightly less, so 0.285 x 100 would round to 28.
@@ -318,7 +318,7 @@ def count_graphs() -> int:
 
 
 def recompile_reasons() -> dict[str, str]:
-    """Returns the failed guard of each recent recompilation, by compile id, except guards of the grad mode."""
+    """Returns the guards that failed in recent recompilations, by compile id. Omits guards of the grad mode."""
     from torch._dynamo.utils import get_compilation_metrics
 
     reasons = ((str(metrics.compile_id), metrics.recompile_reason) for metrics in get_compilation_metrics())

@@ -323,7 +323,7 @@ _DIGIT_BITS, _NUM_NORM_DIGITS = 24, 3  # the digits of a norm's terms; see the d
 _CHUNK_NUMEL = 1 << 18
 """The number of elements that `digit_sums` converts to float64 at a time. The sum of their digits is below 2^53, thus exact."""
 _LOW_BITS = 26
-"""The number of low bits of a digit's sum that travel in a separate float64. Sums over up to 2^27 ranks are exact."""
+"""The number of low bits of a digit's sum that ranks add in a separate float64. Sums over up to 2^27 ranks are exact."""
 
 
 def max_abs(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

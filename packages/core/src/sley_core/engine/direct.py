@@ -30,7 +30,7 @@ from sley_core.model.layers import ForwardPatch
 from sley_core.model.tensors import is_plain, sum_of_bits, version_of
 
 ActionKey = tuple[int, int]
-"""The chunk and the microbatch of an I action and its W action."""
+"""The chunk and the microbatch of an I action (input gradients) and its W action (weight gradients)."""
 
 DeferredProduct = Callable[[], None]
 """A function that computes a deferred product and adds it to the gradient."""
@@ -96,10 +96,11 @@ _UNSHARED_REFERENCES = 2
 
 @dataclass(eq=False)
 class WeightGradientSink:
-    """Receives the factors of one weight's gradient. Multiplies them at once, or queues them while an I action collects.
-    Between I and W, a hook or the backward of another branch may write in place to a tensor that shares memory with an output
-    gradient. So such gradients are copied until the first W has shown whether this happens, and later only if it did. multiply:
-    adds the product of an output gradient and an input to the weight's gradient. param: the weight, for `on_last_product`.
+    """Receives the factors of one weight's gradient. Multiplies them at once, or queues them while an I action (input
+    gradients) collects products for its W action (weight gradients). Between I and W, a hook or the backward of another branch
+    may write in place to a tensor that shares memory with an output gradient. So such gradients are copied until the first W
+    has shown whether this happens, and later only if it did. multiply: adds the product of an output gradient and an input to
+    the weight's gradient. param: the weight, for `on_last_product`.
     """
 
     multiply: Callable[[Tensor, Tensor], None]
@@ -148,8 +149,8 @@ BiasSink = Callable[[Tensor], None]
 
 class DirectLinear(torch.autograd.Function):
     """Computes `F.linear`. If the backward adds to the weight's `grad`, it passes the factors of the gradient to `sink`; for
-    `autograd.grad`, it returns the gradient. bias_sink: receives the output gradient likewise, and adds its sum to the bias's
-    gradient; if None, autograd adds it.
+    `autograd.grad`, it returns the gradient. bias_sink: does the same for the bias; if None, autograd adds the gradient of the
+    bias.
     """
 
     @staticmethod
@@ -326,8 +327,8 @@ def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: WeightGradi
 
 
 def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Returns whether `module` is an `nn.Embedding`, not a subclass, with its weight as a parameter and an unpatched forward,
-    without `max_norm`, `sparse` and `scale_grad_by_freq`.
+    """Returns whether `module` is an `nn.Embedding`, not a subclass, with its weight as a parameter, with an unpatched forward,
+    and without `max_norm`, `sparse` or `scale_grad_by_freq`.
     """
     if type(module) is not nn.Embedding or "forward" in module.__dict__ or module._parameters.get("weight") is None:
         return False

@@ -406,7 +406,7 @@ class GradientStore:
 
 
 class Each(GradientHandler):
-    """The handler `core.each`: sums each gradient by its own collective over the reduce group, in the store's order."""
+    """The handler `core.each`: sums each gradient in a collective of its own over the reduce group, in the store's order."""
 
     def __init__(self, config: EachConfig) -> None:
         self.config = config
@@ -415,7 +415,7 @@ class Each(GradientHandler):
         self._sums: Sums | None = None
 
     def attach(self, parts: Parts) -> None:
-        """Gives each reduced parameter its own buffer if sums have a fixed order."""
+        """Prepares the sums. Gives each reduced parameter a buffer of its own if sums have a fixed order."""
         self._store = parts.store
         self._groups = parts.groups
         self._sums = parts.store.reduction.sums(parts.store, self._sent)
@@ -463,8 +463,9 @@ class Each(GradientHandler):
 
 
 class GradientNorms(GradientHandler):
-    """Adds `gradient_norm/NAME` to each row for each parameter that is trained when the run starts: the 2-norm of the full,
-    unscaled gradient before clipping, in fp64. The norm is equal in every layout, and 0 while the parameter is frozen.
+    """Adds `gradient_norm/NAME` to each row of metrics for each parameter that is trained when the run starts: the 2-norm of
+    the full, unscaled gradient before clipping, in fp64. The norm is equal in every layout, and 0 while the parameter is
+    frozen.
     """
 
     def __init__(self, config: GradientNormsConfig) -> None:

@@ -212,7 +212,7 @@ def _index_parameters(stages: Stages) -> dict[int, Param]:
 
 
 def _named_holders(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder, nn.Parameter]]:
-    """Yields name, holder and parameter for each place of a parameter in `layer`; tied parameters have several places."""
+    """Yields the name, holder and parameter for each place of a parameter in `layer`; tied parameters have several."""
     for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield f"{prefix}.{attribute}", Holder(module, attribute, chunk), parameter

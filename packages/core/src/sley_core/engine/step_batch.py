@@ -233,7 +233,7 @@ DimSize = tuple[int, int]
 
 @dataclass
 class ModelOutputs:
-    """The model's outputs in a step or prediction. by_micro: by index in `micros`; empty on ranks without the last layer."""
+    """The model's outputs in a step or prediction. by_micro: the outputs by index in `micros`; empty without the last layer."""
 
     micros: Sequence[Batch] = ()
     by_micro: dict[int, Any] = field(default_factory=dict)
@@ -267,7 +267,7 @@ class ModelOutputs:
 
 
 def gather_along_dim(tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
-    """Returns all ranks' tensors, joined along `dim`. A blocking collective over `group`; its backward does not communicate."""
+    """Returns all ranks' tensors, joined along `dim`. A blocking collective over `group`. The backward does not communicate."""
     joined: Tensor = _GatherFunction.apply(tensor, dim, group, label)  # type: ignore[no-untyped-call]
     return joined
 

@@ -42,7 +42,8 @@ class OptimizerParam:
     updated tensor. original: the working weight in the modules, which may be the same object. elements: the range of elements
     in `parameter`; None if it has all. is_owned: whether `parameter` is the full tensor of a split matrix that this rank owns.
     master: the memory of a master weight; None if `parameter` is the working weight or a view of it. working: with a master,
-    the elements of the working weight that get the master's values. synced: the `state` when both were last equal.
+    the elements of the working weight that get the master's values. synced: the `state` when master and working weight were
+    last equal.
     """
 
     param: Param
@@ -173,7 +174,7 @@ class MasterWeights:
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
         """Rounds the masters into the working weights, drops references to gradients, and starts to fetch other ranks' parts
-        (`weights.settle` waits). are_sent: whether the working weights have these values already; None means: if there is a
+        (`weights.settle` waits). are_sent: whether the working weights have these values already; None means True only with a
         `device`.
         """
         self._copy_back()
@@ -314,8 +315,8 @@ class PartExchange:
         self, sent: Sequence[Sequence[Tensor]], received_sizes: Sequence[Sequence[int]], label: str, like: Tensor | None = None
     ) -> list[Sequence[Tensor]]:
         """Sends the tensors `sent[i]` to member i, and returns flat tensors from each member. A blocking collective.
-        received_sizes: the tensors' numbers of elements. like: a tensor of their dtype and device, needed if this rank sends
-        nothing.
+        received_sizes: for each member, the numbers of elements of its tensors. like: a tensor of their dtype and device,
+        needed if this rank sends nothing.
         """
         flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
         outgoing = torch.cat(flat) if flat or like is None else like.new_empty(0)
@@ -353,8 +354,8 @@ class MatrixOwners:
         self._memory: list[tuple[Tensor, int]] = []
 
     def add(self, params: Sequence[Param]) -> None:
-        """Assigns an owner to each split parameter in `params`: in descending order of cost, the rank with the least cost so
-        far. All ranks pass the same parameters in the same order, and so agree on the owners.
+        """Assigns an owner to each split parameter in `params`, in descending order of cost: the rank with the least total cost
+        so far. All ranks pass the same parameters in the same order, and so agree on the owners.
         """
         owned = set()
         for param in sorted(params, key=lambda param: -update_cost(param.shape)):

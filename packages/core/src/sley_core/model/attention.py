@@ -172,8 +172,8 @@ _varlen_kernels: list[Any] = []
 
 
 def load_varlen_kernel() -> Any:
-    """Returns torch's `varlen_attn`, or None if it is missing or lacks windows or grouped queries, as in torch 2.10. The first
-    call imports it, since the import loads torch's compiler.
+    """Returns torch's `varlen_attn`, or None if it is missing or lacks windows or grouped queries, as in old versions of torch.
+    Imports it at the first call, since the import loads torch's compiler.
     """
     if not _varlen_kernels:  # not `functools.cache`: torch's compiler warns about it
         kernel: Any = None

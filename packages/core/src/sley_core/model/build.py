@@ -188,7 +188,7 @@ class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _parameters_on_meta(to_meta: MetaParameters) -> Iterator[None]:
     """Within the block, registers the parameter `to_meta(parameter)` if this thread registers `parameter` in a module. torch's
-    hook for registrations is global, so other threads are ignored.
+    hook for registrations is global, so registrations in other threads are ignored.
     """
     thread_id = threading.get_ident()
 
@@ -354,7 +354,7 @@ class HostModel:
 
 
 def _parameter_locations(name: str, module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Returns name, module, attribute and parameter of each registration of a parameter in `module`; ties have several."""
+    """Returns the name, module, attribute and parameter of each registration of a parameter in `module`; ties have several."""
     return [
         (f"{path}.{attribute}", owner, attribute, parameter)
         for path, owner in module.named_modules(prefix=name, remove_duplicate=False)
@@ -397,7 +397,7 @@ def _check_structure(model: Model, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _describe_structure(modules: Iterable[tuple[str, nn.Module]], declared_ties: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yields name and description of each submodule, buffer and parameter. Omits the ties of names in `declared_ties`."""
+    """Yields the name and a description of each submodule, buffer and parameter. Omits the ties of names in `declared_ties`."""
     first_names: dict[nn.Parameter, str] = {}
     for layer_name, module in modules:
         for path, submodule in module.named_modules(prefix=layer_name, remove_duplicate=False):
@@ -422,8 +422,8 @@ def _differs_error(difference: str) -> PlanError:
 def _move_buffers(
     name: str, layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
-    """Moves the layer's buffers to `device`. moved: old and new buffer by the old buffer's id, to which this function adds, so
-    shared buffers stay shared. Raises PlanError "model-buffer" if a buffer is on meta.
+    """Moves the layer's buffers to `device`. moved: the old and new buffer, by the old buffer's id. This function adds to it,
+    so that shared buffers stay shared. Raises PlanError "model-buffer" if a buffer is on meta.
     """
     for path, module in layer.named_modules(prefix=name):
         for attribute, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
@@ -471,7 +471,7 @@ def set_train_mode(model: Model) -> None:
 
 
 def evaluation_notes(layers: Sequence[Layer]) -> list[str]:
-    """Returns a note for the user that lists the outermost modules in evaluation mode; [] if there are none."""
+    """Returns [note], a note for the user that lists the outermost modules in evaluation mode; [] if there are none."""
     modules = [pair for layer in layers for pair in layer.module.named_modules(prefix=layer.name)]
     names = {name: None for name, module in modules if not module.training}
     outermost = [name for name in names if name.rpartition(".")[0] not in names]

@@ -226,7 +226,7 @@ def check_references(
 
 
 def _registered_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor of each plain strided parameter and buffer of the layers `modules`."""
+    """Yields the name and the tensor of each plain strided parameter and buffer of the layers `modules`."""
     for layer, module in modules.items():
         for name, tensor in (*module.named_parameters(layer), *module.named_buffers(layer)):
             if not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.strided:
@@ -280,7 +280,7 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _search_roots(name: str, layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields name and value of each attribute of the layer's modules and of their classes, except torch's registries."""
+    """Yields the name and value of each attribute of the layer's modules and of their classes, except torch's registries."""
     types: dict[type, None] = {}
     for prefix, module in layer.named_modules(prefix=name):
         for attribute, value in vars(module).items():
@@ -304,7 +304,9 @@ def _is_from_torch(value: Any) -> bool:
 
 
 def _reachable_tensors(attribute: str, root: Any, visited: set[int], layer_modules: set[int]) -> Iterator[ReferencedTensor]:
-    """Yields the tensors that can be reached from `root`, the value of `attribute`. Skips objects in `visited`; adds to it."""
+    """Yields the tensors that can be reached from `root`, the value of `attribute`. Skips the objects in `visited`, and adds to
+    it.
+    """
     pending = [root]
     num_visited = 0
     while pending and num_visited < MAX_OBJECTS:
