@@ -193,7 +193,7 @@ def test_unreadable_rows_are_an_error(cli: Cli, ended: Path) -> None:
 
 
 def test_the_state_depends_on_rows_lock_and_summary(cli: Cli, run_folder: Path) -> None:
-    assert "it was killed; no step was finished\n" in cli("doctor", run_folder).out
+    assert "the run was killed; no step was finished\n" in cli("doctor", run_folder).out
     (run_folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st', "utf-8")
     lock = FolderLock(run_folder)
     last_step = r"all ranks finished step 2, \d s ago\n"

@@ -71,7 +71,7 @@ def test_the_rank_that_works_longer_is_named_with_its_location(location: str, sl
     assert cause.seconds == pytest.approx(0.06)
     assert cause.usual_s == pytest.approx(USUAL[location])
     assert f"rank {slow} makes other ranks wait" in describe_cause(cause)
-    assert "takes 60 ms longer than on other ranks in a step of" in describe_cause(cause)
+    assert "takes 60 ms longer than that of other ranks (" in describe_cause(cause)
     assert find_remedy(cause)
 
 
@@ -139,7 +139,7 @@ def test_a_host_that_waits_for_its_device_is_not_named() -> None:
 def test_a_wait_of_every_rank_for_data_is_named() -> None:
     cause = only_cause(records(*[{**USUAL, Location.DATA: 0.1}] * 2))
     assert (cause.kind, cause.ranks) == ("data", (0, 1))
-    assert describe_cause(cause).startswith("every rank waits for its data, 100 ms in a step of")
+    assert describe_cause(cause).startswith("every rank waits for its data for 100 ms in a step of")
 
 
 def write_record(record: WorkRecord, folder: Path) -> Path:

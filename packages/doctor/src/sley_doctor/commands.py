@@ -96,7 +96,7 @@ def _format_causes(judgement: Judgement) -> Iterator[str]:
     if not judgement.causes:
         yield f"{'slow':<10}{describe_no_cause(judgement)}"
     if lines := [*describe_work(judgement)]:
-        yield "work and waits of ranks"
+        yield "work and waits of each rank in a step"
         yield from (f"  {line}" for line in lines)
 
 
@@ -115,7 +115,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write one HTML page about runs: curves, a step, memory, counts, the plan with its origins, the environment."""
+    """Write one HTML page about runs: curves, waits, memory, counts, the plan with the origins of its values, the machine."""
     if missing := [name for name in _REQUIRED_MODULES if find_spec(name) is None]:
         raise PluginError(
             "report-missing",

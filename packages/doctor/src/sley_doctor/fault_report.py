@@ -38,15 +38,16 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
 
-LAUNCHER = "launcher.json"  # the name of the launcher's report
+LAUNCHER_FILE = "launcher.json"  # the name of the file with the launcher's report
 FORMAT = 1  # the version of all reports; reports of other versions are not read
 
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """An exchange that a rank has started: number `number` of `queue`. All members must start the exchanges of a queue in the
-    same order. label: a description of the exchanged tensors. group: the description of the group. ranks: the members of the
-    group. peer: the rank at the other end of a message; None for a collective.
+    """A record of an exchange (a collective or a message) that a rank has started, as number `number` of `queue`. All members
+    must start the exchanges of a queue in the same order. label: a description of the exchanged tensors. group: the description
+    of the group. ranks: the members of the group. num_bytes: the size of this rank's tensors. peer: the rank at the other end
+    of a message; None for a collective.
     """
 
     operation: str
@@ -64,8 +65,9 @@ class ExchangeRecord:
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """A wait in `exchange` that has lasted for `seconds`. end: "" while it lasts, else why it ended: "late", "closed" or
-    "differs". peer: the rank for which this rank waits; None if unknown.
+    """A record of a wait in `exchange` that has lasted for `seconds`. end: "" while the wait lasts; else why it ended: "late"
+    after a timeout, "closed" if a peer closed its connection, "differs" if a peer's exchange differs. peer: the rank for which
+    this rank waits; None if unknown.
     """
 
     exchange: ExchangeRecord
@@ -76,11 +78,12 @@ class WaitRecord:
 
 @dataclass(frozen=True)
 class FaultReport:
-    """The report of rank `rank` of `world` ranks. kind: "error" if it failed, "stuck" if it could not end when asked to. code,
-    message, hint: the rank's error. time: seconds since the epoch. step: the optimizer step, from 1; 0 before the first step.
-    finished, pending: the last finished entry of its action list, and the current entry. layer: the layer called last. wait:
-    the wait that is in progress or has failed. exchanges: the latest exchanges of each queue, in order. stacks: the lines of
-    each stack by the name of its thread.
+    """The report of rank `rank` of `world` ranks. kind: "error" if the rank failed, "stuck" if it could not end when asked to.
+    code, message, hint: the rank's error. time: in seconds since the epoch. stage: the rank's pipeline stage; None if the rank
+    has not created its groups. step: the optimizer step, from 1; 0 before the first step. finished, pending: the last finished
+    and the current entry of the rank's action list. layer: the layer called last. wait: the wait that is in progress or has
+    failed, if any. exchanges: the latest exchanges of each queue, in order. stacks: the lines of each stack, by the name of the
+    thread.
     """
 
     rank: int
@@ -105,7 +108,7 @@ class FaultReport:
 @dataclass(frozen=True)
 class LaunchReport:
     """The launcher's report. codes: exit codes by rank, or negative signal numbers for killed ranks. silent: by rank, the state
-    of each process that did not respond and had to be killed. first: the rank that ended first; None if unknown.
+    of each process that did not respond and had to be killed. first: the rank that failed first; None if unknown.
     """
 
     world: int
@@ -133,14 +136,14 @@ def read_attempt_number() -> int:
 
 
 def write_report(run_folder: Path, report: FaultReport) -> None:
-    """Writes a rank's report atomically, unless this attempt has one of this rank. Raises OSError if that fails."""
+    """Writes a rank's report atomically, unless this attempt already has a report of this rank. Raises OSError on failure."""
     path = run_folder / FAULTS / str(read_attempt_number()) / f"rank-{report.rank}.json"
     if not path.exists():
         _write_json(path, asdict(report))
 
 
 def read_reports(run_folder: Path) -> list[AttemptReports]:
-    """Returns the reports of each attempt that has any, in ascending order. Raises OSError if the folder cannot be listed."""
+    """Returns the reports of each attempt that left any, in order. Raises OSError if the folder cannot be listed."""
     root = run_folder / FAULTS
     if not root.is_dir():
         return []
@@ -164,7 +167,7 @@ def _read_attempt(folder: Path, attempt: int) -> AttemptReports:
             content = json.loads(path.read_text("utf-8"))
             if content.pop("format") != FORMAT:
                 raise ValueError(path.name)
-            if path.name == LAUNCHER:
+            if path.name == LAUNCHER_FILE:
                 launch = launches.validate_python(content)
             else:
                 ranks.append(faults.validate_python(content))
@@ -173,12 +176,12 @@ def _read_attempt(folder: Path, attempt: int) -> AttemptReports:
     return AttemptReports(attempt, tuple(sorted(ranks, key=lambda report: report.rank)), launch, tuple(unreadable))
 
 
-MAX_REPORT_S = 2.0  # time limit for writing a report
-MAX_THREADS, MAX_LINES = 16, 80  # the number of threads, and of lines per stack, in a report
+MAX_REPORT_S = 2.0  # the time limit in seconds for writing a report
+MAX_THREADS, MAX_LINES = 16, 80  # the maximum numbers of threads in a report, and of lines in the stack of each thread
 
 
 class DoctorRecorder(RunRecorder):
-    """Writes `work/rank-N.jsonl` while rank N trains, and files in `faults/` when ranks fail."""
+    """The recorder of sley-doctor. Writes `work/rank-N.jsonl` while rank N trains, and files in `faults/` when ranks fail."""
 
     def record_steps(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
         return record_work(parts, feed, folder, notes)
@@ -193,7 +196,7 @@ class DoctorRecorder(RunRecorder):
     def report_launch(
         self, folder: Path, world_size: int, exit_codes: Mapping[int, int], killed_states: Mapping[int, str], first_failed: int
     ) -> None:
-        path = folder / FAULTS / str(read_attempt_number()) / LAUNCHER
+        path = folder / FAULTS / str(read_attempt_number()) / LAUNCHER_FILE
         _write_json(path, asdict(LaunchReport(world_size, exit_codes, killed_states, first_failed)))
 
     def delete_reports(self, folder: Path) -> None:
@@ -220,7 +223,7 @@ def _write_in_thread(
 
 
 def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
-    """Returns the report of this rank's current state, according to the groups that `world` created last."""
+    """Returns a report of this rank's state, with the groups that `world` created last. kind, stacks: as in `FaultReport`."""
     position: dict[str, Any] = {}
     if world.open_groups:
         groups = world.open_groups[-1]

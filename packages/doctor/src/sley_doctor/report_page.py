@@ -106,7 +106,7 @@ _CURVES = {
     "memory_mb": ("Memory", "peak so far on rank 0: tensors on a GPU, the whole process on a CPU", "MiB"),
     "data_wait_s": ("Waiting for data", "on rank 0 in each step", "s"),
 }
-"""The title, note and unit of each metric that comes first. Charts of other metrics follow, with their names as titles."""
+"""The title, note and unit of each metric whose chart comes first. Charts of other metrics follow, titled with their names."""
 
 _MAX_CHARTS = 24  # the page only names further metrics, since a plugin may add a metric for each layer
 _NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})  # metrics without a chart of their own
@@ -152,7 +152,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
 
 
 def _list_summary_values(run: RecordedRun) -> dict[str, Any]:
-    """Returns the numbers and texts of the run's summary by name; without a summary, its outcome and number of steps."""
+    """Returns the numbers and texts of the run's summary by name, or its outcome and number of steps if there is no summary."""
     if run.summary is None:
         return {"outcome": "failed" if run.faults else "not ended", "steps": len(run.rows)}
     values = {name: value for name, value in run.summary.items() if isinstance(value, int | float | str)}

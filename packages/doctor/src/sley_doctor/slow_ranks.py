@@ -1,4 +1,4 @@
-"""Finds the rank that makes other ranks wait, and the action in which it does, from the work records of all ranks.
+"""Finds the rank that makes other ranks wait, and the action in which it is slow, from the work records of all ranks.
 
     a rank works longer than its peers, or all ranks wait for data ──> in most of the run, or of its last part ──> a cause
 
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from sley_core.actions.action import describe_action
 from sley_doctor.work_record import ZERO_SPREAD, Location, Spread, Start, Window, WorkRecord
 
-MIN_SHARE = 0.25  # the share of a step that a cause must cost
-MIN_BLOCK_SHARE = 0.75  # the share of the steps that must be in blocks with the cause
+MIN_SHARE = 0.25  # the minimum share of a step's time that a cause must cost
+MIN_BLOCK_SHARE = 0.75  # the minimum share of the steps that must be in blocks with the cause
 
 MIN_STEPS = 8  # the number of recorded steps below which no rank is judged
 
@@ -29,13 +29,13 @@ MISSING_RECORD_REASONS = (  # why a rank may have no record
 )
 
 MAX_BLOCKS = 60  # the maximum number of blocks to examine, however long the run is
-MAX_DEVICE_SHARE = 0.03  # if a host waits for its device for a larger share of a step, the host does not limit the step
+MAX_DEVICE_SHARE = 0.03  # if a host waits for its device for a larger share of a step, the device limits the step, not the host
 
 NUM_PARTS = 3  # the last part of a run is the last of NUM_PARTS equal parts of its blocks
 
 
 class RankWork(NamedTuple):
-    """The start of a rank, and one of its windows."""
+    """The start record of a rank, and one window of its measurements."""
 
     start: Start
     window: Window
@@ -43,7 +43,7 @@ class RankWork(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """The work of all ranks, by rank, in the steps `first` to `last`."""
+    """The work of all ranks, by rank, in the steps from `first` to `last`, both included."""
 
     first: int
     last: int
@@ -99,7 +99,9 @@ class Cause:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The result of `judge`. causes: in descending order of seconds. no_cause_reason: why no rank can be judged, or ""."""
+    """The result of `judge`. causes: the worst first. blocks: the examined blocks. no_cause_reason: why no rank was judged, or
+    "".
+    """
 
     causes: tuple[Cause, ...]
     blocks: tuple[Block, ...]
@@ -137,7 +139,7 @@ def _find_causes(blocks: Sequence[Block]) -> list[Cause]:
 
 
 def _find_slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
-    """Returns a cause for each rank that works longer than its peers, while other ranks wait, in most of `blocks`."""
+    """Returns a cause for each rank that, in most of `blocks`, works longer than its peers while another rank waits."""
     causes = []
     for rank in blocks[0].ranks:
         slow_blocks = []
@@ -159,7 +161,7 @@ def _find_slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
 MAX_RATIO = 1.5  # a rank may work longer than comparable ranks by this factor without being slow
 
 MAX_OTHER_STAGE_RATIO = 3.0
-"""The factor of `MAX_RATIO` for comparisons with ranks of other stages, which have other layers and neighbours."""
+"""Replaces `MAX_RATIO` in comparisons with ranks of other stages, which have different layers and neighbours."""
 
 _COMMON_LOCATIONS = frozenset({Location.DATA, Location.BETWEEN, Location.EVALUATION})
 """The locations at which all ranks do comparable work."""
@@ -182,7 +184,7 @@ def find_excesses(block: Block, rank: int) -> list[Excess]:
 
     * data, work between steps, evaluation: all other ranks
     * other locations: ranks of the same stage, which do the same work on other samples or shards
-    * a chunk, the update or messages in a stage of one rank: ranks of other stages, by a larger ratio
+    * a chunk, the update or messages in a stage with only one rank: ranks of other stages, with a larger allowed ratio
 
     The wait for the device is not compared. The update time of another rank is scaled up if `rank` updates more elements.
     """
@@ -214,7 +216,7 @@ def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess
 
 
 def _build_rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) -> Cause:
-    """Returns the cause for `rank` at the location of its largest excess. slow_blocks: the blocks and their excesses."""
+    """Returns the cause for `rank` at the location of its largest excess. slow_blocks: blocks, with the rank's excesses."""
     steps = sum(block.num_steps for block, _ in slow_blocks)
     locations, usual = defaultdict[str, float](float), defaultdict[str, float](float)
     for block, excesses in slow_blocks:
@@ -267,12 +269,12 @@ _LOCATIONS: dict[str, str] = {  # descriptions of the locations that are not act
     Location.REDUCTION: "end of the gradients' reduction",
     Location.UPDATE: "update (norm, clip, optimizer)",
     Location.DEVICE: "wait for the device",
-    Location.BETWEEN: "time between steps (metrics, checkpoints, listeners)",
+    Location.BETWEEN: "work between steps (metrics, checkpoints, listeners)",
     Location.EVALUATION: "evaluation",
 }
 _REMEDIES: dict[str, str] = {  # remedies by location; all locations that are not listed have the remedy of "F"
-    "F": "check the machine of that rank (other processes, clock, temperature), and the share of the layers in its stage",
-    Location.DATA: "check the storage of its data and the dataset's `__getitem__`: one thread reads one batch ahead",
+    "F": "check that rank's machine (other processes, clock, temperature), and whether its stage has too many layers",
+    Location.DATA: "check the storage of the data and the dataset's `__getitem__`: one thread reads one batch ahead",
     Location.UPDATE: "check the optimizer and its hooks on that rank",
     Location.BETWEEN: "write metrics, evaluate and save less often, or make the step listeners faster",
     Location.EVALUATION: "evaluate less often, or on fewer batches (`[evaluation]`)",
@@ -284,15 +286,15 @@ def describe_cause(cause: Cause) -> str:
     """Returns a sentence that describes the cause and its cost."""
     step = f"in a step of {_format_seconds(cause.step_s)}"
     if cause.kind == "data":
-        return f"every rank waits for its data, {_format_seconds(cause.seconds)} {step}"
+        return f"every rank waits for its data for {_format_seconds(cause.seconds)} {step}"
     usual = _format_seconds(cause.usual_s) if cause.usual_s >= MIN_SHOWN_S else "almost no time"
     location = _LOCATIONS.get(cause.location) or describe_action(cause.location).removeprefix("the ")
-    work = f"its {location} takes {_format_seconds(cause.seconds)} longer"
-    return f"rank {cause.ranks[0]} makes other ranks wait: {work} than on other ranks {step}; the other ranks take {usual}"
+    work = f"its {location} takes {_format_seconds(cause.seconds)} longer than that of other ranks ({usual})"
+    return f"rank {cause.ranks[0]} makes other ranks wait: {work}, {step}"
 
 
 def find_remedy(cause: Cause) -> str:
-    """Returns the remedy for the cause."""
+    """Returns advice on how to remove `cause`."""
     return _REMEDIES.get(cause.location, _REMEDIES["F"])
 
 
@@ -326,7 +328,7 @@ def describe_work(judgement: Judgement) -> Iterator[str]:
         ]
         waited = " and ".join(f"{_format_seconds(s)} for {target}" for s, target in waits if s >= MIN_SHOWN_S)
         yield (
-            f"rank {rank} (stage {blocks[0].ranks[rank].start.stage}): works {work} of a step"
+            f"rank {rank} (stage {blocks[0].ranks[rank].start.stage}): works for {work}"
             f"{f' ({parts})' if parts else ''}, waits {waited or 'for no rank'}"
         )
 

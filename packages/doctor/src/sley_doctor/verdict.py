@@ -32,8 +32,8 @@ DivergenceType = Literal["size", "left out", "too many", "other", "not started"]
 
 _MESSAGE_OPERATIONS = frozenset({"send", "receive"})  # the operations of exchanges with only two ends
 _MESSAGE_PATTERN = re.compile(r"(announcement of )?what stage .* for microbatch (\d+) \((forward|backward)")
-"""Matches the description of a pipeline message. The groups are "announcement of " if it is one, its microbatch, and its
-flow.
+"""Matches the description of a pipeline message. Group 1: "announcement of ", or None if it is not an announcement. Group 2:
+the microbatch. Group 3: the direction, "forward" or "backward".
 """
 
 _READ_QUEUE_PATTERN = re.compile(r" of \d+$")
@@ -44,8 +44,9 @@ the queue of the exchange itself.
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence of ranks. ranks: the ranks that differ from the majority; empty if there is no majority. exchanges: the
-    exchanges that differ, first the one that is most likely the cause. description: a sentence for users.
+    """A divergence of ranks. kind: see docs/when-it-fails.md. ranks: the ranks that differ from the majority; empty if there is
+    no majority. exchanges: the exchanges that differ, first the one that is most likely the cause. description: a sentence for
+    users.
     """
 
     kind: DivergenceType
@@ -70,14 +71,14 @@ def _has_same_description(first: ExchangeRecord, second: ExchangeRecord) -> bool
     """Returns whether two exchanges have the same description, or are the two ends of one message."""
     if not {first.operation, second.operation} <= _MESSAGE_OPERATIONS:
         return (first.operation, first.label) == (second.operation, second.label)
-    # The description of some messages has no flow and microbatch at one end.
+    # At one end of some messages, the description has no direction and no microbatch.
     matches = [re.search(_MESSAGE_PATTERN, description) for description in (first.label, second.label)]
     message_ids = {match.groups() for match in matches if match}
     return len(message_ids) <= 1
 
 
 def find_late_ranks(report: FaultReport, by_rank: Mapping[int, FaultReport]) -> list[int]:
-    """Returns the ranks that have not started the exchange in which the rank of `report` waits; [] if it does not wait."""
+    """Returns the ranks that have not started the exchange in which the rank of `report` waits; [] if there is no wait."""
     wait = report.wait
     if wait is None:
         return []
@@ -94,7 +95,7 @@ def find_late_ranks(report: FaultReport, by_rank: Mapping[int, FaultReport]) -> 
 
 
 def _find_mismatch(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns the divergence at the first position with different exchanges, or None. Examines queues with waits first."""
+    """Returns the divergence at the first number with different exchanges in a queue, or None. Queues with waits come first."""
     awaited_queues = [
         _READ_QUEUE_PATTERN.sub("", report.wait.exchange.queue) for report in by_rank.values() if report.wait is not None
     ]
@@ -151,8 +152,8 @@ def _describe_mismatch(
 
 
 class _LateExchange(NamedTuple):
-    """The exchange in which `rank` waits. num_started: the number of ranks with reports that have started it. late_ranks: the
-    ranks with reports that have not.
+    """The exchange in which `rank` waits. num_started: the number of ranks with reports that have started the exchange.
+    late_ranks: the ranks with reports that have not started it.
     """
 
     num_started: int
@@ -162,7 +163,7 @@ class _LateExchange(NamedTuple):
 
 
 def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns a divergence if a rank waits in an exchange that ranks which wait elsewhere have not started, or None."""
+    """Returns a divergence if a rank waits in an exchange that ranks which wait elsewhere have not started; None otherwise."""
     late_exchanges = sorted(_find_late_exchanges(by_rank), key=lambda late_exchange: late_exchange[:2])
     if not late_exchanges:
         return None
@@ -213,9 +214,9 @@ def _find_late_exchanges(by_rank: Mapping[int, FaultReport]) -> Iterator[_LateEx
 
 
 RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"
-"""States of a run besides the outcomes in its summary, which are finished, interrupted and failed."""
+"""The states of a run that has no summary. Other runs have the outcome in their summary: finished, interrupted or failed."""
 
-RECENT_S = 60.0  # a run that wrote files more recently may be active on another host, where its lock is not seen
+RECENT_S = 60.0  # a run that wrote files within this time may be active on another host, whose locks are not visible here
 MAX_CLOCK_DIFFERENCE_S = 2.0  # the largest difference between the clocks of hosts; a restart takes longer
 
 
@@ -224,8 +225,8 @@ class RunState:
     """The progress of a run.
 
     state: RUNNING; the outcome in the run's summary; KILLED if the run ended without a summary; UNKNOWN if it may be running on
-    another host. step: the last step that all ranks have finished; 0 if none is known. time: when the row of this step was
-    written, in seconds since the epoch; None if none is known.
+    another host. step: the last step that all ranks have finished; 0 if no such step is known. time: when the row of this step
+    was written, in seconds since the epoch; None if the time is not known.
 
     The row of a step is written when all ranks have reached the end of the step, where they sum the loss. So the last row shows
     how far all ranks got, even if all were killed at once and none could write a report.
@@ -285,10 +286,10 @@ def describe_state(state: RunState, now: float) -> str:
             return f"the run is still running; {progress}"
         case "killed":
             beyond = f", but none finished step {state.step + 1}" if state.step else ""
-            return f"{no_summary}: it was killed; {progress}{beyond}"
+            return f"{no_summary}: the run was killed; {progress}{beyond}"
         case "unknown":
             hint = "repeat this command in a minute, or on the host of rank 0"
-            return f"{no_summary}: it may be running on another host, or was killed ({hint}); {progress}"
+            return f"{no_summary}: the run may be running on another host, or was killed ({hint}); {progress}"
     return f"the run has ended: {state.state}; {progress}"
 
 
@@ -322,9 +323,10 @@ _UNKNOWN_REMEDY = "check the machine of that rank; the report of every rank is i
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a failed attempt. kind: a keyword for the cause. cause: a sentence. ranks: the ranks at fault; empty if
-    unknown, for example if two ranks differ and either may be wrong. exchanges: the exchanges that failed, first the most
-    likely cause. step: the optimizer step, from 1; 0 if unknown. action, layer: where the rank was in the step; "" if unknown.
+    """The verdict on a failed attempt. kind: a keyword for the cause; see docs/when-it-fails.md. cause: a sentence. ranks: the
+    ranks at fault; empty if they are unknown, for example if two ranks differ and either may be wrong. exchanges: the exchanges
+    that failed, the most likely cause first. step: the optimizer step, from 1; 0 if unknown. action, layer: where the rank was
+    in the step; "" if unknown.
     """
 
     kind: str
@@ -398,7 +400,7 @@ def _find_busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _find_divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict on ranks that have diverged (`find_divergence`), or None if they have not."""
+    """Returns the verdict on ranks that have diverged (see `find_divergence`), or None if no ranks have diverged."""
     divergence = find_divergence(by_rank)
     if divergence is None:
         return None

@@ -44,8 +44,8 @@ FORMAT = 2  # the version of the files of records; starts of other versions are 
 class Location(StrEnum):
     """Names the kinds of work that are not part of an action. DATA: the wait for the feed. BEGINNING: the beginning of the
     step, before its first action. MESSAGES: starting sends and receives. REDUCTION: the end of the reduction of gradients.
-    UPDATE: norm, clipping and optimizer. DEVICE: the wait until the device has finished a step, which on CUDA includes its
-    waits for other ranks. BETWEEN: the time between two steps, for metrics, checkpoints and listeners. EVALUATION: evaluations.
+    UPDATE: norm, clipping and optimizer. DEVICE: the wait until the device has finished a step; on CUDA, the device may itself
+    wait for other ranks. BETWEEN: the time between two steps, for metrics, checkpoints and listeners. EVALUATION: evaluations.
     """
 
     DATA = "data"
@@ -102,8 +102,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a rank in a run of `world` ranks. time: seconds since the epoch. device: its type, such as "cuda". trained:
-    the number of elements in its trainable weights.
+    """A record of the start of a rank in a run of `world` ranks. time: in seconds since the epoch. device: the type of the
+    rank's device, such as "cuda". trained: the number of elements in the rank's trainable weights.
     """
 
     rank: int
@@ -118,7 +118,7 @@ class Start:
 
 @dataclass(frozen=True)
 class WorkRecord:
-    """The record of one rank since its last start. windows: in ascending order of steps."""
+    """The work and the waits of one rank since its last start. windows: the measurements, in ascending order of steps."""
 
     start: Start
     windows: Sequence[Window]
@@ -184,8 +184,8 @@ MIN_WINDOW_STEPS, MAX_WINDOW_STEPS = 8, 256  # limits of the steps in a window; 
 @contextmanager
 def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> Iterator[None]:
     """Records the steps of a run in the run's folder `folder` within the block. Ranks do not wait for each other. feed: the
-    feed that steps wait for, or None. notes: the run's notes. If the file cannot be written, recording ends, and a note says
-    so.
+    feed for which the steps wait, or None. notes: the run's notes. If the file cannot be written, recording ends, and a note is
+    added.
     """
     start = Start(
         parts.world.rank,
@@ -208,7 +208,7 @@ def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str])
 
 
 class WorkRecorder:
-    """Measures the work and waits of this rank. feed: the feed that steps wait for, or None. write_line: writes a line."""
+    """Measures the work and waits of this rank. feed: the feed for which the steps wait, or None. write_line: writes a line."""
 
     def __init__(self, parts: Parts, feed: Feed | None, write_line: Callable[[str], None]) -> None:
         self._progress = parts.groups.progress
@@ -293,7 +293,7 @@ class WorkRecorder:
 
 
 def _find_location(entry: object) -> str:
-    """Returns the location of an entry: the kind and chunk of an action, MESSAGES for a transfer, EVALUATION for others."""
+    """Returns the location of an entry: kind and chunk of an action, MESSAGES for a transfer, EVALUATION for other entries."""
     if isinstance(entry, Action):
         return f"{entry.kind.value}{entry.chunk}"
     return Location.MESSAGES if isinstance(entry, Transfer) else Location.EVALUATION

@@ -18,7 +18,7 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 
 @dataclass(eq=False)
 class _Block:
-    """A block of host memory, divided into slots. counters: include its bytes. num_free: the number of unused slots."""
+    """A block of host memory, divided into slots. counters: include its bytes, if not None. num_free: the unused slots."""
 
     memory: HostMemory
     counters: Moved | None
@@ -68,7 +68,8 @@ class HostArena:
 
     def allocate(self, sizes: Sequence[int], counters: Moved | None = None) -> list[Tensor]:
         """Returns memory for each of `sizes`, positive numbers of bytes: uint8 [size], aligned to 256 bytes. Reuses the
-        smallest free slots that fit, and allocates one new block for the others, whose bytes are added to `counters`.
+        smallest free slots that fit, and allocates one new block for all other sizes. Adds the bytes of this block to
+        `counters`, if given.
         """
         free_slots = [self._pop_fitting_slot(size) for size in sizes]
         missing_sizes = [size for size, slot in zip(sizes, free_slots, strict=True) if slot is None]
@@ -128,7 +129,7 @@ class HostArena:
         return [_Slot(size, block.memory.data[start : start + size], block) for start, size in zip(starts, sizes, strict=False)]
 
     def _allocate_memory(self, num_bytes: int) -> HostMemory:
-        """Returns new memory, page-locked if the limit allows it. Warns the first time that the limit does not."""
+        """Returns new memory, page-locked if the limit allows it. Otherwise, the memory is pageable; warns the first time."""
         num_locked_bytes = num_bytes + sum(block.memory.num_bytes for block in self._blocks if block.memory.is_locked)
         if num_locked_bytes <= self._max_locked_bytes:
             return self._allocate_host(num_bytes)

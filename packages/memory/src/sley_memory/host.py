@@ -40,7 +40,9 @@ _MAX_WASTE = 1.25
 
 
 class TensorGeometry(NamedTuple):
-    """The layout of a tensor in its storage. span: its start and end in bytes. is_dense: whether its elements fill it."""
+    """The layout of a tensor in its storage. span: the start and end of the tensor in the storage, in bytes. is_dense: whether
+    the elements fill the span.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -86,7 +88,7 @@ class OffloadedStorage:
 
     @property
     def is_here(self) -> bool:
-        """Whether the original device memory is not released."""
+        """Whether the original device memory has not been released yet."""
         return self._source is not None
 
     def has_contents_of(self, tensor: Tensor) -> bool:
@@ -146,7 +148,7 @@ class OffloadedStorage:
         return True
 
     def storage(self) -> torch.UntypedStorage:
-        """Returns the storage on the device, and makes later device work wait for its contents. It must not be away."""
+        """Returns the storage on the device, where it must be, and makes later device work wait for its contents."""
         if self._source is not None:
             return self._source
         assert self._fetched is not None, "used before it was fetched"
@@ -269,7 +271,7 @@ class LayerCall:
 
 class HostActivations(ActivationPolicy):
     """The policy `memory.host`: offloads the storages that chosen layers save for the backward, and prefetches them.
-    layer_names: all layers of the model.
+    layer_names: the names of all layers of the model, in order.
     """
 
     def __init__(self, config: HostConfig, layer_names: Sequence[str]) -> None:
@@ -431,8 +433,8 @@ class HostActivations(ActivationPolicy):
         return is_away
 
     def _send_storages(self, call: LayerCall) -> None:
-        """Starts the copies of the storages of `call`. If they are done at once, releases the storages, except in the first
-        step, which releases them after the next layer, to detect that layer's writes.
+        """Starts the copies of the storages of `call`. If the copies are done at once, releases the storages, except in the
+        first step, which releases them after the next layer, to detect that layer's writes.
         """
         storages = call.list_live_storages()[::-1]
         for storage in storages:

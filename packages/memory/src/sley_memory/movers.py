@@ -20,7 +20,7 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up, split_by_size
 from sley_memory.arena import HostArena
 
 _MAX_MERGED_BYTES = 1 << 20
-"""The size in bytes of the largest storage that is merged with others. Larger copies take much longer than their launch."""
+"""The size in bytes of the largest storage that is merged with others. A larger copy takes much longer than its launch."""
 
 _UNSHARED_USE_COUNT = 3
 """The use count of a storage without other views: its tensor, the view in `StorageEntry`, and the Python object."""
@@ -40,8 +40,9 @@ _ROUNDING_BYTES = 512
 
 def reserve_segment(sizes: Iterable[int], device: torch.device) -> None:
     """Makes torch's allocator reserve one segment of device memory for tensors of `sizes` bytes, if its cache is too small.
-    Does nothing on a CPU, or if the driver has no segment of that size. Otherwise each large tensor gets its own segment: on an
-    H200, the driver takes 19 ms to allocate and 14 ms to free 336 segments of 21 MiB, but 0.5 ms and 3 ms for one of 7 GiB.
+    Does nothing on a CPU, or if the driver has no segment of that size. Without this call, each large tensor gets its own
+    segment: on an H200, the driver takes 19 ms to allocate and 14 ms to free 336 segments of 21 MiB, but 0.5 ms and 3 ms for
+    one of 7 GiB.
     """
     large_sizes = [round_up(size, _ROUNDING_BYTES) for size in sizes if size > _MAX_PACKED_BYTES]
     if device.type != "cuda" or len(large_sizes) < 2:
@@ -93,7 +94,7 @@ def _merge_storages(storages: Sequence[StorageEntry]) -> StorageEntry:
 
 
 def is_resizable(entry: StorageEntry) -> bool:
-    """Returns whether torch can free and grow the memory of `entry`: it owns the memory and shares it with no process."""
+    """Returns whether torch can free and grow the memory of `entry`: torch owns the memory, and no other process shares it."""
     storage = entry.memory.untyped_storage()
     # A host tensor shared between processes claims to be resizable, but growing it crashes the process.
     return storage.resizable() and not (entry.memory.device.type == "cpu" and storage.is_shared())
@@ -113,7 +114,7 @@ class Streams:
 
 
 class TimedCopies(NamedTuple):
-    """Copies in flight in one direction. end: the event after them. start_s: when they began, by `time.perf_counter`."""
+    """Copies in flight in one direction. end: the event after the copies. start_s: when they began, by `time.perf_counter`."""
 
     end: CopyEvent
     start_s: float
@@ -132,7 +133,7 @@ class TimedCopies(NamedTuple):
 
 
 class Mover:
-    """Offloads and onloads one part of a run's memory, with its `counters`. This base class moves nothing.
+    """Offloads and onloads one part of a run's memory, and counts its copies in `counters`. This base class moves nothing.
     is_onloaded_automatically: whether the part returns to the device without a call of `onload` when it is needed.
     """
 
@@ -189,7 +190,7 @@ class GradientMover(Mover):
 
 
 class PoolMover(Mover):
-    """Frees unused memory of pools by `trim`, which returns its size in bytes. Pools allocate new memory when needed."""
+    """Frees unused memory of pools by calling `trim`, which returns the freed bytes. Pools allocate new memory when needed."""
 
     def __init__(self, trim: Callable[[], int], counters: Moved) -> None:
         super().__init__(counters)
@@ -351,5 +352,5 @@ class HostCopyMover(Mover):
 
 
 def split_params(params: Iterable[OptimizerParam], num_bytes: int) -> list[list[OptimizerParam]]:
-    """Splits `params` into buckets of at most `num_bytes` of parameters. A larger parameter gets its own bucket."""
+    """Splits `params` into buckets whose parameters have at most `num_bytes` bytes. A larger parameter gets its own bucket."""
     return split_by_size(params, lambda param: param.parameter.nbytes, num_bytes)

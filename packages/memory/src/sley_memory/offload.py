@@ -151,7 +151,8 @@ class OptimizerBucket(NamedTuple):
 
 class HostOptimizer(movers.Mover):
     """Keeps master weights and optimizer states on the host, and steps the optimizer there, bucket by bucket. Weights and
-    gradients stay on the device. counters: the counters of the two parts. All weights must have the same dtype.
+    gradients stay on the device. counters: the counters of "masters" and "optimizer_states". All weights must have the same
+    dtype.
 
         gradients to the host   0 | 1 | 2 | ...
         optimizer on the host       0 | 1 | 2 | ...
@@ -218,7 +219,7 @@ class HostOptimizer(movers.Mover):
         return movers.TimedCopies(self._streams.to_host.record(), start_s, num_bytes)
 
     def _send(self, index: int) -> None:
-        """Casts the weights of bucket `index` to the dtype of the device's weights, and starts to copy them there."""
+        """Casts the weights of bucket `index` to the dtype of the device's weights, and starts to copy them to the device."""
         bucket, _, weights = self._buckets[index]
         masters = [param.parameter.detach() for param in bucket]
         if index % NUM_HOST_BUCKETS in self._weight_copies:
@@ -288,8 +289,8 @@ class HostOffloadManager(OffloadManager):
         arena = HostArena(device.host_memory, self._streams.wait, max_locked_bytes=max_locked_bytes)
         self._layers = parts.layers
         for layer in parts.layers:
-            # For a program's own backward, which may gather shards after they were offloaded. Steps and evaluations have no
-            # hooks on any rank.
+            # For a program's own backward, which may gather shards after they have been offloaded. Steps and evaluations have
+            # no hooks on any rank.
             check = partial(self._check_layers, "a use of a layer's weights")
             parts.waits.before_layer(layer.name, check, lambda: bool(self._hooks))
         for part in self.parts:
@@ -356,7 +357,7 @@ class HostOffloadManager(OffloadManager):
             self._streams.wait()  # host memory is freed with this object
 
     def _hook_layers(self) -> None:
-        """Adds hooks that call `_check_layers` before each module's forward and `state_dict`. Does nothing if they exist."""
+        """Adds hooks that call `_check_layers` before each module's forward and `state_dict`, unless the hooks exist."""
         for layer in () if self._hooks else self._layers:
             for module in layer.module.modules():
                 self._hooks.append(module.register_forward_pre_hook(lambda *_: self._check_layers(), prepend=True))

@@ -16,7 +16,7 @@ LayerSelection = PositiveInt | Annotated[Array[str], Field(min_length=1)]
 """The number of blocks, counted from the first, or names and patterns of layers."""
 
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools"]
-"""A copy of `Part` of `sley_core.api.memory`, which this module cannot import since it needs torch."""
+"""A copy of `sley_core.api.memory.Part`. This module must not import `sley_core.api.memory`, which imports torch."""
 
 
 class OffloadConfig(Table):
@@ -86,7 +86,7 @@ class EverythingConfig(OffloadConfig):
 
 
 class HostOptimizerConfig(OffloadConfig):
-    """Keeps masters and optimizer states on the host, and updates them there."""
+    """Keeps master weights and optimizer states on the host, and updates them there."""
 
     MOVES = ("masters", "optimizer_states")
 

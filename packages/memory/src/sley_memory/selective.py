@@ -34,7 +34,9 @@ from sley_memory.plugin import SelectiveConfig, match_layers
 
 
 class AttentionResults:
-    """The attention results of one call of a layer, in order, for all its backwards. A result to recompute is None."""
+    """The attention results of one call of a layer, in the order of its forward, for all backwards of this call. A result that
+    must be recomputed is None. stats: counts the results of all calls.
+    """
 
     def __init__(self, stats: "AttentionStats") -> None:
         self.stats = stats
