@@ -199,7 +199,7 @@ def test_the_state_depends_on_rows_lock_and_summary(cli: Cli, run_folder: Path) 
     last_step = r"all ranks finished step 2, \d s ago\n"
     assert re.search("the run is still running; " + last_step, cli("doctor", run_folder).out)
     lock.release()
-    unlocked = "no process on this host holds the run's lock: it "
+    unlocked = "no process on this host holds the run's lock: the run "
     unknown = r"may be running on another host, or was killed \(repeat this command in .*; "
     assert re.search(unlocked + unknown + last_step, cli("doctor", run_folder).out)
     set_old_times(run_folder)
