@@ -31,8 +31,8 @@ REDUCTION_END, UPDATE, BETWEEN_STEPS = "the end of the gradients' reduction", "t
 EVALUATION = "an evaluation"  # `ActionProgress.current_entry` before the first entry of an evaluation
 DEVICE_WAIT = "the wait for the device"
 """The values of `ActionProgress.current_entry` when no entry of an action list runs. REDUCTION_END, UPDATE and BETWEEN_STEPS
-follow the last entry of a step, in this order. DEVICE_WAIT: the host waits for a step's results; on CUDA, the next step may
-have begun.
+follow the last entry of a step, in this order. DEVICE_WAIT: the host waits for a step's results; on CUDA, the next may have
+begun.
 """
 
 

@@ -109,8 +109,7 @@ class Group(Members):
 
     def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle. Calls the
-        communicator directly, because a fifth of the time of `dist.isend` is overhead. The communicator's ranks are the
-        members' coordinates.
+        communicator, whose ranks are the members' coordinates, because a fifth of the time of `dist.isend` is overhead.
         """
 
         def start(group: dist.ProcessGroup) -> Any:
@@ -247,8 +246,8 @@ def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timed
 def _unbind_default_group() -> Iterator[None]:
     """Unbinds the default group from its device within the block, so that torch can create a gloo group beside NCCL. If the
     default group is bound to a device, as with NCCL, the ranks outside a new group take part in a split of the default
-    communicator. The members of the new group take part only if it is an NCCL group, so for a gloo group the ranks outside
-    would wait forever.
+    communicator. The members take part only if the new group uses NCCL, so for a gloo group the ranks outside would wait
+    forever.
     """
     default: Any = dist.group.WORLD
     device_id, default.bound_device_id = default.bound_device_id, None

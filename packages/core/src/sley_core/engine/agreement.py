@@ -52,8 +52,8 @@ CALL, TRAINED, MICROBATCHES, BATCH = range(4)
 
 _REFUSALS, _COUNTS, _WEIGHT = 4, 5, 5 + len(NO_COUNTS)
 """Indices into the float64 tensor that ranks sum: one difference term per fact, then the number of refusals, the counts, and
-the terms of the loss weight. All elements before these terms are integers below 2^53, so sums are exact. No other exchange is
-as long.
+the terms of the loss weight. Elements before these terms are integers below 2^53, so sums are exact. This length is unique
+among exchanges.
 """
 
 _END_BYTES = 1 << 12
@@ -295,9 +295,7 @@ def _format_exchanges(exchanged: Sequence[Any]) -> str:
 
 
 class CopyComparison:
-    """Checks that the ranks' copies of a weight or buffer are equal. per_rank_buffers: name patterns of buffers that may
-    differ.
-    """
+    """Checks that ranks' copies of weights and buffers are equal. per_rank_buffers: patterns of buffers that may differ."""
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self.parts = parts
@@ -343,8 +341,8 @@ class CopyComparison:
 
 
 def _compare_fingerprints(label: str, names: Sequence[str], fingerprints: Tensor, group: Group) -> str:
-    """Returns a text with two ranks of `group` whose `fingerprints`, int64 [len(names)], differ, and the names of the values
-    that differ; "" if all are equal. A blocking collective over `group`.
+    """Returns a text with two ranks of `group` whose `fingerprints`, int64 [len(names)], differ, and the names of these values;
+    "" if all ranks agree. A blocking collective over `group`.
     """
     extremes = torch.stack([fingerprints, ~fingerprints])  # the maximum of ~x is ~(the minimum of x)
     group.all_reduce(extremes, "max", label=f"the fingerprints of {label}").wait()
@@ -411,9 +409,7 @@ class WriteWatch:
         return self._snapshot(layer, compares_values=compares_values)
 
     def check(self, layer: Layer, before: _LayerSnapshot | None) -> None:
-        """Raises RunError "weight-written" or PlanError "model-buffer-written" if the layer has made a write that is refused.
-        before: the result of `begin_call`.
-        """
+        """Raises RunError "weight-written" or PlanError "model-buffer-written" for a refused write since `begin_call`."""
         if before is None:
             return
         after = self._snapshot(layer, compares_values=before.compares_values)

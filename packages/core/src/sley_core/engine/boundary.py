@@ -42,9 +42,8 @@ def find_type(name: str) -> Any:
 
 
 def split_container(value: Any) -> tuple[Context, list[Any]] | None:
-    """Returns the context and the parts of `value`, for `rebuild_container`. Returns None unless `value` is a named tuple, a
-    named result of a torch function, a container of torch's pytrees whose context is JSON, or a dataclass whose attributes are
-    all fields.
+    """Returns the context and parts of `value`, for `rebuild_container`, or None unless `value` is a named tuple, a named
+    result of a torch function, a container of torch's pytrees whose context is JSON, or a dataclass with only fields.
     """
     cls = type(value)
     if isinstance(value, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):

@@ -117,9 +117,7 @@ class ElementRange(NamedTuple):
         return tuple(shape) if self.numel == prod(shape) else (*(1 for _ in shape[1:]), self.numel)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Returns a view of these elements of `tensor`, of shape `optimizer_shape`. tensor: contiguous, of the parameter's
-        shape.
-        """
+        """Returns a view of these elements of `tensor`, in the `optimizer_shape`. tensor: contiguous, in the full shape."""
         return tensor.reshape(-1)[self.first : self.last].view(self.optimizer_shape(tensor.shape))
 
 
@@ -405,9 +403,7 @@ class WeightStore:
 
     @contextmanager
     def settle_on_error(self) -> Iterator[None]:
-        """If the block raises an exception, waits for complete weights, ignores a RunError of this wait, and raises the
-        exception.
-        """
+        """If the block raises an exception, waits for complete weights, but lets no RunError of this wait replace it."""
         try:
             yield
         except BaseException:

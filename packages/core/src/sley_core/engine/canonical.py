@@ -83,9 +83,8 @@ class CanonicalReduction(Reduction):
 
     @staticmethod
     def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
-        """Raises PlanError "canonical-tie" if several layers hold a parameter, and one of its modules is not a plain linear or
-        embedding, or it is in more than two layers on several stages. Raises "canonical-buffers" if `per_rank_buffers` is not
-        empty.
+        """Raises PlanError "canonical-tie" if several layers hold a parameter, and a holder is not a plain linear or embedding,
+        or more than two layers on several stages hold it. Raises "canonical-buffers" if `per_rank_buffers` is not empty.
         """
         faults = [*_tie_faults(stages)]
         if per_rank_buffers:

@@ -144,9 +144,7 @@ class PartialSums:
         self._sums_by_node[use, node] = value
 
     def pop(self, use: int, node: Node, like: Tensor) -> Tensor:
-        """Removes and returns the sum of `node`. Microbatches without contributions count as zeros. like: a tensor of the
-        gradient's shape, dtype and device.
-        """
+        """Removes and returns the sum of `node`. Counts microbatches without contributions as zeros of the shape of `like`."""
         if (use, node) in self._sums_by_node:
             return self._sums_by_node.pop((use, node))
         stored_nodes = [stored for stored_use, stored in self._sums_by_node if stored_use == use]
@@ -173,9 +171,7 @@ def sum_uses(sums: list[Tensor]) -> Tensor:
 
 
 MAX_IN_FLIGHT = 2
-"""The maximum number of buffers that are summed at a time: while the sum of one is gathered, the rows of the next are
-exchanged. Each needs its own memory.
-"""
+"""The maximum number of buffers summed at a time. While one sum is gathered, the next buffer's rows are exchanged."""
 
 
 class TreeSums(Sums):

@@ -149,8 +149,7 @@ BiasSink = Callable[[Tensor], None]
 
 class DirectLinear(torch.autograd.Function):
     """Computes `F.linear`. If the backward adds to the weight's `grad`, it passes the factors of the gradient to `sink`; for
-    `autograd.grad`, it returns the gradient. bias_sink: does the same for the bias; if None, autograd adds the gradient of the
-    bias.
+    `autograd.grad`, it returns the gradient. bias_sink: does so for the bias; if None, autograd adds the bias's gradient.
     """
 
     @staticmethod

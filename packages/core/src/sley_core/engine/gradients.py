@@ -149,9 +149,7 @@ class GradientStore:
         return self._buffer_of.get(param)
 
     def partial_sums(self, param: Param) -> list[Tensor]:
-        """Returns the partial sums of the gradient, one per use and tree node; the first is the view of the gradient. Must be
-        called only if sums have a fixed order.
-        """
+        """Returns the gradient's partial sums, one per use and tree node, the view first. Requires a fixed order of sums."""
         return self._accumulators[param].rows
 
     def norm_groups(self) -> Iterator[NormGroup]:
@@ -283,9 +281,7 @@ class GradientStore:
         self._has_memory = True
 
     def begin_step(self) -> None:
-        """Starts a step, and discards earlier gradients. Raises RunError after `close`, StateError after `free` without
-        `build`.
-        """
+        """Starts a step, and discards earlier gradients. Raises RunError after `close`, StateError between `free` and `build`."""
         if self._is_closed:
             raise run_closed_error("gradient store")
         if not self._has_memory:
@@ -464,8 +460,7 @@ class Each(GradientHandler):
 
 class GradientNorms(GradientHandler):
     """Adds `gradient_norm/NAME` to each row of metrics for each parameter that is trained when the run starts: the 2-norm of
-    the full, unscaled gradient before clipping, in fp64. The norm is equal in every layout, and 0 while the parameter is
-    frozen.
+    the full, unscaled gradient before clipping, in fp64. It is equal in every layout, and 0 for a frozen parameter.
     """
 
     def __init__(self, config: GradientNormsConfig) -> None:

@@ -59,8 +59,7 @@ class StepState:
 
     step: the optimizer step, from 0. num_microbatches: the number of this rank's microbatches in the step. first_micro: the
     global number of this rank's first microbatch. action: the running action, or None. after_first_action: called once, after
-    the first action. done_chunks: the chunks whose last gradient action is over. step_progress: the position for failure
-    reports.
+    the first action. done_chunks: the chunks whose last gradient action is over. step_progress: for failure reports.
     """
 
     def __init__(self, within: ActionProgress | None = None) -> None:

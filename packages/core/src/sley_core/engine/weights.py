@@ -42,8 +42,7 @@ class OptimizerParam:
     updated tensor. original: the working weight in the modules, which may be the same object. elements: the range of elements
     in `parameter`; None if it has all. is_owned: whether `parameter` is the full tensor of a split matrix that this rank owns.
     master: the memory of a master weight; None if `parameter` is the working weight or a view of it. working: with a master,
-    the elements of the working weight that get the master's values. synced: the `state` when master and working weight were
-    last equal.
+    the elements of the working weight that get the master's values. synced: the `state` when the master last equalled it.
     """
 
     param: Param
@@ -86,8 +85,8 @@ class MasterWeights:
     of `add` and one for this rank's part of each sharded buffer. device: the device of the masters; None means the parameters'
     device. With a `device` there are always masters, and the code that updates them copies gradients there and weights back.
     owners: exchanges the matrices that the optimizer needs in full; None if it needs none. local_params: this rank's parts of
-    the weights. optimizer_params: the tensors in the optimizer's groups: `local_params`, in which the full matrices that this
-    rank owns replace its parts of split matrices.
+    the weights. optimizer_params: the tensors in the optimizer's groups: `local_params`, in which full matrices
+    that this rank owns replace parts of split matrices.
     """
 
     weights: WeightStore
@@ -173,7 +172,7 @@ class MasterWeights:
                     entry.parameter.detach().copy_(values[entry.param].view(entry.parameter.shape))
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
-        """Rounds the masters into the working weights, drops references to gradients, and starts to fetch other ranks' parts
+        """Rounds masters into working weights, drops references to gradients, and starts to fetch other ranks' parts
         (`weights.settle` waits). are_sent: whether the working weights have these values already; None means True only with a
         `device`.
         """
@@ -275,9 +274,7 @@ class PartExchange:
         self.sizes: dict[Param, Sequence[int]] = {}
 
     def gather(self, parts: Mapping[Param, Tensor], label: str) -> dict[Param, Tensor]:
-        """Returns the full tensors of the parameters that this rank owns. A collective. parts: this rank's part of each
-        parameter.
-        """
+        """Returns the full tensors of this rank's own parameters. A collective. parts: this rank's part of each parameter."""
         coord = self.group.coord
         by_owner = [[param for param in parts if self.owners[param] == owner] for owner in range(self.group.size)]
         sent = [[parts[param] for param in params] for params in by_owner]

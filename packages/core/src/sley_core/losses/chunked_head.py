@@ -306,9 +306,7 @@ class HeadLoss:
         return output.detach().clone(), lambda gradient: logits.copy_(torch.autograd.grad(output, leaf, gradient)[0])
 
     def replace_by_gradient(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sum of the losses of `logits` [n, v]. With a `scale`, overwrites `logits` with their gradient times
-        `scale`.
-        """
+        """Returns the sum of the losses of `logits` [n, v]. With a `scale`, overwrites `logits` with `scale` x gradient."""
         output, run_backward = self.apply(logits)
         if self.scale is None:
             return sum_cross_entropy(output, labels, self.ignore_index, self.smoothing)

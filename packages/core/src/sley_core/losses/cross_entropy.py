@@ -26,7 +26,7 @@ CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 
 
 class CrossEntropy(Loss):
-    """The loss `core.cross_entropy`. The weight and the loss of a batch are sums over the parts of the batch.
+    """The loss `core.cross_entropy`. A batch's weight and loss are sums over its parts.
 
     Labels are int64 classes of any shape [...]. The output is a tensor of logits [..., classes], or `SplitLogits`, whose
     classes are split over ranks.

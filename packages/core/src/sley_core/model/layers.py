@@ -173,9 +173,7 @@ class Model:
             setattr(target, second.rpartition(".")[2], getattr(source, first.rpartition(".")[2]))
 
     def _locate_parameter(self, name: str) -> tuple[int, nn.Module]:
-        """Returns the layer index and the module of the parameter `name`. Raises PlanError "model-factory" if it does not
-        exist.
-        """
+        """Returns the layer index and module of the parameter `name`. Raises PlanError "model-factory" if there is none."""
         owner, _, attribute = name.rpartition(".")
         for index, layer in enumerate(self.layers):
             for path, module in layer.module.named_modules(prefix=layer.name):
