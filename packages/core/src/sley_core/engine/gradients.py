@@ -281,7 +281,7 @@ class GradientStore:
         self._has_memory = True
 
     def begin_step(self) -> None:
-        """Starts a step, and discards earlier gradients. Raises RunError after `close`, StateError between `free` and `build`."""
+        """Starts a step, and discards earlier gradients. Raises RunError after `close`, StateError while freed."""
         if self._is_closed:
             raise run_closed_error("gradient store")
         if not self._has_memory:

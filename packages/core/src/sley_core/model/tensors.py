@@ -304,7 +304,7 @@ def _is_from_torch(value: Any) -> bool:
 
 
 def _reachable_tensors(attribute: str, root: Any, visited: set[int], layer_modules: set[int]) -> Iterator[ReferencedTensor]:
-    """Yields the tensors that can be reached from `root`, the value of `attribute`. Skips `visited` objects, and adds to them."""
+    """Yields the tensors reachable from `root`, the value of `attribute`. Skips objects in `visited`, and adds to it."""
     pending = [root]
     num_visited = 0
     while pending and num_visited < MAX_OBJECTS:
