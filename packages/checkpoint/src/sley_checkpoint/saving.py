@@ -359,7 +359,7 @@ class SavePreparation:
                 return [folder.uri, token, problem]
             for name in names:  # this run's unfinished saves, and checkpoints that are partly deleted
                 is_unfinished = reader.is_checkpoint_name(name) and folder.is_unfinished(name, reader.INDEX_NAME)
-                if is_unfinished and _find_writing_attempt(folder, name) in {*attempt.ids, DELETED_SUFFIX}:
+                if is_unfinished and _find_writing_attempt(folder, name) in {*attempt.all_attempt_ids, DELETED_SUFFIX}:
                     folder.child(name).remove()
             if names and (problem := self.find_problem(folder)):
                 return ["", "", problem]

@@ -2,9 +2,9 @@
 
 Linux's `process_vm_readv` and `process_vm_writev` copy between two processes. They require the right to trace the peer's
 process, which processes of one user have unless Yama or a container forbids it. `Connection.open` returns None if any pair of
-ranks lacks it. A process descriptor (`pidfd_open`) identifies each peer, and is checked before every copy, since the kernel may
-reuse the pid of a process that has ended. Only x86-64 is supported, since other processors may reorder the writes of an offer
-(`offers`).
+ranks lacks this right. A process descriptor (`pidfd_open`) identifies each peer, and is checked before every copy, since the
+kernel may reuse the pid of a process that has ended. Only x86-64 is supported, since other processors may reorder the writes of
+an offer (`offers`).
 """
 
 import ctypes
@@ -30,7 +30,7 @@ MAX_SPANS = 1024
 """The maximum number of spans per call (IOV_MAX of Linux)."""
 
 MAX_BYTES = 1 << 30
-"""The maximum number of bytes per call. Linux silently truncates a copy just below 2 GiB (MAX_RW_COUNT)."""
+"""The maximum number of bytes per call. Linux silently truncates longer copies to slightly less than 2 GiB (MAX_RW_COUNT)."""
 
 
 class MemorySpan(NamedTuple):
@@ -78,7 +78,7 @@ def _copy(function: Any, pid: int, local: Sequence[MemorySpan], remote: Sequence
 def _split_calls(
     local: Sequence[MemorySpan], remote: Sequence[MemorySpan]
 ) -> Iterator[tuple[Sequence[MemorySpan], Sequence[MemorySpan]]]:
-    """Yields the local and remote spans of each call. Splits them if they exceed the limits of a call."""
+    """Yields the local and the remote spans of each call. Divides spans between calls if together they exceed the limits."""
     if len(remote) <= MAX_SPANS and len(local) <= MAX_SPANS and sum(span.num_bytes for span in remote) <= MAX_BYTES:
         yield local, remote
         return
@@ -109,9 +109,9 @@ SLOTS = 1024
 
 class Offer(ctypes.Structure):
     """An offer of tensors to a peer. All addresses are in the memory of the offering process. table: the address of a table
-    with the addresses of `num_tensors` tensors. mark: the number of the exchange's `Mark`. num_bytes: the size of the exchange.
-    text, text_bytes: the address and size of the mark's text. number: the number of the offer in its ring, which is written
-    last.
+    with the addresses of `num_tensors` tensors. mark: the checksum of the exchange's `Mark`. num_bytes: the size of the
+    exchange. text, text_bytes: the address and size of the mark's text. number: the number of the offer in its ring, which is
+    written last.
     """
 
     table: int
@@ -138,7 +138,7 @@ _inboxes: list[ctypes.Array[ctypes.c_int64]] = []
 
 
 class Inbox:
-    """The memory to which `size` ranks write, in `num_rings` rings each. words: this memory, which is initially zero. Rings to
+    """The memory to which `size` ranks write, each in `num_rings` rings. words: this memory, which is initially zero. Rings to
     which no rank writes take up no physical memory.
 
         token | for each peer and ring: SLOTS offers, then SLOTS numbers of this rank's offers that the peer has read
@@ -155,7 +155,7 @@ class Inbox:
         _inboxes.append(self.words)
 
     def offer(self, peer: int, ring: int, slot: int) -> Offer:
-        """Returns a view of the offer from coordinate `peer` in `slot` of `ring`."""
+        """Returns a view of the offer from the member with coordinate `peer` in slot `slot` of ring `ring`."""
         return Offer.from_buffer(self.words, self.offer_index(peer, ring, slot) * WORD_BYTES)
 
     def offer_index(self, peer: int, ring: int, slot: int) -> int:
@@ -215,7 +215,7 @@ class Connection:
         collective over `channel`. num_rings: the number of rings per peer. timeout_s: the time limit of every wait.
         """
         connection = cls(members, num_rings, timeout_s)
-        # All members of the channel join both gathers. Each rank connects its groups in the order of the table of groups.
+        # All members of the channel join both gathers. Every rank connects its groups in the order in which all ranks create them.
         values = gather_values(connection._addresses[0], channel)
         connection._addresses = [_Address(host and tuple(host), *fields) for host, *fields in values]
         hosts = {address.host for address in connection._addresses}
@@ -251,7 +251,7 @@ class Connection:
     def wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Turn) -> None:
         """Calls `condition` until it returns True. After a millisecond, sleeps between the calls. late_peer: a function that
         returns the coordinate of a peer for which this rank waits, or None. turn: the description of the exchange. Raises
-        RunError `collective-failed` if that peer has ended, or if the wait exceeds `timeout_s`.
+        RunError `collective-failed` if the late peer has ended, or if the wait for it exceeds `timeout_s`.
         """
         start = last_check = time.perf_counter()
         progress = turn.members.progress

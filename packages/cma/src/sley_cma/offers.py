@@ -12,7 +12,7 @@ from sley_core.api.comm import Mark, Turn
 from sley_core.errors import RunError
 
 MAX_OPEN_OFFERS = SLOTS
-"""The maximum number of open offers. If so many are open, a rank completes the oldest before it makes the next."""
+"""The maximum number of open offers. If this many are open, a rank completes the oldest offer before it makes the next."""
 
 _Table = ctypes.Array[ctypes.c_int64]
 """An array of the addresses of an offer's tensors."""

@@ -1,5 +1,5 @@
-"""Defines the data that a run and its checkpointer exchange: pieces of tensors, a description of the run, and its state. Also
-reads the weights in checkpoints and run folders without a run, for exports, samples and later runs.
+"""Defines the data that a run and its checkpointer exchange: pieces of tensors, and the description and the state of the run.
+Also reads the weights in checkpoints and run folders without a run, for exports, samples and later runs.
 
 elements 2 to 9 of a [3, 4]     . . a a      three rectangles, each contiguous in the flattened tensor
                                 b b b b
@@ -46,8 +46,8 @@ WEIGHTS, AVERAGES, OPTIMIZER, BUFFERS = "weights/", "averages/", "optimizer/", "
 """The prefixes of tensor names: `weights/norm.weight`, `optimizer/norm.weight/exp_avg`, `buffers/norm.running_mean`."""
 
 OPTIONS, SHARED, BASE = "options/", "shared/", "base/"
-"""The prefixes of value names: of a parameter's options in the optimizer's groups, of values that the optimizer keeps for all
-parameters, and of the checksum of a frozen parameter of a model with adapters.
+"""The prefixes of the names of saved values that are not tensors: a parameter's options in the optimizer's groups, a value that
+the optimizer keeps for all parameters, and the checksum of a frozen parameter of a model with adapters.
 """
 
 
@@ -83,7 +83,7 @@ class Rectangle(NamedTuple):
         return tuple(slice(offset, end) for offset, end in zip(self.offsets, self.ends, strict=True))
 
     def slices_in(self, outer: "Rectangle") -> tuple[slice, ...]:
-        """Returns the slices that select this rectangle from a tensor that covers `outer`."""
+        """Returns the slices that select this rectangle from a tensor that holds only the rectangle `outer`."""
         dims = zip(self.offsets, outer.offsets, self.sizes, strict=True)
         return tuple(slice(offset - start, offset - start + size) for offset, start, size in dims)
 
@@ -118,7 +118,9 @@ def split_into_rectangles(shape: Sequence[int], first: int, last: int) -> Iterat
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The part `rectangle` of the tensor `name`, to save. shape: of the whole tensor. tensor: often a view of live memory."""
+    """A part of a tensor, to save. name, shape: the name and the shape of the whole tensor. rectangle: the place of the part.
+    tensor: the values of the part, often a view of live memory.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -136,8 +138,8 @@ class TensorPiece:
 
 
 class Region(NamedTuple):
-    """The part of a tensor of `shape` that a rank holds. shard: the rank's padded shard, or None if the rank holds no shard but
-    the whole tensor. elements: the range of the flattened shard or tensor that the rank holds, or None if it holds all of it.
+    """The part of a tensor of `shape` that a rank holds. shard: the rank's padded shard, or None if the tensor is not sharded.
+    elements: the range of the flattened shard or tensor that the rank holds, or None if the rank holds all of it.
     """
 
     shape: tuple[int, ...]
@@ -146,7 +148,7 @@ class Region(NamedTuple):
 
     @classmethod
     def from_param(cls, param: Param, elements: ElementRange | None = None) -> "Region":
-        """Returns the region of this rank's parameter, or of `elements` of it, in the whole parameter."""
+        """Returns the region of the whole parameter that this rank's `param` covers, or that `elements` of `param` cover."""
         return cls(param.shape, param.shard, elements)
 
     @property
@@ -156,7 +158,9 @@ class Region(NamedTuple):
         return shape if self.elements is None else self.elements.optimizer_shape(shape)
 
     def split(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        """Yields the rectangles of the whole tensor that `shard` holds, each with its view of `shard`; leaves out padding."""
+        """Yields each rectangle of the whole tensor that `shard` holds, with the view of `shard` that has its values. Skips the
+        padding. shard: a tensor of `local_shape`.
+        """
         assert tuple(shard.shape) == self.local_shape, f"a tensor of {list(shard.shape)} for {self}"
         for rectangle, view in self._split_shard(shard):
             if self.shard is None:
@@ -168,7 +172,7 @@ class Region(NamedTuple):
                 yield rectangle.shift(dim, self.shard.index * self.shard.size, size), view.narrow(dim, 0, size)
 
     def _split_shard(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        """Yields the rectangles of the padded shard, each with its view of `shard`."""
+        """Yields each rectangle of the padded shard that `shard` holds, with the view of `shard` that has its values."""
         shape = self.shape if self.shard is None else self.shard.local_shape
         if self.elements is None:
             yield Rectangle.from_shape(shape), shard
@@ -186,8 +190,8 @@ class SavedRun:
     run: the name of the run. step: the number of completed steps. lineage: the attempts that ran these steps. plan: the
     resolved plan in TOML. versions: the versions of torch and the plugins. layout: the number of ranks along each axis, and
     `world`. optimizer: the optimizer's name in the plan. state: the loss scale, the position in the data and other states that
-    are equal on all ranks. `with_ranks` sets the remaining fields. values: the values by name that are not tensors. trees: the
-    nested structure of a parameter's optimizer states, by the parameter's name. ranks: the state of each rank.
+    are equal on all ranks. `with_ranks` sets the last three fields. values: the saved values that are not tensors, by name.
+    trees: the nested structure of each parameter's optimizer state, by the parameter's name. ranks: the state of each rank.
     """
 
     run: str
@@ -212,7 +216,8 @@ class SavedRun:
         return best is not None and bool(best["step"] == self.step)
 
     def with_ranks(self, rank_values: Sequence[Mapping[str, Any]]) -> Self:
-        """Returns the description completed with the results of `TrainingState.rank_values` on all ranks.
+        """Returns the description with its last three fields set. rank_values: the result of `TrainingState.rank_values` on
+        each rank, in rank order.
 
         Raises RunError "checkpoint-ranks" if two ranks have different values for a name.
         """
@@ -270,8 +275,8 @@ class WholeTensors:
 class TrainingState(Protocol):
     """The state of a run on one rank, which a checkpointer saves and restores. All methods must be called between two steps.
 
-    attempt: the present attempt of the run. folder: the checkpoint folder, or None. notes: messages for the user, to which the
-    checkpointer may add.
+    attempt: the present attempt of the run. folder: the path or URL of the checkpoint folder, or None if the run has none.
+    notes: messages for the user, to which the checkpointer may add.
     """
 
     plan: Plan
@@ -293,13 +298,13 @@ class TrainingState(Protocol):
         """Returns this rank's tensors, which are views of live memory. Must not communicate.
 
         The names of tensors do not depend on the layout. A part of a tensor that several ranks hold has the same bits on all of
-        them. Weights, master weights and optimizer states may change after `Checkpointer.copy_unwritten_state`, other tensors
-        at any time. Raises RunError "checkpoint-type" for an unsupported dtype.
+        them. Weights, their full-precision copies and optimizer states may change after `Checkpointer.copy_unwritten_state`;
+        other tensors may change at any time. Raises RunError "checkpoint-type" for an unsupported dtype.
         """
         ...
 
     def rank_values(self) -> dict[str, Any]:
-        """Returns this rank's state, except tensors, as JSON types, for `SavedRun.with_ranks`."""
+        """Returns the state of this rank that is not in tensors, as JSON types, for `SavedRun.with_ranks`."""
         ...
 
     def describe(self, step: int) -> SavedRun:
@@ -354,7 +359,9 @@ def open_run_weights(path: Path, run: Path) -> TensorReader:
 
 
 def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
-    """Returns the saved name of each module's extra state, on the first rank that has it, by the name of the state."""
+    """Returns the name in the checkpoint of each module's extra state, by the name of the state in the model. If several ranks
+    saved a state, this is the first of its names in `saved.names`.
+    """
     names: dict[str, str] = {}
     for saved_name in saved.names:
         prefix, separator, name = saved_name.partition("/extra/")
@@ -364,7 +371,9 @@ def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
 
 
 def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointReader, name: str) -> None:
-    """Restores the saved state of the parameter `name` into `optimizer`, which has only this parameter, whole, on the host."""
+    """Restores the saved state of the parameter `name` into `optimizer`, whose only parameter is this one, whole and on the
+    CPU.
+    """
     (parameter,) = optimizer.param_groups[0]["params"]
     values = saved.description.values
     leaves = {
@@ -380,13 +389,17 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointRead
 
 
 def shared_states(saved: CheckpointReader) -> optimizers.SharedValues:
-    """Returns the optimizer's saved values that belong to no parameter, except options of groups, by location."""
+    """Returns the optimizer's saved values that belong to no parameter, by their path in the optimizer. Options of groups are
+    not included.
+    """
     pairs = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
     return {tuple(path): value for path, value in pairs}
 
 
 def state_names_by_parameter(saved: CheckpointReader) -> dict[str, dict[str, str]]:
-    """Returns the name in the checkpoint of each leaf of an optimizer state, by its parameter's name and its own name."""
+    """Returns the name in the checkpoint of each value of the optimizer states: `result[parameter][value]`, such as
+    `result["norm.weight"]["exp_avg"]`.
+    """
     names: dict[str, dict[str, str]] = {}
     for name in (*saved.names, *saved.description.values):
         if name.startswith(OPTIMIZER):
@@ -397,7 +410,8 @@ def state_names_by_parameter(saved: CheckpointReader) -> dict[str, dict[str, str
 
 class SavedWeights:
     """Reads the weights and buffers of a checkpoint by their names in the model. The weights are the averages if there are any,
-    or else the full-precision weights. If the optimizer has modes, these weights are returned as its `eval()` leaves them.
+    or else the full-precision weights. If the optimizer has the methods `train` and `eval`, as schedule-free optimizers do, the
+    full-precision weights are returned as `eval` leaves them.
 
     plan: the plan of the run that wrote the checkpoint. base: a function that returns the reader of the frozen parameters,
     which the checkpoint of a model with adapters does not contain.
@@ -445,7 +459,7 @@ class SavedWeights:
 
 
 class BaseWeights:
-    """Reads the initial parameters of the model of `plan`. Keeps at most one layer that has a builder in memory."""
+    """Reads the initial values of the parameters of the model in `plan`. Keeps at most one layer with a builder in memory."""
 
     def __init__(self, plan: Plan) -> None:
         info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
@@ -464,7 +478,9 @@ class BaseWeights:
 
 
 def base_error(place: str, name: str) -> RunError:
-    """Returns RunError "adapters-base" for the parameter `name`, which had a different value in the run of `place`."""
+    """Returns RunError "adapters-base" for the parameter `name`, whose value differs from its value in the run that wrote the
+    checkpoint `place`.
+    """
     hint = "restore the files and the seed of the base model; a checkpoint of adapters does not contain its weights"
     message = f"{place} was trained on a different base model: {name!r} has other values"
     return RunError("adapters-base", message, hint=hint)
@@ -482,5 +498,7 @@ def load_plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
 
 
 def join_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """Returns an optimizer state with `leaves`, by name. tree: its structure with names as leaves; None for a flat dict."""
+    """Returns the optimizer state of a parameter. leaves: its values, by name. tree: its nested structure, with the names in
+    place of the values; None if the state is a flat dict.
+    """
     return dict(leaves) if tree is None else tree_map(leaves.__getitem__, tree)

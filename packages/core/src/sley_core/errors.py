@@ -45,7 +45,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """A problem to report. message: has no final period. path: of a key in a plan, or (). source_line: the line at `place`."""
+    """A problem to report. message: a sentence without a period. path: the key of the plan that is at fault, or ().
+    source_line: the text of the line at `place`. hint: what the user can do.
+    """
 
     code: str
     message: str
@@ -98,7 +100,9 @@ class StateError(RunError):
 
     @staticmethod
     def offloaded_error(part: str, caller: str) -> "StateError":
-        """Returns StateError "memory-away". part: such as "weights". caller: the operation that needs it, such as "a step"."""
+        """Returns StateError "memory-away". part: the offloaded part of the memory, such as "weights". caller: the operation
+        that needs this part, such as "a step".
+        """
         message = f"{caller} needs the run's {part.replace('_', ' ')}, but they are offloaded"
         hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
         return StateError("memory-away", message, hint=hint)
@@ -132,7 +136,8 @@ _FOREIGN = "sley_is_foreign"  # the attribute by which `note_origin` marks an er
 
 def note_origin(error: BaseException, origin: str, component: object = None) -> None:
     """Adds the note "in `origin`" to `error`, and marks for `is_foreign` whether the class of `component`, which raised it, is
-    outside Sley. Does nothing for a SleyError, or if an earlier call has marked the error.
+    outside Sley; the default, None, counts as outside. Does nothing for a SleyError, or if an earlier call has marked the
+    error.
     """
     if isinstance(error, SleyError) or hasattr(error, _FOREIGN):
         return
@@ -205,9 +210,9 @@ FOREIGN_KEY_HINTS = {
         ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
         "set `run.steps`; the run prints the corresponding number of epochs",
     ),
-    "extends": "a plan is one file; change its values by `--set`",
+    "extends": "a plan is one file; change its values with `--set`",
 }
-"""Hints for keys of other frameworks that have no counterpart in a plan."""
+"""Hints for keys of other frameworks that a plan does not have, by the name of the key."""
 
 
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:

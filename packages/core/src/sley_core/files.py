@@ -21,16 +21,15 @@ COPIED_FILES = {
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file `path` by `text` in UTF-8, atomically. If that fails, raises OSError and keeps the old file."""
+    """Writes `text` in UTF-8 to the file `path`, atomically. If that fails, raises OSError and keeps the old file."""
     with replace_atomically(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Opens a new file for the block. At the end of the block, syncs it to the disk and replaces `path` by it.
-
-    If the block raises or the process is killed, the old file remains. Raises OSError with the file name.
+    """Yields a new binary file, to which the block writes. At the end of the block, syncs it to the disk and replaces the file
+    `path` with it. If the block raises or the process is killed, the old file remains. Raises OSError with the name `path`.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.unlink(missing_ok=True)  # a file of a killed process, or a link, which must not be followed

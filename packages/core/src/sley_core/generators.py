@@ -1,4 +1,4 @@
-"""Seeds the random generators of this process before each use: of torch, `random`, numpy, and of the modules of a model.
+"""Seeds random generators before each use: the CPU generators of torch, `random` and numpy, and the generators in a model.
 
 A use is the forward of a layer for a microbatch, or the read of a sample. Its seed does not depend on the layout, so every
 layout, and every recomputation, draws the same numbers. `GENERATOR_LOCK` keeps two threads from using the generators at once.
@@ -34,22 +34,25 @@ _LEAF_TYPES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.d
 
 
 def seed_host(seed: int) -> None:
-    """Seeds torch's default CPU generator, `random` and numpy's legacy generator. seed: an integer in [0, 2**63)."""
+    """Seeds torch's default CPU generator, `random` and, if numpy is imported, numpy's legacy generator. seed: an integer in
+    [0, 2**63).
+    """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed >> 31)  # bits that torch ignores, since torch would draw the same numbers from the same seed
+        # torch uses only the low 32 bits. From the same bits, numpy would draw the same numbers, so it gets the high bits.
+        numpy.random.seed(seed >> 31)
 
 
 HostState = tuple[Tensor, Any, Any]
-"""The states of torch's default CPU generator, of `random` and of numpy (None without numpy)."""
+"""The states of torch's default CPU generator, of `random`, and of numpy's legacy generator (None if numpy is not imported)."""
 
 _outer_states: list[HostState] = []
 """The states that will be restored at the end of each seeded use in progress, the innermost use last."""
 
 
 def host_state() -> HostState:
-    """Returns the states of the generators of `seed_host`; during a seeded use, the states that its end will restore."""
+    """Returns the states of the generators that `seed_host` seeds; during a seeded use, the states that its end will restore."""
     with _STATE_LOCK:
         return _outer_states[-1] if _outer_states else _read_state()
 
@@ -65,7 +68,7 @@ def set_host_state(state: HostState) -> None:
 
 @contextmanager
 def use_seed(seed: int) -> Iterator[None]:
-    """Seeds the host's generators for the block, and restores their states afterwards."""
+    """Calls `seed_host(seed)` for the block, and restores the states of the generators afterwards. Holds `GENERATOR_LOCK`."""
     with GENERATOR_LOCK:
         with _STATE_LOCK:
             _outer_states.append(_read_state())
@@ -79,7 +82,7 @@ def use_seed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def use_program_seed(seed: int) -> Iterator[None]:
-    """Seeds the generators for the block as a program does that calls `torch.manual_seed(seed)`, `random.seed(seed)` and
+    """Seeds the generators for the block in the same way as the calls `torch.manual_seed(seed)`, `random.seed(seed)` and
     `numpy.random.seed(seed % 2**32)`, and restores their states afterwards. Includes the current CUDA device's generator.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
@@ -105,7 +108,7 @@ def _write_state(state: HostState) -> None:
 
 
 def comparable_state() -> tuple[Any, ...]:
-    """Returns the present states of the host's generators in a form that can be compared by `==`."""
+    """Returns the present states of the generators that `seed_host` seeds, in a form that can be compared by `==`."""
     torch_state, python_state, numpy_state = _read_state()
     numpy_values = (numpy_state[0], numpy_state[1].tobytes(), *numpy_state[2:]) if numpy_state else None
     return torch_state.numpy().tobytes(), python_state, numpy_values
@@ -158,7 +161,9 @@ def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[i
 
 
 def iterate_leaves(value: Any, visited: set[int], depth: int = 6) -> Iterator[Any]:
-    """Yields the generators, modules and tensors within `depth` steps of `value`. Skips ids in `visited`, and adds new ids."""
+    """Yields the generators, modules and tensors that `value` reaches by fewer than `depth` references. Skips objects whose id
+    is in `visited`, and adds the ids of the other objects to it.
+    """
     if id(value) in visited or depth == 0:
         return
     visited.add(id(value))
@@ -170,7 +175,7 @@ def iterate_leaves(value: Any, visited: set[int], depth: int = 6) -> Iterator[An
 
 
 def _referenced_objects(value: Any) -> Iterator[Any]:
-    """Yields the objects to which `value` refers, but only globals of a function that may refer to generators."""
+    """Yields the objects to which `value` refers. A function's globals are included only if they may refer to generators."""
     if isinstance(value, Mapping):
         yield from list(value.values())
     elif isinstance(value, list | tuple | set | frozenset):

@@ -2,8 +2,8 @@
 
 Every rank calls every hook. The three notifications at the end of this module are called when the run starts, after each step
 and when the run ends; all other hooks are called before the run starts. A hook must not communicate unless its documentation
-allows it. Core finds the records that hooks return by their class and name. The parts of a run have the order of the plan, not
-the order in which plugins are discovered or registered.
+allows it. Core identifies each record that a hook returns by the record's class and name. The parts of a run have the order of
+the plan, not the order in which plugins are discovered or registered.
 
 Compatibility: a minor version may add a hook or a trailing argument, because pluggy passes only the arguments that an
 implementation declares. A hook or an argument is removed only after a version that warns about its use.

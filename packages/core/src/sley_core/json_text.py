@@ -35,9 +35,10 @@ _TAG = "sley:"  # begins the only key of a dict that represents another type
 
 
 def encode_value(value: Any) -> Any:
-    """Returns `value` as JSON types, which `decode_value` converts back to an equal value with tensors on the host.
+    """Returns `value` as JSON types. `decode_value` converts the result back to an equal value, with tensors on the CPU.
 
-    Supports None, numbers, strings, bytes, tensors, and lists, tuples and dicts of these. Raises TypeError for other types.
+    Supports None, numbers, numpy scalars (which become plain numbers), strings, bytes, tensors, and lists, tuples and dicts of
+    these. Raises TypeError for other types.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value

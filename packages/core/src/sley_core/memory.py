@@ -1,4 +1,4 @@
-"""The parts of a run's memory: where each part is, what its transfers cost, and its storages; the interface of offload
+"""Defines the parts of a run's memory, with the location, the storages and the transfer costs of each; the interface of offload
 managers; and the device pool.
 
 The pool lends a buffer for a `with` block. It rounds sizes up, so that buffers of almost equal sizes can reuse the same memory:
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools"]
 """A part of the memory that a run keeps between steps.
 
-weights: parameters, or their shards with `wp`. buffers: the buffers of modules. masters: master weights. optimizer_states: the
-optimizer's states of parameters. gradients: the buffers of the gradient store. handlers: the tensors of gradient handlers, such
-as PowerSGD's errors. pools: the buffers of the device pool, most of which are free between steps.
+weights: parameters, or with `wp` their shards. buffers: the buffers of modules. masters: the full-precision copies of weights.
+optimizer_states: the optimizer's states of parameters. gradients: the buffers of the gradient store. handlers: the tensors of
+gradient handlers, such as PowerSGD's errors. pools: the buffers of the device pool, most of which are free between steps.
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -144,7 +144,8 @@ class MemoryInventory:
     """Lists the memory that the run uses on this rank's `device`, by part.
 
     _sources: for each part, a function that yields (name, tensor) pairs. Each method calls it again, because optimizers create
-    states late and pools grow. trim: a function that frees the unused memory of the pool and returns the number of freed bytes.
+    states late and pools grow. _states_of: a function that yields such pairs for the optimizer states of a parameter. trim: a
+    function that frees the unused memory of the pool and returns the number of freed bytes.
 
     Tensors on other devices, such as AdamW's step counts on the host, are not listed. Nor are scalar optimizer states, because
     each would need a separate copy of a few bytes.
@@ -161,7 +162,7 @@ class MemoryInventory:
         return iter(self._sources[part]())
 
     def tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and value of each tensor of `part` on the device, offloaded or not, except scalar optimizer states."""
+        """Yields the name and value of each tensor of `part` on the device, even if it is offloaded, except scalar states."""
         for name, tensor in self._sources[part]():
             if self._is_state(tensor) if part == "optimizer_states" else tensor.device == self.device:
                 yield name, tensor
@@ -230,7 +231,7 @@ def round_up(size: int, multiple: int) -> int:
 
 def block_bytes(num_bytes: int) -> int:
     """Returns the smallest block size that fits `num_bytes`. Block sizes are the multiples of 256 bytes up to 2048, and then
-    eight sizes from each power of two to the next, so a large block wastes at most an eighth.
+    eight sizes from each power of two to the next, so a block of more than 2048 bytes exceeds the request by at most an eighth.
     """
     power = 1 << max(num_bytes - 1, 1).bit_length() - 1  # the largest power of two below `num_bytes`
     return round_up(max(1, num_bytes), max(ALIGNMENT_BYTES, power // 8))
@@ -264,7 +265,8 @@ class DevicePool:
     """Lends tensors of any shape and dtype, aligned to 256 bytes, in blocks whose sizes are rounded up.
 
     All blocks use at most twice the largest number of bytes lent at the same time. At this limit, the pool lends a larger free
-    block, or else releases the blocks that have been unused the longest. A block whose lease is abandoned leaves the pool.
+    block, or else releases the blocks that have been unused the longest. If a `with` block never ends, because its generator is
+    closed, the block of memory leaves the pool.
     """
 
     def __init__(self) -> None:

@@ -61,8 +61,8 @@ class StageLink(Protocol):
         """Posts a receive, which `receive` completes; does not block. In each direction, posts have the order of the sends."""
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
-        """Starts to send `tensors`, whose layout is `description`. When this method returns, the caller may reuse their memory.
-        The peer receives the result of `Description.with_overlaps`.
+        """Starts to send `tensors`, whose layout is `description`. When this method returns, the caller may reuse the memory of
+        `tensors`. The peer receives the result of `Description.with_overlaps`.
         """
 
     def receive(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
@@ -90,7 +90,8 @@ class WeightCommunicator(Protocol):
     shards or `requires_grad` between two steps, the next step must use the changes. After a failed step, `begin` is called next
     and must discard all exchanges in progress. `sley_testing.weight_contract` tests these rules.
 
-    head: the model's last linear, if the communicator shards it and computes its loss. `prepare` sets it.
+    head: the model's last linear, if the communicator shards this linear and computes the loss from it, else None. `prepare`
+    sets it.
     """
 
     head: HeadChunks | None = None
@@ -104,8 +105,8 @@ class WeightCommunicator(Protocol):
         """Returns the dim along which to shard a parameter, or None to keep the parameter unsharded.
 
         locations: every (module, attribute name) that holds the parameter. Called while the parameter is on meta; the result
-        must be the same on all ranks. Shards are padded with zeros. The communicator adds gradients to the store that have a
-        shard's shape and are summed over `wp`.
+        must be the same on all ranks. Shards are padded with zeros. The gradients that the communicator adds to the store must
+        have the shape of the shard and be summed over `wp`.
         """
         ...
 
@@ -122,7 +123,7 @@ class WeightCommunicator(Protocol):
         ...
 
     def detach(self) -> None:
-        """Called when the run closes or its assembly fails. Restores the modules, but not the stand-ins of sharded weights."""
+        """Called when the run closes or its assembly fails. Restores the modules' forwards. The weights remain sharded."""
 
 
 class SequenceCommunicator(Protocol):
@@ -138,16 +139,16 @@ class SequenceCommunicator(Protocol):
 
     def attach(self, layers: Sequence[Layer]) -> None:
         """Wraps every attention in `layers`, the layers of the whole model, before the parameter registry is built. This rank's
-        layers have their initial values; the others are on meta. Parameter names must not change. Raises PlanError, and
+        layers have their initial values; the other layers are on meta. Parameter names must not change. Raises PlanError, and
         changes nothing, if it finds no attention that it knows.
         """
 
     def call_layer(
         self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall
     ) -> Any:
-        """Calls a layer on slices, in training, and returns its output `call(args, fields)`. To find layers that mix positions
-        outside attention, a communicator may compare the output with the output of `rerun`, which calls the layer without the
-        activation policy.
+        """Calls `layer` on slices, in training, and returns the layer's output, `call(args, fields)`. To find layers that mix
+        positions outside attention, a communicator may compare this output with the output of `rerun`, which calls the layer
+        without the activation policy.
         """
         return call(args, fields)
 
@@ -208,7 +209,7 @@ class SchedulerHook(Protocol):
     """
 
     def before_forward(self, micro: MicroStep, inputs: Any) -> None:
-        """Called before each forward. inputs: of the chunk (None for the first), or of the recomputed layer."""
+        """Called before each forward. inputs: the inputs of the chunk (None for the first chunk) or of the recomputed layer."""
 
     def after_forward(self, micro: MicroStep, output: Any) -> None:
         """Called after the forward of each microbatch. output: the output of the chunk."""
@@ -241,11 +242,13 @@ class Loss(Protocol):
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Returns the weight of these samples, computed on the host: for cross-entropy, the number of labels not ignored."""
+        """Returns the weight of the samples in `batch`, computed on the CPU. For cross-entropy, this is the number of labels
+        that are not ignored.
+        """
         ...
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns the **sum** of the loss over these samples, a scalar tensor."""
+        """Returns the **sum** of the loss over the samples in `batch`, a scalar tensor. output: the output of the model."""
         ...
 
 
@@ -270,7 +273,8 @@ class SplitLogits(Protocol):
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
         """Returns the sum of the cross-entropy over this rank's `labels` int64 [...], computed in fp32 or wider. The options
-        have the meaning of `core.cross_entropy`. The incoming gradient is the inverse of the weight of the global batch.
+        have the same meaning as in `core.cross_entropy`. In the backward, the gradient of the result is 1 / (the weight of the
+        global batch).
         """
         ...
 
@@ -339,7 +343,9 @@ class Stateful(Protocol):
         ...
 
     def restore_saved_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the result of `saved_state`, on the host, or resets for {}. Called on all ranks, between two steps."""
+        """Restores `state`, a result of `saved_state` on the CPU; if it is {}, resets the object. Called on all ranks, between
+        two steps.
+        """
         ...
 
 
@@ -391,7 +397,7 @@ class Checkpointer(Protocol):
         """Writes a checkpoint of the run after `step` steps; returns its path or URL once it is complete on all ranks.
 
         path: None selects the next path in the run's checkpoint folder (`TrainingState.folder`). For such a save, the method
-        calls `attempt.begin(step)` of the state before it saves, and `attempt.record_save(step)` afterwards. Raises RunError
+        calls `TrainingState.attempt.begin(step)` before it saves, and `attempt.record_save(step)` afterwards. Raises RunError
         "checkpoint-failed" on all ranks if the checkpoint cannot be written.
         """
         ...
@@ -419,7 +425,7 @@ class Checkpointer(Protocol):
         return False
 
     def request_save(self) -> None:
-        """Called on all ranks after at least one has voted for a save. The next `is_due` must return True."""
+        """Called on all ranks after at least one rank has voted for a save. The next `is_due` must return True."""
         return
 
     def start_save(self, step: int) -> None:
@@ -433,8 +439,8 @@ class Checkpointer(Protocol):
         return
 
     def copy_unwritten_state(self) -> None:
-        """Copies the tensors that the save in progress has not read yet. Called before weights, master weights or optimizer
-        states change or move. Must not communicate.
+        """Copies the tensors that the save in progress has not read yet. Called before weights, their full-precision copies or
+        optimizer states change or move. Must not communicate.
         """
         return
 
@@ -455,7 +461,9 @@ class CheckpointFiles(Protocol):
         ...
 
     def describe(self, path: str) -> SavedRun | None:
-        """Returns the description of the checkpoint `path`, or None if there is none. Raises RunError "checkpoint-damaged"."""
+        """Returns the description of the checkpoint `path`, or None if there is no checkpoint. Raises RunError
+        "checkpoint-damaged" if the description cannot be read.
+        """
         ...
 
     def is_intact(self, path: str) -> bool:

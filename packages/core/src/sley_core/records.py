@@ -53,7 +53,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord(Record):
-    """Describes a model for `[model]`. `build(config, data: DataInfo)` returns its layers, a list of modules or of
+    """Describes a model for `[model]`. `build(config, data: DataInfo)` returns the layers of the model, a list of modules or of
     (name, module) pairs on the meta device.
 
     hugging_face: `"module:attribute"` of `hugging_face(plan, source) -> api.files.HuggingFaceModel`, which describes the
@@ -83,7 +83,7 @@ class AdaptersRecord(Record):
         the adapters merged in, under the names of the model without adapters; None if the adapters cannot be merged.
     export: `"module:attribute"` of `export(plan, source, names, base, out)`, which writes the adapters in `source` into the new
         folder `out`, in peft's format; None if peft has no such adapters. names: transformers' name of each weight, by its name
-        in the model without adapters. base: the folder of the model from which the run started, or None.
+        in the model without adapters. base: the folder of the model from which the run started, or None if there is none.
     """
 
     merge: str | None = None
@@ -144,8 +144,8 @@ class OptimizerRecord(Record):
         ("per_matrix") or all ("global"). With "per_matrix", one rank gets each matrix whole, in every layout. The plan check
         rejects a layout that the scope does not allow.
     roles: `"module:attribute"` of `roles(config, params: Sequence[api.parts.Param]) -> Mapping[str, ParameterRole]`, which
-        returns the role of each parameter of the whole model, by name; None if all parameters have the same role. In `params`,
-        the `chunk` of a holder is the number of its layer.
+        returns the role of each parameter of the whole model, by name; None if all parameters have the same role. In the
+        `holders` of these parameters, `chunk` is the number of the layer in the model.
     """
 
     scope: Scope = "elementwise"
@@ -153,7 +153,9 @@ class OptimizerRecord(Record):
 
 
 class LRScheduleRecord(Record):
-    """Describes a learning rate. `build(config, num_steps)` returns a function from the step, from 0, to a factor of `lr`."""
+    """Describes a learning-rate schedule. `build(config, num_steps)` returns a function that takes the number of a step, from
+    0, and returns the factor by which `lr` is multiplied in this step. num_steps: the number of steps of the run.
+    """
 
 
 class AveragingRecord(Record):
@@ -205,7 +207,7 @@ class StageLinkRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingRecord(Record):
-    """A record of a part whose results may be rounded.
+    """The base class of the records of parts whose results may be rounded.
 
     tolerance: the relative error that the contract test allows, or a function that returns it for the table; 0.0 for exact
         results.
@@ -254,14 +256,16 @@ class WeightCommunicatorRecord(RoundingRecord):
         of the microbatches in `parts.store.reduction.concurrent_microbatches(group)` to `store.add_microbatches`, one for each
         microbatch.
     tolerance: the relative error of each gathered weight.
-    gather_bytes: a function `(config, itemsize)` that returns the bytes that a gather sends per element; None means `itemsize`.
+    gather_bytes: a function `(config, itemsize)` that returns the result of `gather_bytes_per_element`, or None for `itemsize`.
     """
 
     fixed_order: bool = False
     gather_bytes: Callable[[Any, int], float] | None = None
 
-    def gathered_bytes(self, config: Table, itemsize: int) -> float:
-        """Returns the bytes that a gather sends for each element of a weight, whose elements have `itemsize` bytes."""
+    def gather_bytes_per_element(self, config: Table, itemsize: int) -> float:
+        """Returns the number of bytes that a gather sends for each element of a weight. config: the table of the communicator.
+        itemsize: the bytes of an element in memory.
+        """
         return itemsize if self.gather_bytes is None else self.gather_bytes(config, itemsize)
 
 
@@ -277,8 +281,8 @@ class OffloadManagerRecord(Record):
         offloads. Two managers of a plan must not share a part.
     scope: a function that takes the config and returns the widest optimizer scope (`OptimizerRecord.scope`) that the manager
         supports.
-    steps_on_host: whether the manager keeps master weights and optimizer states on the host and updates them there, through
-        `parts.events.step_in_buckets`.
+    steps_on_host: whether the manager keeps full-precision weights and optimizer states on the host and updates them there,
+        through `parts.events.step_in_buckets`.
     """
 
     steps_on_host: bool = False
@@ -319,6 +323,7 @@ class ProcessGroupRecord:
     """An extra axis of process groups. Core creates the groups on all ranks, in the plan's order of plugins; `run.groups[axis]`
     is this rank's group.
 
+    axis: the name of the axis.
     ranks: the global ranks of each group, ascending.
     channels: the names of each group's communicators. Exchanges on one channel do not wait for exchanges on another.
     cross_memory: whether ranks on one host may read each other's memory (see `[parallel] cross_memory_attach`).
@@ -332,12 +337,13 @@ class ProcessGroupRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TransportRecord:
-    """A transport for CPU ranks that replaces gloo's messages. An entry point of the group `sley.transports` names the record.
-    Runs use every installed transport, unless the plan turns `[parallel] cross_memory_attach` off.
+    """Describes a transport, which exchanges tensors between CPU ranks in place of gloo. An entry point of the group
+    `sley.transports` names the record. Runs use every installed transport, unless the plan turns `[parallel]
+    cross_memory_attach` off.
 
     connect: `"module:attribute"` of `connect(members, channels, timeout_s) -> dict[str, Transport]`, a collective of the group
         `members`. channels: torch process groups by name. The result has a transport for each channel, or is {} on all ranks if
-        they cannot connect. timeout_s: the time limit of each wait.
+        the ranks cannot connect. timeout_s: the time limit of each wait.
     scratch: `"module:attribute"` of `scratch(own) -> object`, which allocates the scratch memory that is needed to sum the
         peers' parts of the tensor `own`; memory estimates call it. None if no scratch memory is needed.
     """
@@ -363,9 +369,9 @@ class Problem:
 def call_factory(
     name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], run_arguments: Mapping[str, Any]
 ) -> Any:
-    """Calls `name` (see `import_factory`) with the keyword arguments `options` and with each of `run_arguments` that its
-    signature has, and returns the result. `options` take precedence. Raises PlanError "factory-import" if the import fails,
-    and "factory-failed" if the call raises anything except a SleyError.
+    """Calls the function `name` (see `import_factory`) with the keyword arguments `options`, and with each of `run_arguments`
+    that is in the function's signature, and returns the result. `options` take precedence. Raises PlanError "factory-import" if
+    the import fails, and "factory-failed" if the call raises anything except a SleyError.
     """
     function = import_factory(name, path, folder)
     try:

@@ -45,7 +45,8 @@ METRICS_FILE = "metrics.jsonl"
 class JsonlWriter(MetricsWriter):
     """The metrics writer `core.jsonl`. When `write` returns, the row is in the file, so a killed run keeps its rows.
 
-    Appends to an existing file, after it ends a partial last line. Infinities and NaN become null.
+    Appends to an existing file. If the last line of this file is incomplete, ends the line first. Infinities and NaN become
+    null.
     """
 
     def __init__(self, config: JsonlConfig, folder: Path) -> None:
@@ -91,7 +92,7 @@ class JsonlWriter(MetricsWriter):
 
 
 def read_rows(folder: Path) -> Iterator[dict[str, float | int]]:
-    """Yields the rows of the metrics file in `folder`, if it exists. Skips invalid lines."""
+    """Yields the rows of the metrics file in the run folder `folder`, or nothing if there is no file. Skips invalid lines."""
     with suppress(FileNotFoundError), (folder / METRICS_FILE).open("rb") as file:
         yield from (json.loads(line) for line in file if _parse_step(line))
 
@@ -124,7 +125,9 @@ def parse_lineage(pairs: Iterable[Sequence[Any]]) -> Lineage:
 
 
 def count_common_steps(first: Lineage, second: Lineage) -> int:
-    """Returns the number of first steps that both lineages have in common; `sys.maxsize` if they are equal."""
+    """Returns the number of steps, from the first step on, that the same attempts ran in both lineages; `sys.maxsize` if the
+    lineages are equal.
+    """
     count = 0
     while count < min(len(first), len(second)) and first[count] == second[count]:
         count += 1
@@ -138,8 +141,8 @@ class Attempt:
 
     lineage: the attempts that ran its steps. abandoned_ids: the ids of earlier attempts of this run that have no step in the
     lineage. requested_path: the checkpoint path that the user passed, or "". loaded_path: the path of the checkpoint that was
-    loaded for it, or "". saved_step: the step of the newest checkpoint, or -1. slurm_job_id, torchrun_id: the ids of the SLURM
-    job and of the torchrun that started the attempt, or "".
+    loaded for this path, or "". saved_step: the step of the newest checkpoint, or -1. slurm_job_id, torchrun_id: the ids of the
+    SLURM job and of the torchrun agent that started the attempt, or "".
     """
 
     lineage: Lineage
@@ -156,13 +159,13 @@ class Attempt:
         return self.lineage[-1].id
 
     @property
-    def ids(self) -> frozenset[str]:
-        """The ids of all attempts of this run."""
+    def all_attempt_ids(self) -> frozenset[str]:
+        """The ids of all attempts of this run: of this attempt and of every earlier one."""
         return frozenset(self.abandoned_ids) | {start.id for start in self.lineage}
 
     def is_writer_of(self, lineage: Lineage) -> bool:
         """Returns whether an attempt of this run wrote the checkpoint with the lineage `lineage`."""
-        return lineage[-1].id in self.ids
+        return lineage[-1].id in self.all_attempt_ids
 
     def shares_steps(self, lineage: Lineage, num_steps: int) -> bool:
         """Returns whether this attempt and `lineage` share their first `num_steps` steps."""
@@ -188,7 +191,7 @@ def resume_attempt(previous: Attempt | None, lineage: Lineage, step: int, reques
     new = create_attempt(step)
     if previous is not None and previous.is_writer_of(lineage):
         new = replace(new, lineage=(*(start for start in lineage if start.step < step), *new.lineage))
-    ids = () if previous is None else tuple(sorted(previous.ids - {start.id for start in new.lineage}))
+    ids = () if previous is None else tuple(sorted(previous.all_attempt_ids - {start.id for start in new.lineage}))
     if requested_path or previous is None:
         ids = ids if previous and previous.is_writer_of(lineage) else ()
         return replace(new, abandoned_ids=ids, requested_path=requested_path, loaded_path=path)
@@ -233,7 +236,9 @@ def write_attempt(folder: Path, attempt: Attempt) -> None:
 
 
 class AttemptTracker:
-    """Keeps the attempt file in the run's `folder`, if it is not None. current: the attempt of this process, on rank 0 only."""
+    """Tracks the present attempt of a run, and writes it into the attempt file in the run's `folder`, unless `folder` is None.
+    current: the attempt of this process; None before it begins or resumes, and on ranks other than 0.
+    """
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self.folder = None if folder is None else folder.absolute()
@@ -243,7 +248,9 @@ class AttemptTracker:
 
     @property
     def latest(self) -> Attempt | None:
-        """The attempt of this process, or else the attempt in the folder. Raises RunError "attempt" if its file is damaged."""
+        """The attempt of this process, or else the attempt in the folder; None if there is neither. Raises RunError "attempt"
+        if the attempt file is damaged.
+        """
         return self.current or (None if self.folder is None else read_attempt(self.folder))
 
     def begin(self, step: int) -> None:
@@ -271,8 +278,8 @@ class AttemptTracker:
     def resume(self, lineage: Lineage, step: int, requested_path: str, path: str) -> tuple[int, str]:
         """Starts the attempt that `resume_attempt` returns for the same arguments.
 
-        Returns the number of first steps whose rows in the run's folder belong to `lineage`, and a note for the user; (0, "")
-        on ranks other than 0.
+        Returns the number of steps, from the first step on, whose rows in the run's folder belong to `lineage`, and a note for
+        the user, or ""; (0, "") on ranks other than 0.
         """
         if not self._is_first_rank:
             return 0, ""
@@ -286,7 +293,7 @@ class AttemptTracker:
         return min(step, common), note
 
     def refuse_fresh_start(self, location: str, foreign_names: Sequence[str] = ()) -> None:
-        """Raises UsageError "never-anew" if a fresh start would repeat work of the run.
+        """Raises UsageError "never-anew" if a fresh start would repeat steps that the run has already trained.
 
         location: the checkpoint folder, in which no checkpoint of this run was found. foreign_names: the names of checkpoints
         of other attempts in it.

@@ -36,16 +36,20 @@ AXES = tuple(SHARED_COORDINATES)
 """The axes of core's process groups, in the order in which ranks create the groups."""
 
 GATHER, REDUCE = "gather", "reduce"
-"""The channels of the axis `wp`."""
+"""The names of the channels of the axis `wp`, one for gathers of weights and one for reductions of gradients."""
 
 CHANNELS = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
-"""The channels of an axis. With two, a posted receive does not block a later send, and a gather does not block a reduction."""
+"""The names of the channels of an axis. Each channel has a communicator, so a posted receive does not block a later send, and a
+gather does not block a reduction.
+"""
 
 DEFAULT_CHANNEL = "main"
 """The only channel of every axis that is not in `CHANNELS`."""
 
 TIE_PREFIX = "tie["
-"""The name prefix of a tie's axis. Only the ranks that hold the tied parameter have such a group."""
+"""The beginning of the name of a tie's axis. A tie is a parameter that several stages share; only the ranks that hold the
+parameter have a group on this axis.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class Coordinates:
 class GroupEntry:
     """One communicator, which `axis`, `channel` and `ranks` identify.
 
-    ranks: the members, ascending. backend: "gloo", or "device" for the backend of the run's device. cross_memory: whether
-    members may read each other's memory (cross-memory attach), if the axis belongs to a plugin.
+    ranks: the members, ascending. backend: "gloo", or "device" for the backend of the run's device. cross_memory: for an axis
+    of a plugin, whether members may read each other's memory (cross-memory attach).
     """
 
     axis: str
@@ -86,7 +90,12 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class Topology:
-    """The layout of a world. `dp` and `wdp` follow from the other sizes. `from_sizes` checks that the sizes fit."""
+    """The sizes of the parallel axes of a world. `from_sizes` checks that the sizes fit.
+
+    pp: the number of pipeline stages. sp: the number of ranks that split each sequence. wp: the number of ranks that shard each
+    weight. The ranks of a stage form a dp x sp grid for the data and, independently, a wdp x wp grid for the weights, so `dp`
+    and `wdp` follow from the other sizes.
+    """
 
     world_size: int
     pp: int = 1
@@ -95,7 +104,9 @@ class Topology:
 
     @classmethod
     def from_sizes(cls, world_size: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> "Topology":
-        """Returns the topology of `world_size` ranks. Raises ValueError if the sizes do not fit. dp: only checked, if set."""
+        """Returns the topology of `world_size` ranks. Raises ValueError if the sizes do not fit. dp: the expected number of
+        ranks that split the samples; None to accept any number.
+        """
         if dp is not None and world_size != pp * dp * sp:
             raise ValueError(f"the world size must be pp x dp x sp = {pp} x {dp} x {sp}, but is {world_size}")
         for axis, size in (("sp", sp), ("wp", wp)):
@@ -142,7 +153,9 @@ class Topology:
                     yield GroupEntry(axis, channel, ranks, backend)
 
     def partition(self, axis: str, stage: int | None = None) -> list[tuple[int, ...]]:
-        """Returns the ranks of each group of `axis`, ordered by first rank. stage: only groups with ranks of this stage."""
+        """Returns the ranks of each group of `axis`, ordered by first rank. stage: if it is not None, only the groups that
+        contain ranks of this stage are returned.
+        """
         groups: dict[tuple[int, ...], list[int]] = {}
         for coordinates in map(self.coordinates, range(self.world_size)):
             shared = tuple(getattr(coordinates, name) for name in SHARED_COORDINATES[axis])

@@ -354,7 +354,7 @@ def test_a_dataset_that_never_returns_is_an_error_in_time() -> None:
     feed = Feed(dataset, seed=1, batch_size=1, rows=range(1), timeout_s=0.05)
     with pytest.raises(RunError, match=r"returned no batch within 0.05 s"):
         feed.next()
-    with pytest.raises(RunError, match=r"did not return within 0.05 s of closing"):
+    with pytest.raises(RunError, match=r"returned no batch within 0.05 s after the feed was closed"):
         feed.close()
     dataset.permits.release()
     wait_until(lambda: not data_threads())

@@ -67,7 +67,7 @@ def test_a_mistake_has_its_code_and_place(text: str, loader: PluginLoader, old: 
     [
         (STEPS, "stepz = 20", "did you mean `steps`?"),
         ("plan = 1", "steps = 20", "did you mean `run.steps`?"),
-        ("plan = 1", 'extends = "base.toml"', "a plan is one file; change its values by `--set`"),
+        ("plan = 1", 'extends = "base.toml"', "a plan is one file; change its values with `--set`"),
         (STEPS, 'steps = 20\n[precision]\ncompute = "float32"', "did you mean `fp32`?"),
         (STEPS, 'steps = "20"', "write 20 without quotes"),
         ("[model]", "[model]\ncompile = { dynamik = true }", "did you mean `dynamic`?"),

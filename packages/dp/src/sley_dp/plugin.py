@@ -51,19 +51,23 @@ class ShardedConfig(ReducerConfig):
 
 
 SUMS_CHANNEL = "sums"
-"""The channel of a shards axis on which gradients are summed."""
+"""The channel on which gradients are summed, on an axis that `shards_axis` names."""
 
 WEIGHTS_CHANNEL = "weights"
-"""The channel of a shards axis on which weights are gathered. It is separate, so that a slow gather does not delay a sum."""
+"""The channel on which weights are gathered, on the same axis. It is separate, so that a slow gather does not delay a sum."""
 
 
 def shards_axis(reduce_group: str) -> str:
-    """Returns the name of the axis of the ranks of `reduce_group` that share one copy of the optimizer states."""
+    """Returns the name of the axis whose groups share one copy of the optimizer states. reduce_group: the axis over which the
+    gradients are reduced; each of its groups is divided into such groups.
+    """
     return f"dp.shards.{reduce_group}"
 
 
 def copies_axis(reduce_group: str) -> str:
-    """Returns the name of the axis of the ranks of `reduce_group` that hold the same shard."""
+    """Returns the name of the axis on which all ranks of a group hold the same shard of the optimizer states. reduce_group: the
+    axis over which the gradients are reduced.
+    """
     return f"dp.copies.{reduce_group}"
 
 
@@ -91,7 +95,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
-    """Returns the variants of each reducer that a search tries."""
+    """Returns the keys with which a search for a layout tries each reducer; {} is the defaults."""
     return {"dp.bucketed": {"variants": [{}]}, "dp.sharded": {"variants": [{}]}}
 
 

@@ -48,13 +48,13 @@ class BucketedReducer(GradientHandler):
         self._store.lay_out(self._plan_layout)
 
     def begin_step(self, step: StepState) -> None:
-        """Discards the sums of a failed step, and finds the buckets' last parameters, which change with frozen parameters."""
+        """Discards the sums of a failed step, and finds the last parameter of each bucket, which depends on frozen parameters."""
         self.sums.discard()
         self._sent.begin_step()
         self._last_params = find_last_params(self._store.buffers)
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Starts the sum of a bucket if `param` is the last of its parameters.
+        """Starts to sum the bucket of `param` if all other gradients in the bucket are complete.
 
         All ranks of a reduce group call this in the same order.
         """
@@ -72,7 +72,7 @@ class BucketedReducer(GradientHandler):
         return self._sent.counts()
 
     def _plan_layout(self, params: list[Param]) -> Layout:
-        """Returns a layout with buckets for each family, filled in the order of `params`."""
+        """Returns a layout in which each bucket holds parameters of one family, in the order of `params`."""
         families, unreduced = split_by_family(params, self._groups)
         size_of, bucket_bytes = self._store.aligned_bytes, self._config.bucket_bytes
         buckets = [bucket for family in families for bucket in split_by_size(family, size_of, bucket_bytes)]
@@ -80,12 +80,16 @@ class BucketedReducer(GradientHandler):
 
 
 def find_last_params(buffers: Iterable[GradientBuffer]) -> set[Param]:
-    """Returns each bucket's parameter that gets its gradient last, which has the lowest index in the registry."""
+    """Returns the parameters whose gradients are the last in their bucket to be complete. Each has the lowest index in the
+    bucket.
+    """
     return {min(buffer.params, key=lambda param: param.index) for buffer in buffers}
 
 
 def split_by_family(params: Iterable[Param], groups: Mapping[str, Group]) -> tuple[list[list[Param]], list[Param]]:
-    """Returns the families of parameters that may share buckets, and the parameters whose reduce group has only one rank."""
+    """Returns the families, which are lists of parameters that may share a bucket, and the parameters whose reduce group has
+    only one rank.
+    """
     families: dict[tuple[object, ...], list[Param]] = {}
     unreduced: list[Param] = []
     for param in params:
@@ -122,8 +126,8 @@ class WeightGathers:
             self._gathers[index] = transport.all_gather([buffer.data], [buffer.data[start:end]], label=label)
 
     def is_due(self, indices: Iterable[int]) -> bool:
-        """Returns whether the gather of a buffer of `indices` has started, but `wait_for` has not ended it. Depends only on
-        earlier calls, not on arrived data, so the result is the same on all ranks.
+        """Returns whether the gather of any of the buffers with these indices has started, and `wait_for` has not waited for it
+        yet. The result depends only on earlier calls, not on arrived data, so it is the same on all ranks.
         """
         return any(index in self._gathers for index in indices)
 
@@ -176,7 +180,7 @@ class ShardedReducer(GradientHandler):
         self.sums.discard()
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Starts the sum of a bucket if `param` is the last of its parameters.
+        """Starts to sum the bucket of `param` if all other gradients in the bucket are complete.
 
         All ranks of a reduce group call this in the same order.
         """
@@ -193,7 +197,7 @@ class ShardedReducer(GradientHandler):
         self.gathers.finish()  # includes layers that were not called in this step
 
     def detach(self) -> None:
-        """Waits for the gathers in flight, unless another rank has failed."""
+        """Waits for the gathers in flight. If another rank has failed, ignores the error."""
         with suppress(RunError):
             self.gathers.wait()
 

@@ -111,8 +111,8 @@ class _Bf16Sum:
 class ShardSums(Sums):
     """Sums each buffer over its reduce group, into this rank's shard of the buffer.
 
-    is_async: whether device work runs asynchronously to the host. If so, the all-reduces over copies start only in `finish`, or
-    earlier if scratch memory must be reused, and not as soon as a reduce-scatter is complete.
+    is_async: whether device work runs asynchronously to the host. If so, the all-reduces over the ranks that hold the same
+    shard start only in `finish`, or earlier if scratch memory must be reused, and not as soon as a reduce-scatter is complete.
     """
 
     def __init__(self, groups: Mapping[str, Group], *, is_async: bool) -> None:
@@ -122,7 +122,9 @@ class ShardSums(Sums):
         self._scratch_users: list[tuple[torch.Tensor, _ShardSum]] = []
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer` over `group`, the ranks that share a copy. Only this rank's shard remains defined."""
+        """Starts to sum `buffer` over `group`, the ranks that share a copy of the optimizer states. Afterwards, only this
+        rank's shard of the buffer is defined.
+        """
         transport = group.transport(SUMS_CHANNEL)
         copies_group = self._groups.get(copies_axis(buffer.reduce_group))
         scratch = self._acquire_scratch(buffer, transport.num_scratch_rows(buffer.local_part.numel()))
@@ -165,7 +167,9 @@ class ShardSums(Sums):
 
 
 class _ShardSum:
-    """The sum of one bucket: a reduce-scatter and, if there are several copies, an all-reduce by `copies_transport`."""
+    """The sum of one bucket: a reduce-scatter and, if several ranks hold the same shard, an all-reduce over these ranks by the
+    transport that `copies_transport` returns.
+    """
 
     def __init__(self, buffer: GradientBuffer, scatter: Work, copies_transport: Callable[[], Transport] | None) -> None:
         self.buffer = buffer
@@ -175,7 +179,7 @@ class _ShardSum:
         self._has_scattered = False
 
     def advance(self) -> bool:
-        """Advances this sum without waiting. Returns whether its reduce-scatter is complete, so that the next may advance."""
+        """Advances this sum without waiting. Returns whether its reduce-scatter is complete, so that the next sum may advance."""
         if not self._has_scattered and self.scatter.is_completed():
             self.reduce_copies()
         if self._reduction is not None:
@@ -183,7 +187,7 @@ class _ShardSum:
         return self._has_scattered
 
     def reduce_copies(self) -> None:
-        """Waits for the reduce-scatter and, if there are several copies, starts the all-reduce over them."""
+        """Waits for the reduce-scatter and, if several ranks hold the same shard, starts the all-reduce over these ranks."""
         if self._has_scattered:
             return
         self._has_scattered = True

@@ -8,15 +8,15 @@ the full sequence, so that packed documents stay separate. Position-dependent op
 must be applied before the attention. Heads must be independent of one another and of their indices, since each rank counts its
 heads from 0. No check proves this, but `train-cli verify` compares the model with a run of one process.
 
-Each exchange is one all-to-all of one buffer (Ulysses: Jacobs et al. 2023, arXiv 2309.14509, section 3.1). The backward of each
-of the two exchanges is the other one. w is the number of elements that one rank receives for a position:
+Each exchange is one all-to-all of one buffer (Ulysses: Jacobs et al. 2023, arXiv 2309.14509, section 3.1). The backward of the
+first exchange is the second exchange, and vice versa. w is the number of elements that one rank receives for a position:
 
     by heads       [b, s/n, ..., h, d]  ──>  buffer [n, b, s/n, w]    row i: the heads of rank i
     by positions   [b, s, ..., h/n, d]  ──>  buffer [n, b, s/n, w]    row i: the positions of slice i
 
-After the all-to-all, row i comes from rank i. So a buffer packed by heads is unpacked by positions, and one packed by positions
-is unpacked by heads. All ranks of a group run the same layers of the same microbatch, so their exchanges have the same order.
-A label and a checksum identify each exchange. If they differ between ranks, all ranks raise an error.
+After the all-to-all, row i comes from rank i. So a buffer that is packed by heads is unpacked by positions, and vice versa. All
+ranks of a group run the same layers of the same microbatch, so their exchanges have the same order. A label and a checksum
+identify each exchange. If they differ between ranks, all ranks raise an error.
 """
 
 import math
@@ -59,7 +59,8 @@ class SequenceAttention(nn.Module):
 
 
 def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
-    """Returns a function that applies `attention` to slices, for custom training loops with `run.groups["sp"]`.
+    """Returns a function that computes `attention` over full sequences from slices, for training loops that use
+    `run.groups["sp"]`.
 
     attention: as for `SequenceAttention`. group: the ranks that hold the slices of the same samples, in the order of the
     slices. A call makes one exchange before and one after the attention, and two more in its backward.
@@ -72,7 +73,9 @@ def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[.
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwargs: Any) -> Tensor:
-    """Returns the context of this rank's slice. Runs outside of compiled graphs, since exchanges cannot be compiled."""
+    """Returns the output of the attention for this rank's slice. Runs outside of compiled graphs, since exchanges cannot be
+    compiled.
+    """
     tensors, probe = _select_tensors(args, group.size), RUNNING_PROBE.get()
     call = partial(_exchange_and_attend, attention, group, tensors, args[len(tensors) :], kwargs)
     return call() if probe is None else probe.attend(tensors, call)
@@ -81,8 +84,8 @@ def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwa
 def _exchange_and_attend(
     attention: Callable[..., Tensor], group: Group, tensors: Sequence[Tensor], options: Sequence[Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Exchanges `tensors`, such as q, k, v, for full sequences, calls the attention, and returns this rank's slice of its
-    context. Raises RunError "sequence-attention" if the context has another shape.
+    """Exchanges `tensors`, slices such as q, k and v, for full sequences of some heads, calls the attention, and returns this
+    rank's slice of the output. Raises RunError "sequence-attention" if the output is not a context of the expected shape.
     """
     checksum = _checksum_call(attention, options, kwargs)
     scatter = partial(_Exchange.apply, group, True, "queries, keys and values", checksum)
@@ -132,7 +135,7 @@ def _select_tensors(args: Sequence[Any], num_ranks: int) -> tuple[Tensor, ...]:
 
 
 def _checksum_call(attention: Callable[..., Tensor], options: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Returns a checksum of the attention's name and the arguments of a call, except for the values of tensors."""
+    """Returns a checksum of the name of the attention and of the arguments of a call, without the values of tensors."""
     function = attention if hasattr(attention, "__qualname__") else type(attention)
     leaves, structure = tree_flatten((options, kwargs))
     texts = [repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__ for leaf in leaves]
@@ -140,7 +143,9 @@ def _checksum_call(attention: Callable[..., Tensor], options: Sequence[Any], kwa
 
 
 class AllToAllAttention(SequenceCommunicator):
-    """Makes attentions work on slices: core's `Attention`, `SequenceAttention`, and modules that the plan names."""
+    """The communicator `isp.all_to_all`. Makes attentions work on slices: core's `Attention`, `SequenceAttention`, and modules
+    that the plan names.
+    """
 
     def __init__(self, config: AllToAllConfig, group: Group) -> None:
         self.patterns = config.modules
@@ -155,7 +160,7 @@ class AllToAllAttention(SequenceCommunicator):
     def attach(self, layers: Sequence[Layer]) -> None:
         """Patches every attention in `layers`, or none if it raises an error. Raises PlanError "sequence-attention" if a
         pattern matches nothing or there is no attention, and "sequence-mixing" for torch modules of types that mix positions.
-        `call_layer` finds other layers that do so in the first step.
+        In the first step, `call_layer` finds any other layer that mixes positions.
         """
         with ExitStack() as undo:
             modules = [item for layer in layers for item in layer.module.named_modules(prefix=layer.name)]
@@ -201,7 +206,9 @@ class AllToAllAttention(SequenceCommunicator):
 
 
 class _Exchange(torch.autograd.Function):
-    """The differentiable all-to-all between tensors split by position and tensors split by head. It waits for each exchange."""
+    """The differentiable all-to-all between tensors split by position and tensors split by head. Forward and backward wait for
+    their exchange.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: Group, to_heads: bool, label: str, checksum: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -215,9 +222,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(group: Group, to_heads: bool, label: str, checksum: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns full sequences of this rank's heads, [b, s, ..., h/n, d], for slices of all heads, [b, s/n, ..., h, d], if
-    `to_heads`, or does the reverse otherwise. Packing and unpacking take one copy each. checksum: a value, which must be
-    equal on all ranks. tensors: tensors of one dtype.
+    """Exchanges slices of all heads, [b, s/n, ..., h, d], for full sequences of this rank's heads, [b, s, ..., h/n, d], or the
+    reverse if `to_heads` is False, and returns the received tensors. Packing and unpacking take one copy each. A collective of
+    `group`. checksum: a value that must be equal on all ranks. tensors: tensors of one dtype.
     """
     split_dim, rank_dim = (-2, -3) if to_heads else (1, 1)
     parts = [torch.unflatten(tensor, split_dim, (group.size, -1)).movedim(rank_dim, 0) for tensor in tensors]
@@ -236,9 +243,9 @@ def _exchange(group: Group, to_heads: bool, label: str, checksum: int, tensors: 
 
 
 def repeat_heads(tensor: Tensor, num_ranks: int) -> Tensor:
-    """Returns `tensor` [b, s, ..., h, d] with repeated heads: lcm(h, num_ranks) heads, so that all ranks get the same number.
-    Copies of a head are adjacent, so each query head still matches a copy of its key head. Autograd sums the copies'
-    gradients.
+    """Returns `tensor` [b, s, ..., h, d] with its heads repeated until there are lcm(h, num_ranks) heads, which divide evenly
+    between the ranks. Copies of a head are adjacent, so each query head still matches a copy of its key head. Autograd sums the
+    gradients of the copies.
     """
     num_copies = math.lcm(tensor.shape[-2], num_ranks) // tensor.shape[-2]
     if num_copies == 1:

@@ -33,7 +33,9 @@ BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 
 
 class Communicator(WeightCommunicator):
-    """Gathers sharded weights before each use, and reduces their gradients. action: the action that runs now, or None."""
+    """The communicator `isp.communicator`. Gathers sharded weights before each use, and reduces their gradients. action: the
+    action that runs now, or None between actions.
+    """
 
     def __init__(self, config: CommunicatorConfig) -> None:
         self.config = config
@@ -52,7 +54,7 @@ class Communicator(WeightCommunicator):
         self._undo = ExitStack()
 
     def prepare(self, layers: Sequence[Layer]) -> None:
-        """Checks that the model fits the options. Raises PlanError "launch-point" if no module matches `launch`,
+        """Checks that the model fits the keys of [weights]. Raises PlanError "launch-point" if no module matches `launch`,
         "group-unmatched" if a group gets no parameter, and the errors of `find_head` and `check_embeddings`.
         """
         if self.config.head == "vocabulary":
@@ -82,7 +84,9 @@ class Communicator(WeightCommunicator):
         return int(self.config.embedding == "hidden" and isinstance(locations[0][0], nn.Embedding))
 
     def attach(self, parts: Parts) -> None:
-        """Replaces the forwards of all sharded modules, and their weights by stand-ins. Restores forwards after an error."""
+        """Replaces the forwards of all sharded modules, and replaces their weights with stand-ins, which refuse reads. If this
+        fails, restores the forwards.
+        """
         config = self.config
         self._parts = parts
         self._group = parts.groups["wp"]
@@ -112,7 +116,7 @@ class Communicator(WeightCommunicator):
         others: dict[ParamGroup, dict[Param, None]] = {}
 
         def buffer_key(param: Param) -> Hashable:
-            """Returns the options and dtype of `param`. One buffer can hold all parameters for which these are equal."""
+            """Returns the index of the options of `param`, and its dtype. Parameters with equal keys can share one buffer."""
             return config.group_index(param.name), parts.weights.dtype_of(param)
 
         def add_to_group(key: Hashable, params: Collection[Param]) -> ParamGroup:
@@ -160,7 +164,7 @@ class Communicator(WeightCommunicator):
         self._undo.callback(ForwardPatch(module, forward).undo)
 
     def detach(self) -> None:
-        """Restores the original forwards of the modules. Their weights remain stand-ins."""
+        """Restores the original forwards of the modules. The stand-ins remain in place of the sharded weights."""
         self._published.discard()
         self._close_layer()
         self._undo.close()
@@ -187,7 +191,9 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def wrap_action(self, action: Action) -> Iterator[None]:
-        """Runs `action` in the block, then starts reductions and reshards groups. Waits for all reductions at a chunk's end."""
+        """Lets `action` run in the block, then starts reductions and reshards groups. After the last gradient action of a
+        chunk, and after the action before it, waits for all reductions.
+        """
         self._action_index += 1
         is_pass = action.kind is not Kind.WEIGHT_GRADIENT
         if is_pass:
@@ -221,7 +227,7 @@ class Communicator(WeightCommunicator):
         """Unshards `group` for the block, which must call `wait` on the yielded object before it reads weights.
 
         num_holds: +1 to hold the group after a recomputation until its backward, -1 in that backward. is_launch: whether the
-        next module to run is one that `launch` names. During an action, the prefetch policy decides when to reshard the group.
+        key `launch` names the module that runs next. During an action, the prefetch policy decides when to reshard the group.
         Otherwise the group is resharded at the end of the block.
         """
         if self.action is None:
@@ -245,7 +251,9 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def unshard_layer(self, layer: ShardedLayer) -> Iterator[list[UnshardedGroup]]:
-        """Unshards the groups of `layer`, waits for them, and holds them during the block. Closes another open layer first."""
+        """Unshards the groups of `layer`, waits for them, and holds them during the block. If `open_layer` has opened another
+        layer, closes that layer first.
+        """
         if self._open_layer is not None and self._open_layer[0] is not layer:
             self._close_layer()
         with ExitStack() as stack:
@@ -258,8 +266,8 @@ class Communicator(WeightCommunicator):
             yield unsharded_groups
 
     def open_layer(self, layer: ShardedLayer) -> list[UnshardedGroup]:
-        """Returns the groups of `layer` for its backward. The layer's modules have full parameters until another layer is used
-        or the backward ends, since the layer may recompute parts of itself.
+        """Returns the unsharded groups of `layer`, for the backward of this layer. The layer's modules have full parameters
+        until another layer is used or the backward ends, since the backward may recompute parts of the layer.
         """
         if self._open_layer is None or self._open_layer[0] is not layer:
             unsharded_groups = self._open_stack.enter_context(self.unshard_layer(layer))
@@ -274,7 +282,7 @@ class Communicator(WeightCommunicator):
         self._open_stack.close()
 
     def _apply(self, decision: Decision) -> None:
-        """Reshards and starts to unshard the groups of `decision`, and counts them."""
+        """Reshards the groups in `decision.reshard`, starts to unshard the groups in `decision.unshard`, and counts both."""
         for group in cast(list[ParamGroup], decision.reshard):
             unsharded = self._unsharded.pop(group)
             unsharded.reshard()
@@ -288,7 +296,9 @@ class Communicator(WeightCommunicator):
             self.counters.change("unsharded_groups", 1)
 
     def _all_gather(self, group: ParamGroup) -> UnshardedGroup:
-        """Waits until the layer's weights are current, and starts to gather `group`. Without `overlap`, also completes it."""
+        """Waits until the weights of the group's layer are current, and starts to gather the group. Without `overlap`, also
+        waits for the end of the gather.
+        """
         has_waited = self._parts.waits.wait_for(group.layer)
         unsharded = self._published.gather(group, is_unchanged=self.action is not None and not has_waited)
         if not self.config.overlap:
@@ -302,15 +312,15 @@ class Communicator(WeightCommunicator):
                 pass
 
     def enqueue_reduction(self, reduction: Reduction) -> None:
-        """Adds `reduction`, which has started, to the reductions in flight. Outside of actions, also waits for it."""
+        """Adds `reduction`, which has started, to the reductions in flight. If no action is running, also waits for it."""
         self.reducer.enqueue(reduction)
         if self.action is None:
             self.reducer.finish()
 
     @torch.no_grad()
     def reduce(self, group: ParamGroup, gradients: Mapping[Param, WriteGradient]) -> None:
-        """Adds gradients of parameters of `group` to their buckets. Outside of actions, also completes their reductions.
-        gradients: the function that writes the gradient of each parameter.
+        """Adds the gradients of parameters in `group` to their buckets. If no action is running, also completes the reductions
+        of these buckets. gradients: for each parameter, the function that writes its gradient.
         """
         for param in gradients:
             self._parts.store.check_open(param)  # raises before anything is leased or sent
@@ -322,7 +332,7 @@ class Communicator(WeightCommunicator):
 
 
 def prefetch_points(layer: Layer, pattern: str) -> list[nn.Module]:
-    """Returns the modules that have a forward and whose names within `layer` match `pattern`; none if `pattern` is ANYWHERE."""
+    """Returns the modules that have a forward and whose names within `layer` match `pattern`; [] if `pattern` is ANYWHERE."""
     return [
         module
         for name, module in layer.module.named_modules()

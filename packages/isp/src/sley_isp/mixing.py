@@ -1,7 +1,7 @@
 """Refuses layers that mix positions outside their attention, since each rank has only a slice of a sequence.
 
-`check_module_types` finds torch modules that do so by their types, without a call. `PositionProbe` calls each layer twice in
-the first step, and so finds other layers, too:
+`check_module_types` recognizes the torch modules that mix positions by their types. To find other modules that mix positions,
+`PositionProbe` calls each layer twice in the first step:
 
     first call    as in training; the inputs and contexts of the layer's attentions are recorded
     second call   with other inputs at the first and the second-last position; attentions return the recorded contexts
@@ -30,7 +30,9 @@ MIXING_TYPES = (
     *(nn.MultiheadAttention, nn.RNNBase, nn.BatchNorm1d, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm1d),
     *(nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
 )
-"""Types of modules that mix positions. `nn.MultiheadAttention` includes its projections, so it cannot be wrapped."""
+"""Types of torch modules that mix positions, so that slices of sequences would give wrong results. `nn.MultiheadAttention` is
+one of them, because it contains the projections of q, k and v, so `wrap_attention` cannot exchange q, k and v.
+"""
 
 
 def check_module_types(layer: Layer, attention_modules: Collection[nn.Module]) -> None:
@@ -46,8 +48,9 @@ def check_module_types(layer: Layer, attention_modules: Collection[nn.Module]) -
 
 
 class PositionProbe:
-    """Checks in each layer's first call in training, unless `unchecked_layers` matches, whether it mixes positions. The two
-    positions with other inputs are not mirror images of each other, so the probe also detects a reversal of positions.
+    """Checks, in the first call of each layer in training, whether the layer mixes positions. Skips layers that a pattern in
+    `unchecked_layers` matches. The probe calls the layer again with other inputs at two positions. These are not mirror images
+    of each other, so that the probe also detects a reversal of positions.
 
     length: the number of positions of a slice. dim: the dim of positions in the layer's inputs and output.
     """
@@ -98,7 +101,9 @@ class PositionProbe:
         return output
 
     def attend(self, tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
-        """Returns the context of `tensors` [b, s, ...]: `attention()` in the first call, the recorded context in the second."""
+        """Returns the output of an attention with the inputs `tensors` [b, s, ...]: `attention()` in the first call of the
+        layer, and the recorded output in the second.
+        """
         if not self.is_second:
             context = attention()
             state = _default_generator(context.device).get_state()

@@ -73,9 +73,9 @@ def remove_padding(full: Tensor, param: Param) -> Tensor:
 class ParamGroup:
     """The sharded parameters of a layer or of one of its modules. Includes tied parameters only once.
 
-    layer: the layer's name. options: the plan's options. pool: the pool for full parameters and gradients. can_prefetch:
-    whether any use may start prefetches, and not only a module that `launch` names. has_linear: whether a backward needs the
-    weights; the backward of an embedding does not.
+    layer: the layer's name. options: the keys of [weights] for this group. pool: the pool for full parameters and gradients.
+    can_prefetch: whether any use may start prefetches, and not only a module that `launch` names. has_linear: whether a
+    backward needs the weights; the backward of an embedding does not.
     """
 
     name: str
@@ -99,7 +99,7 @@ class ParamGroup:
 
     @property
     def version(self) -> int:
-        """A number that changes with every in-place write that autograd counts."""
+        """A number that changes with every in-place write to a shard that autograd counts."""
         return sum(parameter._version for parameter in self.parameters)
 
     def shards_to_send(self) -> list[Tensor]:
@@ -109,10 +109,11 @@ class ParamGroup:
 
 
 class UnshardedGroup:
-    """Holds the full weights of `group` in a buffer that is leased until `reshard`. The constructor starts to gather them, and
-    they are complete after `wait`. Local shards must not be written before `wait_sent` returns.
+    """Holds the full weights of `group` in a buffer that is leased until `reshard`. The constructor starts to gather the
+    weights, which are complete after `wait`. Local shards must not be written before `wait_sent` returns.
 
-    size: the number of ranks. full_tensors: the full parameters without padding, valid from `wait` until `reshard`.
+    source: gathers the shards. shards: the result of `ParamGroup.shards_to_send`. size: the number of ranks. full_tensors: the
+    full parameters without padding, valid from `wait` until `reshard`.
     """
 
     def __init__(self, group: ParamGroup, source: Transport | Published, shards: Sequence[Tensor], size: int) -> None:
@@ -141,7 +142,7 @@ class UnshardedGroup:
         self._received_lease.close()
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Returns the offset of `tensor` in the buffer, in elements of the tensor's dtype, or None if it is elsewhere."""
+        """Returns the offset of `tensor` in the buffer, in elements of the tensor's dtype, or None if `tensor` is elsewhere."""
         if tensor.untyped_storage()._cdata != self.buffer.untyped_storage()._cdata:
             return None
         start = self.buffer.storage_offset() * self.buffer.element_size()
@@ -185,8 +186,9 @@ class PublishedShards:
             self._published = self._group.transport("gather").publish(shards, label=label)
 
     def gather(self, group: ParamGroup, *, is_unchanged: bool) -> UnshardedGroup:
-        """Starts the all-gather of `group` and returns its target. Sends published shards if version and data are unchanged.
-        is_unchanged: whether an equal version proves that the data are unchanged. All ranks of `wp` must make the same choice.
+        """Starts the all-gather of `group`, and returns the object that will hold the full weights. Uses the published shards
+        if version and data are unchanged. is_unchanged: whether an equal version proves that the data are unchanged. All ranks
+        of `wp` must make the same choice.
         """
         version, shards = self._shards.get(group, (None, []))
         if is_unchanged and self._published is not None and version == group.version:

@@ -105,7 +105,7 @@ CANONICAL_VALUES = {
     "embedding": ("gather", "sums the tokens of all ranks at once"),
     "gather_precision": ("full", "rounds the weights in blocks that depend on the layout"),
 }
-"""For each option, the value that `reduction = "canonical"` needs, and the reason why it excludes the other value."""
+"""For each key, the only value that `reduction = "canonical"` supports, and the reason why the other value is not supported."""
 
 
 @hookimpl

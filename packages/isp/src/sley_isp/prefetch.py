@@ -62,8 +62,8 @@ class PrefetchPolicy:
         self._has_prefetched = False
 
     def add_group(self, group: Group, *, unit: Hashable, ahead: int) -> None:
-        """Sets the unit of `group`, and the number of units by which its prefetch may precede its use, at most the `ahead` of
-        the policy. Without this call, a group is a unit by itself.
+        """Sets the unit of `group`. ahead: the number of units by which a prefetch of the group may precede its use, at most
+        the `ahead` of the policy. Without this call, a group is a unit by itself.
         """
         self._units[group], self._aheads[group] = unit, ahead
 

@@ -22,10 +22,11 @@ from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout, Param, Parts
 from sley_isp.param_group import ParamGroup, padded_shape, remove_padding
 
 WriteGradient = Callable[[torch.Tensor, bool], None]
-"""A function `(full, accumulate)` that writes a gradient into `full`, of the store's dtype, or adds it if `accumulate`."""
+"""A function `(full, accumulate)` that writes a gradient into the tensor `full`, or, if `accumulate`, adds it to `full`."""
 
 MAX_IN_FLIGHT = 2
-"""The maximum number of reductions in flight, including the one being written, if they may overlap with the backward."""
+"""The maximum number of reductions that overlap with the backward. This includes a bucket that gradients are still written to.
+"""
 
 
 class Counters(SentBytes):
@@ -43,7 +44,7 @@ class Counters(SentBytes):
         self.totals = Counter(gathers=0, demand_gathers=0, gathered_bytes=0, reductions=0, reduced_bytes=0)
 
     def change(self, name: str, difference: int) -> None:
-        """Adds `difference` to the current count `name`. `counts` reports its peak as `most_{name}`."""
+        """Adds `difference` to the current count `name`. `counts` reports the peak of this count as `most_{name}`."""
         self._current[name] += difference
         self._peaks[name] = max(self._peaks[name], self._current[name])
 
@@ -58,10 +59,12 @@ class Counters(SentBytes):
 
 @dataclass(eq=False)
 class Bucket:
-    """Describes parameters whose gradients are reduced in one exchange, and holds their gradients until it starts.
+    """Describes parameters whose gradients are reduced in one exchange, and holds their gradients until the exchange starts.
 
-    number: the index in layer order. chunks: the chunks that use the parameters, for one reduction per step. users: the groups
-    whose backwards add to each parameter's gradient. full_gradients: the gradients with padding while the bucket is open.
+    number: the index in layer order. chunks: the model chunks that use the parameters, if gradients are reduced once per step,
+    else empty. users: the groups whose backwards add to each parameter's gradient. full_gradients: the gradients with padding
+    while the bucket is open. written_params: the parameters whose gradients this rank has written. lease: ends the use of the
+    memory.
     """
 
     number: int
@@ -87,8 +90,9 @@ class Reduction(NamedTuple):
 class GradientReducer:
     """Reduces full gradients over `group`, and adds this rank's rows to the store of `parts`.
 
-    max_in_flight: the maximum number of reductions in flight, or 0 to wait for each at once. A parameter that
-    several groups share is only in a bucket of the first group if gradients are reduced once per step, and otherwise of each.
+    max_in_flight: the maximum number of reductions in flight, or 0 to wait for each reduction immediately. If gradients are
+    reduced once per step, a parameter that several groups share is in a bucket of only the first group, and otherwise in a
+    bucket of each.
     """
 
     def __init__(self, max_in_flight: int, parts: Parts, group: Group, counters: Counters) -> None:
@@ -139,7 +143,7 @@ class GradientReducer:
 
     def flush(self, *, all_buckets: bool = False) -> None:
         """Starts the reduction of every open bucket to which no later action of the list can add. Called when an action ends.
-        all_buckets: whether to reduce all open buckets in any case, as after each contribution of a backward outside a step.
+        all_buckets: whether to reduce all open buckets in any case, as a backward outside a step needs after each contribution.
         """
         for bucket in self._ordered_buckets():
             if all_buckets or bucket.group.options.reduce != "step" or self.store.state.are_gradients_final(bucket.chunks):
@@ -158,7 +162,7 @@ class GradientReducer:
                     handle.wait()
 
     def finish(self, max_remaining: int = 0) -> None:
-        """Waits for the oldest reductions and adds their sums to the store, until `max_remaining` are in flight."""
+        """Waits for the oldest reductions and adds their sums to the store, until at most `max_remaining` are in flight."""
         while len(self._reductions) > max_remaining:
             reduction = self._reductions.popleft()
             for handle in reduction.handles:
@@ -179,11 +183,13 @@ class GradientReducer:
             self._release(self._reductions.popleft())
 
     def _ordered_buckets(self) -> list[Bucket]:
-        """Returns the open buckets, later layers first, because the order in which buckets open may differ between ranks."""
+        """Returns the open buckets in the same order on all ranks, later layers first. Ranks may have opened them in other
+        orders.
+        """
         return sorted(self._open_buckets, key=lambda bucket: -bucket.number)
 
     def _is_complete(self, bucket: Bucket) -> bool:
-        """Returns whether nothing adds to the bucket's gradients any more, in this action and later ones of the list."""
+        """Returns whether the bucket's gradients are final: neither the rest of this action nor any later action adds to them."""
         has_passed = all(bucket.users[param] <= self._passed_groups for param in bucket.full_gradients)
         return has_passed and self.store.state.are_gradients_final(bucket.chunks)
 

@@ -1,4 +1,4 @@
-"""Linears and embeddings with sharded weights, and sharded parameters of any module, gathered for whole calls of their layer.
+"""Computes linears and embeddings with sharded weights. Other sharded parameters are gathered for a whole call of their layer.
 
 A linear or an embedding:
 
@@ -111,7 +111,9 @@ class ShardedModule:
         return out
 
     def compute(self, x: Tensor, *, num_holds: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns the output, and the tensor that the backward needs as its input. num_holds: as in `Communicator.unshard`."""
+        """Returns the module's output for the input `x`, and the tensor that the backward needs in place of `x`. num_holds: as
+        in `Communicator.unshard`.
+        """
         with self.communicator.unshard(self.group, num_holds=num_holds) as unsharded:
             unsharded.wait()
             weight = unsharded.full_tensors[self.weight]
@@ -198,9 +200,9 @@ MIN_BYTES = 4096
 
 
 def can_gather_for_layer(locations: Sequence[tuple[nn.Module, str]]) -> bool:
-    """Returns whether the parameter at these locations can be sharded, and gathered for each call of its layer. It cannot if it
-    is smaller than MIN_BYTES, or if code may read it outside such calls: if the module also keeps it in another attribute, as
-    an LSTM does in a list of its weights, or if a parametrization computes a weight from it.
+    """Returns whether the parameter at these locations can be sharded, and gathered for each call of its layer. Returns False
+    if the parameter is smaller than MIN_BYTES, or if code may read it outside such calls: if the module also keeps it in
+    another attribute, as an LSTM does in a list of its weights, or if a parametrization computes a weight from it.
     """
     module, attribute = locations[0]
     parameter = module._parameters[attribute]
@@ -248,7 +250,8 @@ class ShardedLayer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the layer's output. All ranks of `wp` must call layers in the same order. Raises RunError
-        "sharded-weight-written" if the layer writes to a parameter, and "sharded-weight-returned" if it returns a view of one.
+        "sharded-weight-written" if the layer writes to a parameter, and "sharded-weight-returned" if it returns a view of a
+        parameter.
         """
         with self.communicator.unshard_layer(self) as unsharded_groups:
             tensors = self.make_full_leaves(unsharded_groups)
@@ -267,7 +270,7 @@ class ShardedLayer:
         return output
 
     def make_full_leaves(self, unsharded_groups: Sequence[UnshardedGroup]) -> dict[Param, Tensor]:
-        """Returns the full parameters of `unsharded_groups`, in the order of `params`, as leaves that feed the sinks."""
+        """Returns the full parameters of `unsharded_groups`, in the order of `params`, as leaves whose gradients go to `sinks`."""
         tensors = {}
         for unsharded, params in zip(unsharded_groups, self.params.values(), strict=True):
             for param in params:
@@ -286,7 +289,7 @@ class ShardedLayer:
 
     @contextmanager
     def install(self, tensors: Mapping[Param, Tensor]) -> Iterator[None]:
-        """Replaces the parameters in the layer's modules by `tensors` during the block."""
+        """Replaces the parameters in the layer's modules with `tensors` during the block."""
         previous = []
         for param, tensor in tensors.items():
             for holder in param.holders:

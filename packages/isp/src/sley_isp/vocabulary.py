@@ -48,7 +48,9 @@ class TokenGather:
         self.counters = counters
 
     def gather_with_padding(self, tensors: Sequence[Tensor], fill_values: Sequence[int], label: str) -> list[Tensor]:
-        """Returns `tensors` [n, ...] of all ranks as [size x largest n, ...], padded with `fill_values`. Blocks."""
+        """Gathers `tensors[i]` [n, ...] from all ranks, and returns the results [size x largest n, ...], in which the rows of
+        each rank are padded with `fill_values[i]`. Blocks.
+        """
         num_tokens, device = len(tensors[0]), self.device.torch_device
         counts = torch.empty(self.group.size, dtype=torch.int64, device=device)
         self.gather([counts], [torch.full((1,), num_tokens, dtype=torch.int64, device=device)], "numbers of tokens")
@@ -63,7 +65,7 @@ class TokenGather:
         return full
 
     def gather(self, full: Sequence[Tensor], tensors: Sequence[Tensor], label: str) -> None:
-        """Fills each of `full` [size x n, ...] with one of `tensors` [n, ...] of all ranks. Blocks until sends are complete."""
+        """Gathers `tensors[i]` [n, ...] from all ranks into `full[i]` [size x n, ...]. Blocks until sends are complete."""
         work = self.group.transport("gather").all_gather(full, tensors, label=label)
         for tensor in full:
             self.counters.add(tensor, self.group, passes=1)
@@ -181,7 +183,9 @@ class GatheredHead(LogitsHead):
             yield unsharded.full_tensors[sharded.weight], None if sharded.bias is None else unsharded.full_tensors[sharded.bias]
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
-        """Adds a chunk's weight and bias gradients, from the logits' `gradient` [c, classes] and the `inputs` [c, h]."""
+        """Adds the gradients of the weight and the bias for a chunk of c tokens. gradient: the gradient of their logits [c,
+        classes]. inputs: the inputs of the head [c, h].
+        """
         self.sharded.sink(gradient, inputs)
 
 
@@ -327,7 +331,9 @@ def logits_to_gradient(
 
 
 def _local_targets(targets: Tensor, classes: ClassRange) -> tuple[Tensor, Tensor]:
-    """Returns whether each target is in the slice, bool [n], and its index within the slice, int64 [n, 1], clamped if not."""
+    """Returns whether the slice contains each target, bool [n], and the index of the target within the slice, int64 [n, 1],
+    which is clamped to the slice for other targets.
+    """
     indices = targets - classes.start
     is_local = (indices >= 0) & (indices < classes.size)
     return is_local, indices.clamp(0, classes.size - 1).unsqueeze(-1)

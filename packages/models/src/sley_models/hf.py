@@ -40,7 +40,7 @@ _MODULE_NAMES = {  # Hugging Face's name of each module of a block
 
 
 def list_param_shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each parameter by name. Leaves out a tied head."""
+    """Returns the shape of each parameter of the model, by its name in runs. A tied head is left out."""
     block = build_on_meta(Block, config)
     layers = {"embed": build_on_meta(Embed, vocab_size, config.hidden)}
     layers |= {f"blocks.{index}": block for index in range(config.num_layers)}
@@ -82,7 +82,10 @@ class FileInitializer:
         self._files, self._folder = files, config.weights
 
     def __call__(self, module: nn.Module, name: str) -> None:
-        """Reads the parameters of `module`, without submodules. Raises RunError "weight-files" for a bad file or shape."""
+        """Sets the parameters of `module`, without submodules, in place. name: the name of `module` in the model. Raises
+        RunError "weight-files" if a file cannot be read, or if the shape of a tensor has changed since the constructor checked
+        it.
+        """
         for attribute, parameter in module.named_parameters(recurse=False):
             if (stored_name := self._stored_names.get(f"{name}.{attribute}")) is not None:
                 value = self._files.tensor(stored_name)

@@ -67,8 +67,8 @@ def find_config_path(folder: Path) -> Path:
 
 
 def _read_run(folder: Path, plan: Path) -> HFConfig:
-    """Returns the config of a run's model, from its plan. Raises ValueError unless it is `models.llama`. folder: the folder of
-    the run or of one of its checkpoints.
+    """Returns the config of a run's model, from the file `plan` of the run. Raises ValueError unless the model is
+    `models.llama`. folder: the folder of the run or of one of its checkpoints.
     """
     try:
         table = tomllib.loads(plan.read_text("utf-8"))["model"]
@@ -87,7 +87,7 @@ def _read_run(folder: Path, plan: Path) -> HFConfig:
 
 
 def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
-    """Returns the config for the content of a `config.json`. Raises ValueError if `models.llama` does not support it."""
+    """Returns the config for the content of a `config.json`. Raises ValueError if `models.llama` does not support the model."""
     model_type = content.get("model_type")
     if model_type not in ARCHITECTURES:
         raise ValueError(f"model_type must be one of {', '.join(ARCHITECTURES)}, but is {model_type!r}")

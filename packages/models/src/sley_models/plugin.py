@@ -108,7 +108,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_weights(cls, values: Any, info: ValidationInfo) -> Any:
-        """Fills in missing keys from the config of `weights`. Raises ValueError for a key that differs from it.
+        """Fills in missing keys from the config of `weights`. Raises ValueError for a key that differs from this config.
 
         Changes nothing if the file with the config is missing but all required sizes are set, as in the resolved plan of a
         complete run. Only a new run needs the files of `weights`, and its check reports missing ones.

@@ -17,7 +17,7 @@ class AveragingConfig(Table):
     """The common keys of `optim.ema` and `optim.mean`."""
 
     every: PositiveInt = 1
-    """The interval in updates at which the weights enter the average; 1 for every update."""
+    """The number of updates from one time that the weights enter the average to the next; 1 means after every update."""
 
 
 class EMAConfig(AveragingConfig):
@@ -27,7 +27,9 @@ class EMAConfig(AveragingConfig):
     """The factor of the old average. The average covers about the last `1 / (1 - decay)` weights that entered it."""
 
     warmup: bool = False
-    """Whether the decay is at most `(1 + n) / (10 + n)` for the n-th weights, so that the average soon forgets the first."""
+    """Whether the decay is at most `(1 + n) / (10 + n)` when the n-th weights enter, so that the first weights are soon
+    forgotten.
+    """
 
 
 class MeanConfig(AveragingConfig):
@@ -41,7 +43,9 @@ class MuonGroupConfig(GroupConfig):
     """Options for the parameters that match a pattern. The first matching group in the list applies."""
 
     optimizer: Algorithm | None = None
-    """The optimizer of these parameters: "muon", only for matrices and for stacks of matrices, such as experts, or "adamw"."""
+    """The optimizer of these parameters: "adamw", or "muon", which requires matrices or stacks of matrices (such as experts).
+    By default, Muon updates the matrices of hidden layers, and AdamW updates all other parameters.
+    """
 
     @field_validator("optimizer")
     @classmethod
@@ -55,10 +59,10 @@ class MuonAdamWConfig(Table):
     """The options of AdamW for the parameters that Muon does not update."""
 
     lr: PositiveFloat
-    """The peak learning rate. `[learning_rate]` scales it in each step, like Muon's."""
+    """The peak learning rate. In each step, `[learning_rate]` scales it by the same factor as the learning rate of Muon."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """The weight decay of embeddings and of the output layer. Norms and biases have none unless a group sets it."""
+    """The weight decay of embeddings and of the output layer. For norms and biases, it is 0 unless a group sets it."""
 
     betas: Annotated[Array[DecayRate], Field(min_length=2, max_length=2)] = (0.9, 0.95)
     """The decay rates of the running means of the gradient and its square."""

@@ -49,7 +49,9 @@ class _PendingReceive:
 
 
 class Link:
-    """Sends and receives over the group `pp` of this rank's replica, at most one message per boundary and microbatch."""
+    """The stage link `pp.link`. Exchanges at most one message per boundary and microbatch with other stages, over this rank's
+    group `pp`.
+    """
 
     def __init__(self, config: LinkConfig) -> None:
         self._descriptions: dict[tuple[str, int, int, int], dict[BatchKey, Description]] = {}
@@ -76,7 +78,7 @@ class Link:
 
     def begin(self, keys: Sequence[BatchKey], peers: Sequence[int]) -> None:
         """Starts a walk and sends a digest of `keys`, the keys of its microbatches, to `peers`, without blocking. Drops the
-        messages of a failed walk. If the peers' keys differ, `receive` or `drain` raises RunError `stages-differ` on both ends.
+        messages of a failed walk. If a peer has other keys, `receive` or `drain` raises RunError `stages-differ` on both ends.
         """
         self.abort()
         self._has_backwards = False
@@ -87,7 +89,7 @@ class Link:
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: BatchKey) -> None:
         """Copies `tensors` into a message and starts to send it. Raises RunError `boundary-mismatch`, on both ends, if
-        `description` does not fit the earlier one for this batch shape.
+        `description` does not fit the earlier description for this batch shape.
         """
         boundary = transfer.chunk, transfer.micro
         if transfer.flow == "backward":
@@ -168,8 +170,9 @@ class Link:
         self._walk_check.discard()
 
     def _send(self, transfer: Transfer, expected: Description, actual: Description, tensors: list[Tensor]) -> None:
-        """Sends `tensors`, which `actual` describes, in a message with the layout of `expected`, unless that has no tensors. If
-        `actual` does not fit, sends a message that reports the mismatch, and raises RunError `boundary-mismatch`.
+        """Sends `tensors`, which `actual` describes, in a message with the layout of `expected`; sends nothing if `expected`
+        has no tensors. If `actual` does not fit, sends a message that reports the mismatch, and raises RunError
+        `boundary-mismatch`.
         """
         label = self._label(transfer)
         fault = "" if actual.fits(expected) else f"{label}: expected {expected}, but got {actual}"
@@ -205,7 +208,9 @@ class Link:
         self._message_pool.release(message)
 
     def _unblock_queue(self, direction: str, expected: Transfer) -> None:
-        """Blocks until the first queued receive of `direction` can start, then starts all that can. expected: for errors."""
+        """Blocks until the first queued receive of `direction` can start, then starts all queued receives that can start.
+        expected: the transfer for which the caller waits, for errors.
+        """
         assert self._queues[direction], f"{expected} was never posted"
         transfer, key = self._queues[direction][0]
         self._walk_check.confirm(transfer.peer, f"what {self._label(transfer)}")

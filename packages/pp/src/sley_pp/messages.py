@@ -101,7 +101,9 @@ class Channels:
         return self._start_message("send", pieces, peer, label)
 
     def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
-        """Starts to receive a message from stage `peer` into `pieces` of the same sizes. Returns handles like `send`."""
+        """Starts to receive a message from stage `peer` into `pieces`, which have the sizes of the sent pieces. Returns handles
+        as `send` does.
+        """
         return self._start_message("receive", pieces, peer, label)
 
     def send_host(self, tensor: Tensor, peer: int, label: str) -> Work:
@@ -120,7 +122,9 @@ class Channels:
         return pending
 
     def _start(self, operation: Operation, tensor: Tensor, peer: int, label: str, *, on_host: bool) -> Work:
-        """Starts to send or receive `tensor`. on_host: whether it is on the host, or is sent through it. Returns the handle."""
+        """Starts to send or receive `tensor`, and returns the handle. on_host: whether `tensor` is on the host or travels
+        through the host.
+        """
         sender, receiver = (self.stage, peer) if operation == "send" else (peer, self.stage)
         if on_host and self.separate_header:
             group, channel, coord = self._control, "main", self._control.ranks.index(self.group.ranks[peer])
@@ -133,8 +137,9 @@ class Channels:
 class WalkCheck:
     """Checks that neighbouring stages run the same microbatches in a walk, which is one pass through a list of actions.
 
-    At the start of a walk each stage sends its neighbours a digest of its microbatches, which they compare before they receive
-    messages. Otherwise stages that differ could wait forever or mistake messages. num_walks: the number of walks so far.
+    At the start of a walk, each stage sends a digest of its microbatches to its neighbours. A stage compares the digest of a
+    neighbour with its own before it receives messages from the neighbour. Without this check, stages that differ could wait
+    forever, or take one message for another. num_walks: the number of walks so far.
     """
 
     def __init__(self, channels: Channels) -> None:
@@ -181,26 +186,27 @@ class WalkCheck:
         self._confirmed_peers.add(peer)
 
     def finish(self) -> None:
-        """Waits until all digests of peers have been compared, and the own digest has been sent. Raises like `confirm`."""
+        """Waits until this stage has compared the digests of all peers and has sent its own. Raises the error of `confirm`."""
         for peer, pending in self._sends.items():
             self.confirm(peer, f"the microbatches of stage {peer}")
             pending.wait()
 
     def discard(self) -> None:
-        """Drops all digests, without waiting for digests in flight."""
+        """Drops all digests, without waiting for digests in flight, and forgets which peers were confirmed."""
         self._sends.clear()
         self._receives.clear()
         self._confirmed_peers.clear()
 
 
 def stages_differ_error(fault: str) -> RunError:
-    """Returns RunError "stages-differ" with the message `fault`, for stages that run different steps."""
+    """Returns RunError "stages-differ", for stages that run different steps, with the message `fault`."""
     hint = "run the same steps on all stages of a replica, with the same number and shapes of microbatches"
     return RunError("stages-differ", fault, hint=hint)
 
 
 HEADER_BYTES = 1024
-"""The number of bytes in the header for its numbers and error text. The flags of each tensor follow."""
+"""The size in bytes of the first part of a header, which has the numbers and the error text. The flags of each tensor follow.
+"""
 
 _NUMBERS = struct.Struct("<III")
 """The header's numbers: the walk, the microbatch, and the size of the error text in bytes."""
@@ -233,12 +239,12 @@ class Message:
     """A message in `memory`, uint8 [bytes].
 
     device: the device of `memory`. separate_header: whether the header is a separate piece, on the host. tensors: views of the
-    memory, in the order of the layout. pieces: the tensors to send or receive. lease: the pool's lease and the tensor that it
-    lends, or None between leases.
+    memory, in the order of the layout. pieces: the tensors to send or receive. lease: the pool's lease and the tensor that the
+    pool lends, or None between leases.
 
     The views have their own storage over the memory. So the number of users of that storage shows whether this message is in
-    use, even if a pool and earlier users refer to the memory. The stage does not compute while its host prepares messages, so
-    views are created once per layout, and the header is read and written without torch operations.
+    use, even if a pool and earlier users refer to the memory. A stage does not compute while its host thread prepares a
+    message. To save this time, views are created once per layout, and the header is read and written without torch operations.
     """
 
     def __init__(self, memory: Tensor, layout: Layout, device: Device, *, separate_header: bool) -> None:
@@ -270,7 +276,9 @@ class Message:
         self._num_owned = _num_users(self._storage)
 
     def aliases(self) -> list[Tensor]:
-        """Returns an alias of each tensor with its own version counter, so that writes to one do not count for others."""
+        """Returns an alias of each tensor. Each alias has its own version counter, so autograd does not take a write to one
+        tensor for a write to another.
+        """
         return [tensor.data for tensor in self.tensors]
 
     def write_header(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
@@ -294,13 +302,15 @@ def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 
 def boundary_mismatch_error(fault: str) -> RunError:
-    """Returns RunError "boundary-mismatch" with the message `fault`, for tensors that do not fit the announced ones."""
+    """Returns RunError "boundary-mismatch", for tensors that do not fit the announcement, with the message `fault`."""
     hint = "make the tensors that a layer returns depend only on the shapes of the batch, not on its values"
     return RunError("boundary-mismatch", fault, hint=hint)
 
 
 def send_description(channels: Channels, description: Description, peer: int, label: str) -> list[Work]:
-    """Starts to send `description` to stage `peer` as the length in bytes and the JSON text; returns the handles."""
+    """Starts to send `description` to stage `peer`: first the length of its JSON text in bytes, then the text. Returns the
+    handles of both sends.
+    """
     leaves = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.has_gradient] for leaf in description.leaves]
     json_text = json.dumps({"leaves": leaves, "structure": description.structure})
     content = torch.frombuffer(bytearray(json_text.encode()), dtype=torch.uint8)
@@ -338,7 +348,7 @@ class MessagePool:
         self._message_cache: MutableMapping[Tensor, Message] = WeakTensorKeyDictionary()
 
     def lease(self, layout: Layout) -> Message:
-        """Returns a message of `layout` that nothing else uses. Its contents are undefined."""
+        """Returns a message with the layout `layout`, which nothing else uses. The contents of the message are undefined."""
         self.release_unused()
         num_bytes = message_bytes(layout, separate_header=self.separate_header)
         lease = self.pool.lease((num_bytes,), torch.uint8, self.device.torch_device)

@@ -20,16 +20,20 @@ class OneFOneBConfig(Table):
 
 
 class InterleavedConfig(Table):
-    """Runs 1F1B over several model chunks per stage. With n chunks the bubble is n times shorter, but stages exchange about n
-    times as many messages.
+    """Runs 1F1B over several model chunks per stage. With n chunks per stage, the bubble is 1/n as long, but the stages
+    exchange about n times as many messages.
     """
 
     chunks: Annotated[int, Field(ge=2)] = 2
-    """The number of model chunks per stage. The chunks of the model are assigned to the stages in turn."""
+    """The number of model chunks per stage. The stages get the chunks of the model in turn: with P stages, stage s holds the
+    chunks s, s + P, s + 2P and so on.
+    """
 
 
 class ZeroBubbleH1Config(Table):
-    """Runs 1F1B, but computes weight gradients when a stage would idle. It has a third of 1F1B's bubble and the same memory."""
+    """Runs 1F1B, but computes weight gradients when a stage would idle. Its bubble is a third as long as with 1F1B, and its
+    peak of memory is the same.
+    """
 
 
 class ZeroBubbleVConfig(Table):
@@ -83,7 +87,7 @@ def _schedule_record(name: str, table: type[Table]) -> ScheduleRecord:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
-    """Returns the variants of each schedule that a search tries."""
+    """Returns the keys with which a search for a layout tries each schedule; {} is the defaults."""
     return {
         "pp.one_f_one_b": {"variants": [{}]},
         "pp.interleaved": {"variants": [{"chunks": 2}, {"chunks": 4}]},

@@ -1,8 +1,8 @@
 """Pipeline schedules and partitioners, which decide what each stage runs. They are pure functions, and import no torch.
 
 A partitioner splits layers into positions: `(costs, num_positions) -> boundaries`. A position is one chunk of the model; each
-stage holds one or more. With the boundaries (0, 3, 5, 9), position 0 has the layers 0 1 2, position 1 has 3 4, and position 2
-has 5 6 7 8.
+stage holds at least one position. With the boundaries (0, 3, 5, 9), position 0 has the layers 0 1 2, position 1 has 3 4, and
+position 2 has 5 6 7 8.
 
 A schedule returns one list of compute actions per stage: `(num_stages, num_chunks, num_microbatches) -> lists`. In the drawings
 the number of stages P and the number of microbatches M are 4. F is a forward, B a backward. A split backward consists of I,
@@ -49,8 +49,9 @@ def uniform_boundaries(num_layers: int, num_positions: int) -> Boundaries:
 
 
 def balanced_boundaries(costs: Sequence[float], num_positions: int) -> Boundaries:
-    """Returns the boundaries that minimise the cost of the most expensive position and, among these, the sum of the squared
-    costs. costs: a non-negative cost per layer. Raises PlanError "partition-empty" if there are fewer layers than positions.
+    """Returns the boundaries for which the cost of the most expensive position is minimal; of several such boundaries, those
+    with the least sum of squared costs. costs: a non-negative cost per layer. Raises PlanError "partition-empty" if there are
+    fewer layers than positions.
     """
     check_num_layers(len(costs), num_positions)
     prefix_sums = [0.0, *accumulate(costs)]
@@ -58,7 +59,9 @@ def balanced_boundaries(costs: Sequence[float], num_positions: int) -> Boundarie
 
 
 def _least_maximum(prefix_sums: Sequence[float], num_positions: int) -> float:
-    """Returns the least possible cost of the most expensive position. prefix_sums: costs of the first 0, 1, ... layers."""
+    """Returns the least possible cost of the most expensive position. prefix_sums: the total costs of the first 0, 1, ...
+    layers.
+    """
 
     def fits(limit: float) -> bool:
         """Returns whether the layers fit into the positions if no position costs more than `limit`."""
@@ -96,17 +99,18 @@ def _most_even_boundaries(prefix_sums: Sequence[float], num_positions: int, max_
 
 
 Partitioner = Callable[[Sequence[float], int], Boundaries]
-"""A function `(costs, num_positions) -> boundaries`, where `costs` has one number per layer."""
+"""A function `(costs, num_positions) -> boundaries`. costs: the cost of each layer."""
 
 
 def build_uniform(config: plugin.UniformConfig) -> Partitioner:
-    """Returns a partitioner that gives all positions numbers of layers that differ by at most one."""
+    """Returns the partitioner `pp.uniform`, which ignores costs: the sizes of two positions differ by at most one layer."""
     return lambda costs, num_positions: uniform_boundaries(len(costs), num_positions)
 
 
 def build_balanced(config: plugin.BalancedConfig | plugin.MeasuredConfig) -> Partitioner:
-    """Returns a partitioner that balances the table's `layer_costs`, or its argument `costs` if the table has none. It raises
-    PlanError "partition-length" unless `layer_costs` has one number per layer, or the error of `balanced_boundaries`.
+    """Returns a partitioner that balances `config.layer_costs`, or the partitioner's argument `costs` if `layer_costs` is None.
+    The partitioner raises PlanError "partition-length" if `layer_costs` does not have one number per layer, and the error of
+    `balanced_boundaries`.
     """
 
     def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
@@ -120,8 +124,9 @@ def build_balanced(config: plugin.BalancedConfig | plugin.MeasuredConfig) -> Par
 
 
 def build_explicit(config: plugin.ExplicitConfig) -> Partitioner:
-    """Returns a partitioner that gives position i `config.layers[i]` layers. It raises PlanError "partition-length" if there is
-    not one number per position, and "partition-layers" if the numbers do not add up to the number of layers.
+    """Returns a partitioner that gives position i `config.layers[i]` layers. The partitioner raises PlanError
+    "partition-length" if `layers` does not have one number per position, and "partition-layers" if the numbers do not add up to
+    the number of layers.
     """
 
     def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
@@ -217,8 +222,9 @@ def interleaved(num_stages: int, num_chunks: int, num_microbatches: int) -> list
 
 
 def round_sizes(num_stages: int, num_microbatches: int) -> list[int]:
-    """Returns the sizes, in descending order, of as many rounds of at least `num_stages` microbatches as possible, but at least
-    one. The sizes differ by at most one.
+    """Divides the microbatches into as many rounds of at least `num_stages` microbatches as possible, and returns the number of
+    microbatches in each round, in descending order. The numbers differ by at most one. If there are fewer microbatches than
+    stages, returns one round.
     """
     num_rounds = max(1, num_microbatches // num_stages)
     size, num_larger = divmod(num_microbatches, num_rounds)
@@ -226,11 +232,12 @@ def round_sizes(num_stages: int, num_microbatches: int) -> list[int]:
 
 
 def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placement, max_inputs: int) -> list[list[Action]]:
-    """Returns `lists`, which contain F and I, with a W for every I. Limits the chunk inputs that a stage holds to `max_inputs`.
+    """Returns `lists`, which contain F and I, with a W inserted for every I. max_inputs: the number of chunk inputs that a
+    stage should hold at most.
 
     Simulates all stages in ticks, with at most one action per stage and tick. A stage runs the next action of its list if an
-    earlier tick has produced the action's input, and its oldest pending W otherwise. If it holds `max_inputs` chunk inputs, it
-    runs a pending W first, except between an F and the following I, since earlier stages wait for that I.
+    earlier tick has produced the action's input, and otherwise its oldest pending W. A stage that holds `max_inputs` chunk
+    inputs runs a pending W first, except between an F and the following I, since earlier stages wait for that I.
 
     The drawing shows a stage of ZB-H1 without and with its W:
 
@@ -244,7 +251,7 @@ def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placem
     deliveries: set[Delivery | None] = {None}  # None is the input of an action that needs none
 
     def can_run(stage: int) -> bool:
-        """Returns whether the input of the next action of `stage` is available, and no W must run before that action."""
+        """Returns whether the input of the stage's next action is available, and no W must run before this action."""
         action, last_actions = queues[stage][0], results[stage][-1:]
         is_pair = action.kind is Kind.INPUT_GRADIENT and any(last.kind is Kind.FORWARD for last in last_actions)
         is_full = bool(weight_queues[stage]) and num_inputs[stage] >= max_inputs and not is_pair
@@ -283,8 +290,8 @@ def zero_bubble_h1(num_stages: int, num_chunks: int, num_microbatches: int) -> l
         stage 3  .........F0-I0=F1-I1=F2-I2=F3-I3=W0~W1~W2~W3~
 
     The previous stage waits only for I. Each stage defers its W until it holds min(P, M) microbatches, which is the peak of
-    stage 0 in 1F1B. With F, I and W as times, the bubble is (P - 1)(F + I - W) if W <= F and W <= I. If all three are equal,
-    that is a third of 1F1B's bubble.
+    stage 0 in 1F1B. If F, I and W stand for the times of these actions, the bubble is (P - 1)(F + I - W), provided that W <= F
+    and W <= I. If all three times are equal, this is a third of the bubble of 1F1B.
     """
     lists = []
     for stage in range(num_stages):
@@ -347,8 +354,8 @@ def build(
 
 
 def build_csv(config: plugin.CsvConfig) -> Schedule:
-    """Returns the schedule in the table's CSV file, which fits only one number of stages and one number of microbatches.
-    Raises PlanError "schedule-file" if the file cannot be read or parsed. The schedule raises the same error for other numbers.
+    """Returns the schedule in `config.file`, a CSV file for one number of stages and one number of microbatches. Raises
+    PlanError "schedule-file" if the file cannot be read or parsed. The schedule raises the same error for any other numbers.
     """
     try:
         text = config.file.read_text("utf-8")
@@ -377,13 +384,13 @@ def build_csv(config: plugin.CsvConfig) -> Schedule:
 
 
 KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
-"""The type of action for each letter in a file."""
+"""The type of action for each letter in a CSV file."""
 
 ACTION_PATTERN = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 """Matches the text of an action: the position, the letter of its type, and the microbatch."""
 
 OVERLAP_PATTERN = re.compile(r"\((.*)\)OVERLAP_F_B")
-"""Matches a cell of actions that torch overlaps. The actions within it are separated by `;`."""
+"""Matches a cell of a CSV file with actions that torch overlaps. Group 1: the actions, separated by `;`."""
 
 CsvAction = tuple[int, Kind, int]
 """The position, type and microbatch of an action."""
@@ -431,8 +438,8 @@ def _parse_row(line: str, name: str, line_number: int) -> list[CsvAction]:
 
 
 def _build_placement(positions_per_rank: Sequence[set[int]], location: Place) -> Placement:
-    """Returns the placement with these positions per rank. Raises PlanError "schedule-file" unless all ranks hold the same
-    number of positions, and each position is on exactly one rank.
+    """Returns the placement in which rank i holds the positions `positions_per_rank[i]`. Raises PlanError "schedule-file"
+    unless all ranks hold the same number of positions, and each position is on exactly one rank.
     """
     holders = {position: rank for rank, positions in enumerate(positions_per_rank) for position in positions}
     positions_text = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(positions_per_rank[:8]))

@@ -1,8 +1,8 @@
 """`pp.shared_modules`: keeps parameters that several stages hold (ties) equal on all of these stages.
 
-All copies start equal, since they are initialized with the same random numbers. Each copy gets the sum of all copies' gradients
-and takes the same optimizer step. The sum is the last operation on a gradient before the norm, so copies stay equal bit for
-bit. The engine compares copies as it compares replicas. Norm, clipping and parameter counts include each tie only once.
+All copies start equal, since they are initialized with the same random numbers. Each copy gets the sum of the gradients of all
+copies and takes the same optimizer step. The sum is the last operation on a gradient before the norm, so copies stay equal bit
+for bit. The engine compares copies as it compares replicas. Norm, clipping and parameter counts include each tie only once.
 """
 
 import torch
@@ -14,13 +14,15 @@ from sley_pp.plugin import SharedModulesConfig
 
 
 class SharedModules(GradientHandler):
-    """Sums the gradients of each tie over its stages, with one all-reduce per group of stages."""
+    """The handler `pp.shared_modules`. Sums the gradients of each tie (a parameter that several stages hold) over these stages,
+    with one all-reduce for all ties that the same stages hold.
+    """
 
     def __init__(self, config: SharedModulesConfig) -> None:
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
-        """Groups the registry's ties by axis, sorted by axis and name, so that all ranks use the same order."""
+        """Groups the ties in the registry by axis. Axes and names are sorted, so that all ranks use the same order."""
         self._groups = parts.groups
         self._store = parts.store
         ties = sorted((str(param.tie_axis), param.name) for param in parts.registry if param.tie_axis is not None)
@@ -29,7 +31,7 @@ class SharedModules(GradientHandler):
             self._ties[axis].append(parts.registry[name])
 
     def finish_step(self, step: StepState) -> None:
-        """All-reduces this rank's gradients of ties over their stages, in one buffer per group, and waits for the sums."""
+        """All-reduces the gradients of this rank's ties, in one buffer per group of stages, and waits for the sums."""
         self._sent.begin_step()
         reductions = []
         for axis, params in self._ties.items():

@@ -1,1 +1,1 @@
-"""A step as a list of actions: made by a pure function, lowered, then executed, simulated or drawn. Does not import torch."""
+"""Describes a step as a list of actions, which can be executed, simulated or drawn. Does not import torch."""

@@ -1,12 +1,12 @@
 """Describes a step as data: actions, the placement of chunks on stages, and schedules, which generate actions.
 
-A schedule generator writes compute actions only, `F0.3` for the forward of chunk 0 on microbatch 3. `lower` adds the rest:
-transfers between stages, and marks for finished chunks. The executor, the simulator and the drawing all read the same lowered
+A schedule generator writes compute actions only, such as `F0.3`, the forward of chunk 0 on microbatch 3. `lower` adds transfers
+between stages, and marks for finished chunks. The executor, the simulator and the drawing all read the same lowered
 lists.
 
 The layers of a model are cut into `stages x chunks` positions, in the order in which a sample passes them. A stage holds
-`chunks` of them. A placement is the route of a sample: the stage of each position. Two placements are here; plugins may define
-others (`PlacementFunction`):
+`chunks` of them. A placement is the route of a sample: the stage of each position. This module defines two placements; plugins
+may define others (`PlacementFunction`):
 
     loop, 4 stages, 2 chunks               v, 4 stages
 
@@ -52,7 +52,9 @@ INPUT_GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 class Action(NamedTuple):
-    """An entry of a rank's list: `kind` on the rank's chunk `chunk` and microbatch `micro`, from 0; -1 for CHUNK_DONE."""
+    """An action in a rank's list. chunk: the number of the chunk on this rank, from 0. micro: the number of the microbatch,
+    from 0; -1 for CHUNK_DONE.
+    """
 
     kind: Kind
     chunk: int
@@ -64,10 +66,11 @@ class Action(NamedTuple):
 
 
 Flow = Literal["forward", "backward"]
-"""The content of a transfer: outputs of a chunk for the next chunk, or gradients for the previous chunk."""
+"""The content of a transfer: the output of a chunk for the next ("forward"), or a gradient for the previous one ("backward").
+"""
 
 Direction = Literal["up", "down"]
-"""The direction of a transfer, which has its own communicator: "up" to a stage with a higher number, or else "down"."""
+"""The direction of a transfer: "up" if the receiving stage has the higher number, or else "down". Each has a communicator."""
 
 
 def direction_of(sender: int, receiver: int) -> Direction:
@@ -78,10 +81,10 @@ def direction_of(sender: int, receiver: int) -> Direction:
 class Transfer(NamedTuple):
     """Describes one end of a transfer between two stages.
 
-    op: `post` prepares a buffer and starts the receive; the action that needs the value waits for it, so waiting has no entry
-    of its own. `send` starts to send the result of the preceding action. Neither blocks. chunk: the chunk of this stage. A post
-    receives its input (forward flow) or output gradient (backward flow); a send sends its output or input gradient. micro: the
-    microbatch. peer: the stage at the other end. peer_chunk: the chunk of that stage.
+    op: "post" prepares a buffer and starts the receive; the action that needs the value waits for it, so there is no entry to
+    wait. "send" starts to send the result of the preceding action. Neither blocks. chunk: the chunk on this stage. A post
+    receives the chunk's input (forward flow) or the gradient of its output (backward flow). A send sends the chunk's output or
+    the gradient of its input. micro: the microbatch. peer: the stage at the other end. peer_chunk: the chunk on that stage.
     """
 
     op: Literal["post", "send"]
@@ -100,7 +103,7 @@ Step = Action | Transfer
 """An entry of a lowered list."""
 
 LoweredList = tuple[Step, ...]
-"""The entries of one rank in one step, in order."""
+"""The entries that one rank executes in one step, in order."""
 
 
 def sequential_actions(num_microbatches: int) -> list[Action]:
@@ -110,7 +113,7 @@ def sequential_actions(num_microbatches: int) -> list[Action]:
 
 
 def select_forwards(actions: Iterable[Action]) -> list[Action]:
-    """Returns the forwards of a training list, for an evaluation. They keep their order, so they cannot deadlock."""
+    """Returns the forwards in a training step's `actions`, for an evaluation. They keep their order, so they cannot deadlock."""
     return [action for action in actions if action.kind is Kind.FORWARD]
 
 
@@ -129,7 +132,9 @@ _KIND_TEXTS = {  # names for messages
 
 
 def describe_action(entry: str) -> str:
-    """Returns `the forward of chunk 0 on microbatch 3 (F0.3)` for `F0.3`, and other texts unchanged."""
+    """Returns `entry`, which starts with an action, in words: `the forward of chunk 0 on microbatch 3 (F0.3)` for `F0.3`. Text
+    after the action stays before the parenthesis. Returns any other `entry` unchanged.
+    """
     match = re.match(r"(([FBIWC])(\d+)(?:\.(\d+))?)(.*)$", entry)
     if match is None:
         return entry
@@ -138,7 +143,9 @@ def describe_action(entry: str) -> str:
 
 
 class Delivery(NamedTuple):
-    """Identifies a value that a chunk computes for the next or previous chunk. position: the position of the receiver."""
+    """Identifies a value that a chunk computes for the next or previous chunk. position: the place of the receiving chunk in
+    the model, from 0. micro: the microbatch.
+    """
 
     flow: Flow
     position: int
@@ -159,7 +166,8 @@ class StageChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Assigns the positions of a model to stages. A stage numbers its chunks in the order of their positions.
+    """Assigns the positions of a model to stages. A position is a run of consecutive layers, which one stage computes. A stage
+    numbers its positions in model order, and calls them chunks 0, 1, ...
 
     route: the stage of each position, in model order. Neighbouring positions may be on any two stages, or on the same one. The
     constructor raises PlanError "placement-wrong" unless the stages are 0, 1, 2, ... without a gap, and each of them holds
@@ -188,32 +196,36 @@ class Placement:
         return len(self.route)
 
     def position(self, stage: int, chunk: int) -> int:
-        """Returns the position of chunk `chunk` of `stage` in the model, from 0."""
+        """Returns the position in the model, from 0, of chunk `chunk` of `stage`."""
         assert 0 <= stage < self.stages, f"stage {stage} of {self.stages}"
         assert 0 <= chunk < self.chunks, f"chunk {chunk} of {self.chunks}"
         return self._positions[stage][chunk]
 
     def positions(self, stage: int) -> Sequence[int]:
-        """Returns the positions of the chunks of `stage` in the model, in the order of the chunks."""
+        """Returns the positions in the model that `stage` holds, in ascending order: entry i is the position of chunk i."""
         return self._positions[stage]
 
     def holder(self, position: int) -> StageChunk:
-        """Returns the stage and chunk that hold `position`: the inverse of the method `position`."""
+        """Returns the stage and chunk at `position`. Inverse of the method `position`."""
         assert 0 <= position < self.num_positions, f"position {position} of {self.num_positions}"
         return self._holders[position]
 
     def previous(self, stage: int, chunk: int) -> StageChunk | None:
-        """Returns the chunk whose output is this chunk's input, possibly on the same stage; None at the first position."""
+        """Returns the chunk, possibly on the same stage, whose output is the input of chunk `chunk` of `stage`; None if there
+        is none, because this chunk is at the first position.
+        """
         position = self.position(stage, chunk)
         return self.holder(position - 1) if position > 0 else None
 
     def next(self, stage: int, chunk: int) -> StageChunk | None:
-        """Returns the chunk whose input is this chunk's output, possibly on the same stage; None at the last position."""
+        """Returns the chunk, possibly on the same stage, whose input is the output of chunk `chunk` of `stage`; None if there
+        is none, because this chunk is at the last position.
+        """
         position = self.position(stage, chunk)
         return self.holder(position + 1) if position + 1 < self.num_positions else None
 
     def input_of(self, action: Action, position: int) -> Delivery | None:
-        """Returns the value that `action` needs from the chunk before or after `position`, or None if it needs none."""
+        """Returns the value that `action` of the chunk at `position` needs from a neighbouring chunk, or None if it needs none."""
         if action.kind is Kind.FORWARD and position > 0:
             return Delivery("forward", position, action.micro)
         if action.kind in INPUT_GRADIENT_KINDS and position + 1 < self.num_positions:
@@ -221,7 +233,7 @@ class Placement:
         return None
 
     def output_of(self, action: Action, position: int) -> Delivery | None:
-        """Returns the value that `action` at `position` computes for a neighbouring chunk, or None if there is none."""
+        """Returns the value that `action` of the chunk at `position` computes for a neighbouring chunk; None if there is none."""
         if action.kind is Kind.FORWARD and position + 1 < self.num_positions:
             return Delivery("forward", position + 1, action.micro)
         if action.kind in INPUT_GRADIENT_KINDS and position > 0:
@@ -238,7 +250,7 @@ class Placement:
 
 
 PlacementFunction = Callable[[int, int], Placement]
-"""A pure function `(stages, chunks) -> placement`. It raises PlanError for numbers that it does not support."""
+"""A pure function `(stages, chunks per stage) -> placement`. It raises PlanError if it does not support these numbers."""
 
 
 def loop(stages: int, chunks: int = 1) -> Placement:
@@ -247,19 +259,23 @@ def loop(stages: int, chunks: int = 1) -> Placement:
 
 
 def v_placement(stages: int, chunks: int = 2) -> Placement:
-    """Returns the route through all stages upwards, then downwards. Raises PlanError "placement-wrong" unless `chunks` is 2."""
+    """Returns the placement in which a sample passes through all stages upwards, then downwards. Raises PlanError
+    "placement-wrong" unless `chunks` is 2.
+    """
     if chunks != 2:
         raise placement_error(f"is a V, which needs two chunks per stage, not {chunks}")
     return Placement((*range(stages), *reversed(range(stages))))
 
 
 def placement_error(fault: str) -> PlanError:
-    """Returns PlanError "placement-wrong". fault: a description that starts with a verb."""
+    """Returns PlanError "placement-wrong". fault: the end of its message, which starts with a verb."""
     return PlanError("placement-wrong", f"the schedule's placement {fault}", path=("pipeline", "use"))
 
 
 ScheduleGenerator = Callable[[int, int, int], list[list[Action]]]
-"""A pure function `(stages, chunks, micros) -> one list of compute actions per stage`. It may raise PlanError."""
+"""A pure function of the numbers of stages, of chunks per stage, and of microbatches. It returns one list of compute actions
+per stage, and raises PlanError if it does not support these numbers.
+"""
 
 
 @dataclass(frozen=True)
@@ -281,5 +297,5 @@ class Schedule:
         return placement
 
     def lists(self, stages: int, micros: int) -> list[list[Action]]:
-        """Returns the compute actions of each stage in a training step of `micros` microbatches, for `lower`."""
+        """Returns the compute actions of each stage in a training step of `micros` microbatches. `lower` adds the transfers."""
         return [list(actions) for actions in self.generate(stages, self.chunks, micros)]

@@ -57,7 +57,7 @@ EXCLUDED_KIND = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.B
 
 def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool) -> None:
     """Raises PlanError "schedule-wrong" unless there is one list per stage, and each list contains every action of its stage
-    once, in an order in which no action needs a later action of its list. training: as in `lower`.
+    once, in an order in which no action needs a later action of its list. training: whether the lists must have backwards.
     """
     if len(lists) != placement.stages:
         message = f"the schedule must have {placement.stages} action lists, one per stage, but has {len(lists)}"
@@ -106,16 +106,17 @@ def _missing_actions(earlier_actions: set[Action], chunks: int, micros: int, tra
 
 
 NUM_AHEAD = 4
-"""The number of actions between the post of a receive and its use.
+"""The number of actions by which a receive is posted before its use, if the order of transfers allows it.
 
 With this number no schedule of sley-pp sends a value before its receive is posted, and a stage has at most six buffers. In
-simulation, 2 would suffice for transfers that take up to twice as long as an action. A late post delays the processes at its
-ends, but not the link (docs/adr/0014).
+simulation, 2 would suffice for transfers that take up to twice as long as an action. A late post delays the processes at both
+ends of the transfer, but not the link (docs/adr/0014).
 """
 
 
 def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
-    """Returns the index of each transfer in the order of all stages. sent_s: the time at which each value is sent, in seconds.
+    """Returns the index of each transfer in the order that all stages follow. sent_s: the time, in seconds, at which each value
+    is sent.
 
     Transfers that are sent at the same time are ordered by flow, then by position along the flow, so a stage posts a receive
     before it sends its own value to the neighbour that is about to send.
@@ -171,7 +172,8 @@ def schedule_posts(
 
 
 def _place_posts(ends: Sequence[_TransferEnd]) -> Iterator[tuple[int, Transfer]]:
-    """Yields the index of the action that each post precedes, and the post. ends: of one direction, sorted by `order`.
+    """Yields each post with the index of the action before which it is inserted. ends: the ends in one direction, sorted by
+    `order`.
 
     The backward loop over `ends` puts a post `NUM_AHEAD` actions before its use, but not after its latest index or a later end.
     The forward loop moves a post after all earlier ends.
@@ -192,7 +194,7 @@ def _place_posts(ends: Sequence[_TransferEnd]) -> Iterator[tuple[int, Transfer]]
 
 
 def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool = True) -> list[LoweredList]:
-    """Returns one lowered list per stage, the same on every rank.
+    """Returns one lowered list per stage: its actions with the transfers between them. All ranks compute the same lists.
 
     lists: each stage's compute actions over its chunks and `micros` microbatches. training: whether every forward must have a
     full or split backward; if False, no forward may have one.

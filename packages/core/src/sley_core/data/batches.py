@@ -64,7 +64,8 @@ def open_dataset(component: "Component", context: DataContext) -> AnyDataset:
 def count_samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
     """Returns `len(dataset)`, which may load the data, or None for a stream.
 
-    config: the table of the data. Raises PlanError "data-changed" if its `samples_per_epoch` differs, or is set for a stream.
+    config: the table of the data. Raises PlanError "data-changed" if `samples_per_epoch` in `config` is not this number, or is
+    set for a stream.
     """
     assert isinstance(config, DataConfig), config
     if is_stream(dataset):
@@ -173,7 +174,7 @@ def narrow_batch(
 ) -> Batch:
     """Returns part `index` of `num_parts` equal parts of a batch: a microbatch if `dim` is "batch", or else a slice.
 
-    The tensors are views, in the order of `fields`. A field without the dim is complete in every part. Raises RunError
+    The tensors are views, in the order of `fields`. A field without a sequence dim is complete in every slice. Raises RunError
     "batch-fields" for missing or undeclared fields, and "batch-size" for a field that does not divide into equal parts.
     """
     assert 0 <= index < num_parts, (index, num_parts)
@@ -194,7 +195,7 @@ def narrow_batch(
 
 def count_microbatches(batch: Mapping[str, Tensor], fields: Mapping[str, Field], micro_size: int) -> int:
     """Returns the number of microbatches of `micro_size` samples in `batch`. Raises RunError "batch-fields" for missing or
-    undeclared fields, and "batch-size" unless all fields have the same positive multiple of `micro_size` samples.
+    undeclared fields, and "batch-size" unless all fields have the same number of samples, a positive multiple of `micro_size`.
     """
     _check_fields(batch, fields)
     sizes = {name: _num_samples(name, batch[name], field) for name, field in fields.items()}
@@ -261,7 +262,7 @@ def _stack_field(name: str, field: Field, samples: Sequence[Sample]) -> Tensor:
 
 def check_tokens(batch: Mapping[str, Tensor], info: DataInfo, samples: Sequence[int] | None = None) -> None:
     """Raises RunError "token-out-of-range" if a token id is not in [0, vocab_size). Negative labels are allowed. samples: the
-    sample number of each row, for the error (`Feed.samples`).
+    sample number of each row, for the error (`Feed.samples`); if it is None, the error names the row of the batch.
     """
     if info.vocab_size is None:
         return
@@ -289,7 +290,7 @@ def _token_error(name: str, value: Tensor, field: Field, vocab_size: int, sample
 
 
 POSITIONS = "positions"
-"""The name of the field with the positions in the full sequence."""
+"""The name of the field that has the position of each element in the full sequence."""
 
 
 def check_additive(
@@ -312,8 +313,9 @@ def check_additive(
 
 
 def add_positions(info: DataInfo, num_slices: int) -> DataInfo:
-    """Returns `info`, with a field `positions` if there are several slices. Raises PlanError "sequence-field" if no field has a
-    sequence dim, or the data's own `positions` has none, and "sequence-does-not-divide" if the length does not divide.
+    """Returns `info`; if there are several slices and `info` has no field `positions`, adds it (int64 [b, s]). Raises PlanError
+    "sequence-field" if no field has a sequence dim, or the data's own `positions` has none, and "sequence-does-not-divide" if
+    the sequence length is not a multiple of `num_slices`.
     """
     if num_slices == 1:
         return info
@@ -332,8 +334,8 @@ def add_positions(info: DataInfo, num_slices: int) -> DataInfo:
 class SequenceSlicer:
     """Narrows batches to slice `index` of `num_slices`.
 
-    fields: the fields of a full batch. loss: the loss; None on ranks without one. The first call checks that the loss
-    weights of the slices add up to the weight of the batch.
+    fields: the fields of a full batch. loss: the loss of the run, or None to omit the check of the first call, which requires
+    that the loss weights of the slices add up to the weight of the batch.
     """
 
     def __init__(self, fields: Mapping[str, Field], num_slices: int, index: int, loss: Loss | None = None) -> None:

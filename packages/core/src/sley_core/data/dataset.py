@@ -59,7 +59,7 @@ documents [b, n + 1], as in `Attention`.
 
 @dataclass(frozen=True)
 class DataInfo:
-    """Declares the data for a model: the fields of a batch, and sizes, which are None if undefined.
+    """Declares the data for a model: the fields of a batch, and two sizes, which are None if they are undefined.
 
     vocab_size: the number of token ids; all ids are in [0, vocab_size).
     sequence: the number of positions of every sample.
@@ -163,12 +163,12 @@ class TextIds(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields each character of the text as soon as `ids` has yielded all of its ids."""
+        """Yields each character of the text as soon as `ids` has yielded all ids of this character."""
         ...
 
 
 SOURCE = "source"
-"""The name of the field, in a dataset with `sources`, that has the index of each sample's source, int64 [b]."""
+"""In a dataset with `sources`, the name of the field that has the index of each sample's source, int64 [b]."""
 
 
 class DataConfig(Table):
@@ -190,7 +190,9 @@ class DataConfig(Table):
         return self.model_copy(update={key: value for key, value in empty.items() if key in type(self).model_fields})
 
     def check_num_samples(self, num_samples: int, path: KeyPath = ("data",)) -> None:
-        """Raises PlanError "data-changed" if the plan sets another `samples_per_epoch` than `num_samples`."""
+        """Raises PlanError "data-changed" if `samples_per_epoch` is set, but is not `num_samples`. path: the path of this
+        table.
+        """
         if self.samples_per_epoch not in (None, num_samples):
             counts = f"it has {num_samples} samples per epoch, but the plan expects {self.samples_per_epoch}"
             hint = "remove `samples_per_epoch` to train on the present data"

@@ -2,7 +2,7 @@
 
 The epochs, each in its own order, form one endless sequence of samples. With batches of G samples, batch b has the samples b *
 G to (b + 1) * G - 1 of this sequence. So a batch may span two epochs, and the ranks together read the same global batch in
-every layout. A resumed run compares digests of samples, to detect data that differ from the checkpoint's run.
+every layout. A resumed run compares digests of samples, to detect whether the data have changed since the checkpoint.
 """
 
 import threading
@@ -55,8 +55,8 @@ class PrefetchThread:
             self._ready.put(error)
 
     def get(self, timeout_s: float) -> "_PrefetchedBatch":
-        """Waits for the next item and returns it. Raises the thread's error, also in later calls, and RunError "data-timeout"
-        after `timeout_s` seconds.
+        """Waits for the next item and returns it. Raises the error that ended the thread, again in each later call, and
+        RunError "data-timeout" if there is no item within `timeout_s` seconds.
         """
         if self._error is not None:
             raise self._error
@@ -64,7 +64,7 @@ class PrefetchThread:
             result = self._ready.get(timeout=timeout_s)
         except Empty:
             message = f"the dataset returned no batch within {timeout_s:g} s"
-            hint = "check its `__getitem__` or `__iter__`; if they need more time, increase [limits] data_timeout_s"
+            hint = "check the dataset's `__getitem__` or `__iter__`; if it needs more time, increase [limits] data_timeout_s"
             raise RunError("data-timeout", message, hint=hint) from None
         if isinstance(result, BaseException):
             self._error = result
@@ -73,21 +73,21 @@ class PrefetchThread:
         return result
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread after its current item and joins it. Raises RunError "data-timeout" after `timeout_s` seconds."""
+        """Ends the thread after its current item. Raises RunError "data-timeout" if it does not end within `timeout_s` seconds."""
         self._is_closing = True
         self._permits.release()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise RunError("data-timeout", f"the dataset did not return within {timeout_s:g} s of closing")
+            raise RunError("data-timeout", f"the dataset returned no batch within {timeout_s:g} s after the feed was closed")
 
 
 CLOSE_TIMEOUT_S = 30.0
-"""The time limit of `Feed.close` in seconds, which is shorter than the limit of `next` because the run is ending."""
+"""The maximum number of seconds that `Feed.close` waits for the thread. It is short, because the run is ending."""
 
 
 @dataclass(frozen=True)
 class _PrefetchedBatch:
-    """A batch, with `Feed.samples` and the state of the feed after it."""
+    """A batch that `Feed.next` will return. samples, state: the values of `Feed.samples` and of the feed's state after it."""
 
     batch: Batch
     samples: tuple[int, ...]
@@ -98,6 +98,7 @@ class Feed:
     """Reads one rank's rows of endlessly many global batches. To end its thread, close the feed or use it as a context manager.
 
     dataset: a Dataset or a Stream.
+    seed: the run's seed, from which the order of the samples and the seeds of random reads are derived.
     batch_size: the number of samples of a **global** batch, over all ranks.
     rows: this rank's rows of the global batch.
     shuffle: whether each epoch of a Dataset has a different random order.
@@ -107,8 +108,8 @@ class Feed:
 
     notes: messages for the user about a resumed stream.
 
-    After `next`, `wait_s` is the number of seconds that it waited, and `samples` has the dataset index of each row; for a
-    stream, its position in the endless sequence. `next` raises the dataset's errors. No method communicates.
+    After `next`, `wait_s` is the number of seconds that it waited, and `samples` has the dataset index of each row or, for a
+    stream, the position of each row in the endless sequence. `next` raises the dataset's errors. No method communicates.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Feed:
         return None if is_stream(self._dataset) else len(cast(Dataset, self._dataset))
 
     def next(self) -> Batch:
-        """Returns this rank's rows of the next global batch, on the host. Raises RunError "data-timeout" after `timeout_s`."""
+        """Returns this rank's rows of the next global batch, on the CPU. Raises RunError "data-timeout" after `timeout_s`."""
         start = time.perf_counter()
         if self._prefetch is None:
             self._prefetch = PrefetchThread(self._checked_batches(self._state))
@@ -158,7 +159,9 @@ class Feed:
         return item.batch
 
     def state(self) -> dict[str, Any]:
-        """Returns the position after the last batch of `next`, equal on all ranks in all layouts. It may contain a digest."""
+        """Returns the position after the last batch that `next` returned, which is equal on all ranks and in all layouts. It
+        may contain a digest of the data.
+        """
         is_read = self._prefetch is not None and self._state["samples"] > 0
         digest = self.digest if is_read and (self._will_save or self.has_exact_digest) else None
         return deepcopy(self._state) | ({} if digest is None else {"digest": digest})
@@ -169,7 +172,9 @@ class Feed:
         self._state = deepcopy(dict(state))
 
     def describe_change(self, state: Mapping[str, Any]) -> str:
-        """Returns how the data differ from the data of `state`, for a message; "" if they are equal or cannot be compared."""
+        """Returns how the data differ from the data that gave `state`, a result of the method `state`, as a clause for a
+        message; "" if the data are equal or cannot be compared.
+        """
         old, new = state.get("digest"), None if "digest" not in state else self.digest
         if None in (old, new) or old == new:
             return ""
@@ -204,7 +209,7 @@ class Feed:
         return f"{num_samples}:{first}" if first == second else None
 
     def close(self) -> None:
-        """Ends the thread and discards the prefetched batch. Raises RunError "data-timeout" if it does not end in time."""
+        """Ends the thread and discards the prefetched batch. Raises RunError "data-timeout" if the thread does not end in time."""
         if self._prefetch is not None:
             self._prefetch.close(min(self._timeout_s, CLOSE_TIMEOUT_S))
             self._prefetch = None
@@ -283,7 +288,9 @@ class Feed:
 
 
 def read_sample(dataset: Dataset, index: int) -> Sample:
-    """Returns sample `index`. StopIteration and SystemExit become RunError "data-sample", since they would end the thread."""
+    """Returns sample `index`. Raises RunError "data-sample" instead of StopIteration or SystemExit, which would end the thread.
+    Adds the sample's number as a note to any other error.
+    """
     try:
         sample = dataset[index]
     except (StopIteration, SystemExit) as error:
@@ -409,7 +416,9 @@ class StreamReader:
             self._epoch += 1
 
     def _read_epoch(self) -> Iterator[Sample]:
-        """Yields the samples of one epoch. Errors get the stream's origin; SystemExit becomes RunError "data-sample"."""
+        """Yields the samples of one epoch. Raises RunError "data-sample" instead of SystemExit. Adds a note that names the
+        stream to any other error.
+        """
         try:
             yield from self._stream
         except SystemExit as error:  # would end this process without a message

@@ -1,1 +1,1 @@
-"""Plans: reading, locating, resolving, checking and writing them."""
+"""Reads, locates, resolves, checks and writes plans."""

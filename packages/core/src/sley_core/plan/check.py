@@ -45,7 +45,9 @@ NEEDED_TABLES = {
     "wp": ("weights", "a weight communicator", '`use = "isp.communicator"` of sley-isp'),
     "sp": ("sequence", "an attention over split sequences", '`use = "isp.all_to_all"` of sley-isp'),
 }
-"""For each axis of [parallel], the table that it needs, the part that this table names, and an example."""
+"""For each axis of [parallel], the table that a plan needs if the axis has several ranks, the part of the run that this table
+names, and an example.
+"""
 
 
 def _check_parts(plan: Plan) -> Iterator[records.Problem]:
@@ -80,7 +82,7 @@ def _check_parts(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
-    """Returns the problems of the schedule; none without a schedule, or if `_check_batch` yields a problem."""
+    """Returns the problems of the schedule; [] if the plan has no schedule, or if `_check_batch` yields a problem."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
     # Imported only if there is a schedule, so that other plans are checked faster.
@@ -284,8 +286,8 @@ def _check_profile(plan: Plan) -> Iterator[records.Problem]:
 
 
 def check_data(data: Component, model: Component, *, evaluates: bool) -> Iterator[records.Problem]:
-    """Yields the problems that the record of `data` finds in its table and its files; none for a factory's dataset. evaluates:
-    whether the plan needs held-out data.
+    """Yields the problems that the dataset's record finds in the table `data` and in the files that this table names. Yields
+    none for a dataset from a factory. evaluates: whether the plan needs held-out data.
     """
     if isinstance(data.record, records.DatasetRecord) and data.record.check is not None:
         vocab_size = None if model.record is None else getattr(model.config, "vocab_size", None)

@@ -16,7 +16,7 @@ from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, SleyError, f
 from sley_core.table import Table, describe_value
 
 OVERRIDE = "--set #"
-"""The prefix of the file name in the place of an override; the number of the `--set` follows."""
+"""The start of the file name in the `Place` of an override. The number of the `--set` follows it."""
 
 
 class Override(NamedTuple):
@@ -72,7 +72,9 @@ class Document:
         return Diagnostic(code, make_printable(message), path=path, place=place, source_line=line, hint=hint)
 
     def place(self, path: KeyPath, at: Literal["key", "value"] = "value") -> tuple[Place, str | None]:
-        """Returns the place of `path` or of its closest enclosing table, and its line of text; the file and None if unknown."""
+        """Returns the place of `path`, or else of the closest enclosing table, and the text of the line there. If neither place
+        is known, returns the file and None. at: whether the place is that of the key or that of its value.
+        """
         for length in range(len(path), 0, -1):
             prefix = path[:length]
             if override := self._find_override(prefix):
@@ -84,7 +86,9 @@ class Document:
         return Place(self.file), None
 
     def _find_override(self, path: KeyPath) -> Override | None:
-        """Returns the last override that sets `path`, a table around it, or, if the file lacks `path`, a key in it; or None."""
+        """Returns the last override that sets `path`, a table that contains it, or (if the file lacks `path`) a key in it.
+        Returns None if there is no such override.
+        """
         for override in reversed(self.overrides):
             if path[: len(override.path)] == override.path:
                 return override
@@ -105,7 +109,7 @@ def sort_by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
 
 
 def add_locations(error: SleyError, document: Document) -> SleyError:
-    """Adds the places in `document` to the diagnostics of `error` that have a path; returns the same error."""
+    """Adds the places in `document` to the diagnostics of `error` that have a path but no place; returns the same error."""
 
     def add_place(diagnostic: Diagnostic) -> Diagnostic:
         if diagnostic.place or not diagnostic.path:
@@ -130,9 +134,9 @@ def to_plain_data(value: Any) -> Any:
 
 
 def index_keys(text: str, file: str) -> dict[KeyPath, KeySpan]:
-    """Returns the places of all keys, tables and array items in the valid TOML `text` of `file`, since tomli does not report
-    places. An implicit table, such as `a` in `[a.b]`, has the place of its name in the first such header or key. Lines must end
-    with "\\n".
+    """Returns the spans of all keys, tables and array items in `text`, the valid TOML content of `file`; tomli does not report
+    them. An implicit table, such as `a` in `[a.b]`, gets the span of its name in the first header or key that contains it.
+    Lines must end with "\\n".
     """
     scanner = _Scanner(text, file)
     table: KeyPath = ()
@@ -217,7 +221,7 @@ class _Scanner:
             self.offset += 1
 
     def scan_value(self, path: KeyPath) -> Place:
-        """Scans the value at `path`, with its items and keys, and returns its place."""
+        """Scans the value at `path`, including its items and keys, and returns the place of the whole value."""
         start = self.offset
         first = self.text[start]
         if first in "[{":
@@ -245,7 +249,7 @@ class _Scanner:
         return self.offset < len(self.text)
 
     def line_span(self, start: int, end: int) -> Place:
-        """Returns the place of the characters from `start` to `end`, or only to the end of the first line."""
+        """Returns the place of the characters [start, end) of the text, or of the part of them on the first line."""
         line = bisect_right(self.line_starts, start)
         newline = self.text.find("\n", start, end)
         stop = end if newline < 0 else newline
@@ -258,7 +262,9 @@ def printable_line(line: str) -> str:
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """Returns the plan in `path`. overrides: as for `--set`. Raises PlanError "plan-unreadable", "syntax" or "set-invalid"."""
+    """Returns the document of the plan in the file `path`. overrides: texts as for `--set`, such as "run.steps=10". Raises
+    PlanError "plan-unreadable", "syntax" or "set-invalid".
+    """
     try:
         text = Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:
@@ -268,7 +274,7 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
-    """Returns the document of the plan `text`. file: its name in messages. Raises PlanError "syntax" or "set-invalid"."""
+    """Returns the document of the plan `text`. file: the plan's name in messages. Raises PlanError "syntax" or "set-invalid"."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     try:
@@ -290,7 +296,9 @@ def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides
 
 
 def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
-    """Returns `document` with the overrides, which change its tables in place. Raises PlanError with all invalid overrides."""
+    """Applies the overrides `texts` to `document.tables` in place, and returns the document with these overrides. Raises
+    PlanError with all invalid overrides.
+    """
     overrides: list[Override] = []
     problems: list[Diagnostic] = []
     for number, text in enumerate(texts, start=1):

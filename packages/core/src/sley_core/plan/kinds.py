@@ -27,7 +27,7 @@ RECORD_TYPE_NAMES: dict[type[records.Record], str] = {
 """The names in messages of record classes whose names `record_type_name` cannot derive."""
 
 CHECKPOINTER = "checkpoint.any_layout"
-"""The record of the default checkpointer."""
+"""The full name of the record of the default checkpointer."""
 
 
 class ModelFactory(ModelConfig, FactoryTable):
@@ -68,7 +68,8 @@ class ComponentTable:
     name a record. factory: the model of a table with `factory`; None if factories are not allowed. factory_argument: the name
     of the argument that the run passes to a factory whose signature has it. build: `"module:attribute"` of `build(config,
     *args)`, which is called instead of the factory. is_list: whether the plan has an array `[[key]]` of these tables.
-    required_table: the table without which this table is not allowed and is None; an optional table names itself.
+    required_table: the key of a table. If the plan lacks it, this table is not allowed, and its component is None. An optional
+    table names itself.
     """
 
     key: str

@@ -1,5 +1,5 @@
-"""Loads a plan from a file, a text or tables that a program built: imports the plugins that it names, checks every table, and
-adds defaults.
+"""Loads a plan from a file, a text or tables that a program built: imports the plugins that the plan names, checks every table,
+and adds defaults.
 
 One error reports all problems. For some tables, the record of the schedule names the default (`ScheduleRecord`). Plugins that
 the plan does not name are not imported.
@@ -40,14 +40,18 @@ def plan_from_text(
     *,
     loader: PluginLoader | None = None,
 ) -> Plan:
-    """Returns the plan in `text`, as `load_plan` does. file: its name in messages. folder: where relative paths start."""
+    """Returns the plan in `text`, as `load_plan` does. file: the plan's name in messages. folder: the folder in which relative
+    paths start; by default the current directory.
+    """
     return resolve_plan(read_text(text, file, folder, overrides), loader or PluginLoader())
 
 
 def plan_from_dict(
     tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = (), *, loader: PluginLoader | None = None
 ) -> Plan:
-    """Returns the plan in `tables`, as `load_plan` does. `tables` has the types of parsed TOML. A value None is ignored."""
+    """Returns the plan in `tables`, as `load_plan` does. `tables` has the types of parsed TOML; a key with the value None is
+    ignored. folder: the folder in which relative paths start; by default the current directory.
+    """
     return resolve_plan(read_tables(tables, folder, overrides), loader or PluginLoader())
 
 
@@ -66,7 +70,7 @@ _SET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 """The pattern of the NAME in `[evaluation.sets.NAME]`."""
 
 SUGGESTED_RECORDS: dict[type[Record], str] = {DatasetRecord: "data.text", ModelRecord: "models.llama"}
-"""The record of another Sley package to suggest, for classes of which core has no record."""
+"""Maps each record class for which core has no record to the record of another Sley package that errors suggest."""
 
 NO_KEYS: Mapping[str, Any] = {}  # the keys of an enclosing table that shares none
 
@@ -107,7 +111,9 @@ class _Resolver:
         self._load_plugin(CORE, ())
 
     def core_table(self, name: str, model: type[AnyTable]) -> AnyTable | None:
-        """Returns core's table `name`; None, with the problems recorded, if it is invalid, or if it is needed but missing."""
+        """Returns core's table `name`. If the table is invalid, or is needed but missing, records the problems and returns
+        None.
+        """
         required = [key for key, info in model.model_fields.items() if info.is_required()]
         if name not in self.tables and required:
             keys = ", ".join(f"`{key}`" for key in required)
@@ -135,8 +141,9 @@ class _Resolver:
         return component
 
     def components(self, spec: ComponentTable, parallel: ParallelTable | None) -> tuple[Component, ...]:
-        """Returns the components of an array of tables. The default gradient handlers are a reducer if several ranks may hold
-        the same weight, and the schedule's handler of ties.
+        """Returns the components of an array of tables, without invalid ones, whose problems it records. By default, the
+        gradient handlers are a reducer, if several ranks may hold the same weight, and in a pipeline the schedule's handler for
+        weights that stages share.
         """
         tables: Any = self.tables.get(spec.key, [])
         if spec.key not in self.tables and spec.key == "metrics":
@@ -199,8 +206,8 @@ class _Resolver:
     def _resolve_component(
         self, spec: ComponentTable, table: Any, path: KeyPath, default: str | None = None, shared: Mapping[str, Any] = NO_KEYS
     ) -> Component | None:
-        """Returns the component that `use` or `factory` of the table, or else `default`, names; None if it has a problem.
-        shared: keys of the enclosing table, which are passed to the record if its config has them.
+        """Returns the component that `use` or `factory` of the table, or else `default`, names. If the table has a problem,
+        records it and returns None. shared: keys of the enclosing table, which are passed to the record if its config has them.
         """
         if not isinstance(table, dict):
             self._add_problem("wrong-type", f"`{spec.key}` must be a table, not {describe_value(table)}", path)
@@ -264,8 +271,8 @@ class _Resolver:
     def _resolve_parts(
         self, spec: ComponentTable, model: type[PartTable], enclosing: Mapping[str, Any], path: KeyPath
     ) -> tuple[Any, list[Component | None]]:
-        """Splits each table of the array at `path` of the table `enclosing`. Returns the tables with only the keys of `model`,
-        and the components that the other keys specify.
+        """Splits each table of an array, which is at `path` in the plan, and in `enclosing` under the last part of `path`.
+        Returns the tables with only the keys of `model`, and the components that the other keys specify.
         """
         tables = enclosing.get(str(path[-1]))
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):

@@ -38,7 +38,9 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 @dataclass(frozen=True)
 class PluginSource:
-    """An installed plugin's metadata. dist: its distribution's name. requires: the `Requires-Dist` lines."""
+    """Describes an installed plugin. dist, version: the name and the version of its distribution. import_module: a function
+    that imports the plugin and returns the object that has its hooks. requires: the distribution's `Requires-Dist` lines.
+    """
 
     name: str
     dist: str
@@ -56,7 +58,9 @@ class PluginSource:
 
 
 def find_plugins() -> Mapping[str, list[PluginSource]]:
-    """Returns all plugins on `sys.path` by name. If a distribution has several copies, the first one counts, as in imports."""
+    """Returns the sources of all plugins on `sys.path`, by name: one for each distribution that provides the plugin. If there
+    are several copies of a distribution, the first one counts, as in imports.
+    """
     return _find_plugins(tuple(sys.path))  # cached for each value of `sys.path`, since a search takes 20 ms
 
 
@@ -113,7 +117,9 @@ def find_unmet_requirement(plugin: PluginSource) -> str | None:
 
 @dataclass(frozen=True)
 class Plugin(PluginSource):
-    """An imported, checked plugin. records: its records of all classes, by name. hooks: pluggy's callers."""
+    """An imported, checked plugin. records: its records of all classes, by name. hooks: an object of pluggy whose attributes
+    call the plugin's hooks.
+    """
 
     records: Mapping[str, Record] = field(default_factory=dict)
     hooks: Any = field(default=None, compare=False, repr=False)
@@ -139,7 +145,7 @@ class Plugin(PluginSource):
         return bool(getattr(self.hooks, hook).get_hookimpls())
 
     def load_builder(self, record: Record) -> Any:
-        """Imports and returns the record's builder. Raises PluginError "plugin-import"."""
+        """Imports and returns the record's builder. Raises PluginError "plugin-import" if the import fails."""
         try:
             return record.load()
         except Exception as error:
@@ -161,7 +167,7 @@ class PluginLoader:
         return [CORE, *sorted(set(plugins) - {CORE})]
 
     def sources(self, name: str) -> list[PluginSource]:
-        """Returns a source for each distribution that provides the plugin `name`. Imports no plugin."""
+        """Returns a source for each distribution that provides the plugin `name`; [] if there is none. Imports no plugin."""
         if name == CORE:
             return [PluginSource(CORE, CORE_DIST, core_version(), EntryPoint(CORE, "sley_core.plugin", ENTRY_POINT_GROUP).load)]
         plugins = self._plugins
@@ -194,7 +200,9 @@ class PluginLoader:
         return self._loaded[name]
 
     def record(self, record_type: type[AnyRecord], name: str) -> AnyRecord:
-        """Returns the `record_type` with the full name `name`. Raises PlanError "unknown-record" or the errors of `load`."""
+        """Returns the record of the class `record_type` with the full name `name`, such as "dp.bucketed". Raises PlanError
+        "unknown-record" if the plugin has no such record, and the errors of `load`.
+        """
         plugin = self.load(name.partition(".")[0])
         records = plugin.records_of(record_type)
         if name in records:
@@ -253,8 +261,8 @@ def load_hooks(source: PluginSource) -> Any:
 
 
 def collect_records(hooks: Any, source: PluginSource) -> Mapping[str, Record]:
-    """Returns the plugin's records by name. Raises PluginError "plugin-invalid" if a hook raises or returns anything except
-    valid records of its class.
+    """Returns the plugin's records by name. Raises PluginError "plugin-invalid" if a hook raises, or returns an object that is
+    not a valid record of the class that `RECORD_HOOKS` has for this hook.
     """
     records: dict[str, Record] = {}
     for hook, record_type in RECORD_HOOKS.items():

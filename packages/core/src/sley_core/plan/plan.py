@@ -88,10 +88,10 @@ class EvaluationSet:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A valid plan with all defaults. Plans are equal if their values are equal; the places of values do not matter.
+    """A valid plan with all defaults. Plans are equal if their values are equal, wherever those values were set.
 
-    Optional tables that the plan lacks are None. plugins: the plugins that the plan names, first core, then in the order of
-    their first use.
+    Optional tables that the plan lacks are None. plugins: the plugins that the plan names, by name: first `core`, then the
+    others in the order of their first use.
     """
 
     run: RunTable
@@ -137,12 +137,12 @@ class Plan:
 
     @property
     def folder(self) -> Path | None:
-        """The folder in which relative paths start and factories are searched; None for a plan without a folder."""
+        """The folder in which relative paths start and factories are searched; None for the current directory."""
         return self.document.folder
 
     @cached_property
     def tables(self) -> dict[str, Any]:
-        """The whole plan as TOML types, without keys whose value is None. Paths in its folder are relative to it."""
+        """The whole plan as TOML types, without keys whose value is None. Paths inside the plan's folder are relative to it."""
         tables: dict[str, Any] = {"plan": FORMAT}
 
         def dump(table: Table) -> Any:
@@ -186,7 +186,9 @@ class Plan:
                 yield plugin, result
 
     def world_size(self, num_available: int | None = None) -> int:
-        """Returns `pp x dp x sp` if `dp` is a number, else `num_available`, or without it the smallest possible world size."""
+        """Returns the number of ranks, `pp x dp x sp`, if `dp` is a number. If `dp` is "auto", returns `num_available`, the
+        number of available devices, or the smallest possible number of ranks if `num_available` is None.
+        """
         sizes = self.parallel
         if sizes.dp != "auto":
             return sizes.pp * sizes.dp * sizes.sp
@@ -235,7 +237,7 @@ def portable_tables(plan: Plan) -> dict[str, Any]:
 
 
 def format_values(plan: Plan) -> dict[str, str]:
-    """Returns the text of each value in `portable_tables`, by its path as text."""
+    """Returns the `repr` of each value in `portable_tables(plan)`, by the path of its key, such as "run.steps"."""
     return {format_path(path): repr(value) for path, value in iterate_values(portable_tables(plan))}
 
 
@@ -288,7 +290,7 @@ def _format_key(key: str) -> str:
 
 
 FIXED_KEYS = (("model",), ("adapters",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
-"""Tables and keys that a resumed run must not change. All others, such as the layout and the learning rate, may change."""
+"""Tables and keys that must not change when a run is resumed. All other keys, such as the layout and the learning rate, may."""
 
 UNREPORTED_KEYS = (
     *(("source_folder",), ("run", "name"), ("run", "folder")),

@@ -74,7 +74,7 @@ class RunTable(Table):
 
 
 class BatchTable(Table):
-    """The number of samples per step: `global_size = dp x micro_size x accumulation`."""
+    """The number of samples per step. In each step, a rank runs `global_size / (dp x micro_size)` microbatches."""
 
     global_size: PositiveInt
     """The number of samples per optimizer step, over all ranks."""
@@ -121,7 +121,7 @@ class PrecisionTable(Table):
 
     keep: Array[str] = ()
     """Patterns that match the names of parameters that stay in fp32 if `compute` is narrower, such as `"*.router.*"`. Buffers
-    keep the dtype in which the factory created them, except that fp32 buffers become fp64 if `compute` is fp64.
+    keep the dtype in which the model created them, except that fp32 buffers become fp64 if `compute` is fp64.
     """
 
     loss_scale: LossScaleTable | None = Field(
@@ -131,10 +131,13 @@ class PrecisionTable(Table):
 
 
 class ParallelTable(Table):
-    """The number of ranks per axis: `world = pp x dp x sp`, and `wdp = dp x sp / wp` ranks hold the same shard of a weight."""
+    """The number of ranks along each axis. A run has `pp x dp x sp` ranks, of which `wdp = dp x sp / wp` hold the same shard of
+    a weight.
+    """
 
     dp: PositiveInt | Literal["auto"] = "auto"
-    """The number of ranks that split the samples, which determines the world size; with `"auto"`, it follows from that size."""
+    """The number of ranks that split the samples. `"auto"` derives it from the number of ranks with which the run is started.
+    """
 
     pp: PositiveInt = 1
     """The number of pipeline stages."""
@@ -257,7 +260,9 @@ class EvaluationTable(Table):
     """
 
     patience: PositiveInt | None = None
-    """The number of consecutive evaluations without an improvement of `keep_best` that end the run early; by default, none."""
+    """The number of consecutive evaluations without an improvement of `keep_best` after which the run ends early. By default,
+    the run does not end early.
+    """
 
     @model_validator(mode="after")
     def _check_keys(self) -> "EvaluationTable":
@@ -320,7 +325,7 @@ class ModelConfig(Table):
 
     attention: AttentionKernel = "auto"
     """The kernel of torch's `scaled_dot_product_attention`. `"auto"` lets torch choose, for each call, the fastest kernel that
-    can compute it. Any other kernel is used for every call; if it cannot compute one, the run ends with an error.
+    supports the call. Any other kernel is used for every call; if it does not support a call, the run ends with an error.
     """
 
     def without_weights(self) -> Self:

@@ -1,1 +1,1 @@
-"""Weights in safetensors files: several of them with an index, read and written tensor by tensor."""
+"""Reads and writes weights in one safetensors file, or in several files with an index, tensor by tensor."""

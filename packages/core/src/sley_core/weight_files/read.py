@@ -86,7 +86,9 @@ class WeightFiles:
 
 @contextmanager
 def open_safetensors(file: Path, framework: str) -> Iterator[Any]:
-    """Opens a safetensors file for the block. File and safetensors errors become RunError "weight-files"."""
+    """Yields the open safetensors file `file`. framework: "pt" or "numpy", the library whose tensors the file returns. Raises
+    RunError "weight-files" if the file cannot be opened, or if the block fails with an OSError or a SafetensorError.
+    """
     try:
         with safe_open(file, framework=framework) as content:
             yield content
@@ -174,7 +176,8 @@ class HuggingFaceModel:
     """Describes the transformers model that has a run's weights.
 
     config: the content of `config.json`. names: the name of each weight in transformers' model, by its name in the run, without
-    tied heads. files: reads the tensors for the weight files, if they differ from the run's in names or layout; else None.
+    tied heads. files: a reader of the tensors for the weight files if these have other names or shapes than in the run, or else
+    None.
     """
 
     config: Mapping[str, Any]
@@ -192,7 +195,9 @@ def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Pl
 
 
 def start_folder(plan: Plan) -> Path | None:
-    """Returns the folder with the small files of the model from which the run started, or None if there is none."""
+    """Returns the folder with the small files, such as `config.json`, of the model from which the run started; None if the run
+    did not start from a folder.
+    """
     config = plan.model.config
     for key in ("weights", "config"):
         path = getattr(config, key, None)

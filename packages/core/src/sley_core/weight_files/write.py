@@ -71,7 +71,9 @@ class Spec(NamedTuple):
 
 
 def split_by_size(items: Iterable[Item], size_of: Callable[[Item], float], cap: float) -> list[list[Item]]:
-    """Returns `items`, in order, in lists whose sizes sum to at most `cap`. An item larger than `cap` is a list by itself."""
+    """Splits `items`, in order, into lists, in each of which the sizes of the items sum to at most `cap`. An item larger than
+    `cap` is a list by itself.
+    """
     parts: list[list[Item]] = []
     remaining = -1.0
     for item in items:
@@ -103,7 +105,9 @@ def build_header(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[by
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns a view of a contiguous host tensor, which it keeps alive. Unlike a numpy view, it does not prevent an offload."""
+    """Returns a view of the bytes of a contiguous CPU tensor. The view keeps the tensor alive, but, unlike a numpy view, does
+    not prevent an offload of its memory.
+    """
     if not tensor.numel():
         return memoryview(b"")
     buffer_type = ctypes.c_char * (tensor.numel() * tensor.element_size())
@@ -205,8 +209,8 @@ def check_replaceable(folder: Path, patterns: Iterable[str] = WEIGHT_FILE_PATTER
 
 
 def complete_folder(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
-    """Writes the index if there are several files, and replaces `folder` by `scratch_folder(folder)`. Removes the previous
-    folder only after the new folder is in place. Raises OSError.
+    """Writes the index if there are several files, and replaces `folder` with `scratch_folder(folder)`. Removes the previous
+    folder only after the new folder is in place. Raises OSError if this fails.
     """
     scratch, backup = scratch_folder(folder), folder.with_name(f".{folder.name}.before")
     if len(files) > 1:
@@ -244,7 +248,7 @@ def write_tensors(
     the weight files.
 
     names: (name in `source`, name in the files) of each tensor. write_extras: a function that writes more files into a given
-    folder. Raises RunError "weight-files" if `out` cannot be written, and "weights-folder" if it is not empty.
+    folder. Raises RunError "weight-files" if `out` cannot be written, and "weights-folder" unless `out` is empty or missing.
     """
     source_names = {file_name: source_name for source_name, file_name in names}
     specs = [Spec(file_name, *source.info(source_name)) for file_name, source_name in source_names.items()]
@@ -311,8 +315,8 @@ def probe(
     *,
     writes: bool = True,
 ) -> None:
-    """Raises RunError "checkpoint-folder" on all ranks unless all of them see the same folder and can write into it. A
-    collective of `control`. Leaves no files behind.
+    """Raises RunError "checkpoint-folder" on all ranks unless every rank that writes sees the same folder and can write into
+    it. A collective of `control`. Leaves no files behind.
 
     place: the path or URL of the folder. open_folder: a function that takes a token and returns a temporary folder in the
     folder, with the token in its name. timeout_s: the time limit of an exchange between ranks. problem: a function that returns

@@ -207,7 +207,7 @@ class Roofline:
             return none, none
         gathered, topology = float(self._weight_bytes), Topology(self.world_size, wp=wp)
         if isinstance(weights.record, WeightCommunicatorRecord):
-            gathered = weights.record.gathered_bytes(weights.config, self._weight_bytes)
+            gathered = weights.record.gather_bytes_per_element(weights.config, self._weight_bytes)
         return (
             self._exchange_s("gather", self._num_trained * gathered, topology, "wp"),
             self._exchange_s("reduce", self._num_trained * self._gradient_bytes, topology, "wp"),
