@@ -1,1 +1,1 @@
-"""Checkpoints of a run: all ranks write them, and any number of ranks can read and verify them (`reader`)."""
+"""Writes the checkpoints of a run on all ranks. Any number of ranks can read and verify a checkpoint (`reader`)."""

@@ -19,7 +19,7 @@ FAILURE_CODE = "checkpoint-failed"
 
 
 class AnyLayoutCheckpointer(Checkpointer):
-    """Saves and loads a run's checkpoints on one rank. table: the plan's `[checkpoint]`, or None if it has none."""
+    """Saves and loads a run's checkpoints on one rank. table: the plan's table `[checkpoint]`, or None if there is none."""
 
     def __init__(self, table: AnyLayoutConfig | None, state: TrainingState) -> None:
         self.table = table
@@ -42,8 +42,9 @@ class AnyLayoutCheckpointer(Checkpointer):
         return dict(self._counts)
 
     def save(self, path: str | Path | None, step: int) -> str:
-        """Writes a checkpoint at `path`, or in the run's folder if `path` is None. Returns its folder once all ranks have
-        written their parts. All ranks call it. Raises RunError `checkpoint-failed` on all ranks if the save fails.
+        """Writes a checkpoint at `path`, or in the run's checkpoint folder if `path` is None. Returns the path or URL of the
+        checkpoint once all ranks have written their parts. All ranks call it. Raises RunError `checkpoint-failed` on all ranks
+        if the save fails.
         """
         self.finish()
         writer = self._prepare(path, step)
@@ -59,8 +60,9 @@ class AnyLayoutCheckpointer(Checkpointer):
         return writer.target.uri
 
     def probe(self) -> None:
-        """Checks the run's folder before the first step. All ranks call it. Raises the same RunError `checkpoint-folder` on all
-        ranks if a rank cannot write to the folder, the ranks see different folders, or another run uses the folder.
+        """Checks the run's checkpoint folder before the first step. All ranks call it. Raises the same RunError
+        `checkpoint-folder` on all ranks if a rank cannot write to the folder, the ranks see different folders, or another run
+        uses the folder.
         """
         if self.table is None or self.folder is None:
             return
@@ -74,8 +76,8 @@ class AnyLayoutCheckpointer(Checkpointer):
         )
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to save after `step`, the same on all ranks: if `step` is a multiple of the plan's `every_steps` or a
-        save was requested, unless a save of this step has started.
+        """Returns whether to save after `step`: True if `step` is a multiple of the plan's `every_steps` or a save was
+        requested, unless a save of this step has started. The result is the same on all ranks.
         """
         if self.table is None or step == self._saved_step:
             return False
@@ -91,8 +93,8 @@ class AnyLayoutCheckpointer(Checkpointer):
         self._is_save_requested = True
 
     def start_save(self, step: int) -> None:
-        """Starts the due save in mode "async", or completes it in mode "sync". All ranks call it. If the save fails, counts the
-        failure, adds a note, and lets the run continue.
+        """Starts the save that is due in mode "async", or completes this save in mode "sync". All ranks call it. If the save
+        fails, counts the failure, adds a note, and lets the run continue.
         """
         assert self.table is not None, "no save is due without a table"
         with self._tolerate_failure("seconds_blocked"):
@@ -122,7 +124,9 @@ class AnyLayoutCheckpointer(Checkpointer):
 
     @contextmanager
     def _tolerate_failure(self, count: str) -> Iterator[None]:
-        """Turns a failed save in its block into a note, and adds the seconds of the block to `count`."""
+        """Turns the error of a failed save in the block into a note, and adds the duration of the block in seconds to the count
+        `count`.
+        """
         start = time.perf_counter()
         try:
             yield
@@ -133,7 +137,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         self._counts[count] += time.perf_counter() - start
 
     def copy_unwritten_state(self) -> None:
-        """Makes later device work, such as the update, wait for the copies of a save in progress."""
+        """Makes later work on the device, such as the update of the weights, wait for the copies of a save in progress."""
         if self._background_writer is not None:
             self._background_writer.copy_unwritten_state()
 
@@ -147,7 +151,7 @@ class AnyLayoutCheckpointer(Checkpointer):
                 self.state.attempt.record_save(background.writer.index.step)
 
     def close(self) -> None:
-        """Finishes the save in progress, or cancels it if the other ranks do not finish. Joins no collective."""
+        """Finishes the save in progress, or cancels it if the other ranks do not finish their parts. Joins no collective."""
         background, self._background_writer = self._background_writer, None
         if background is not None:
             background.copy_unwritten_state()
@@ -160,7 +164,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         self._host.free()
 
     def _prepare(self, path: str | Path | None, step: int) -> RankWriter:
-        """Returns the writer of this rank's part of a checkpoint at `path`, or in the run's folder if `path` is None."""
+        """Returns the writer of this rank's part of a checkpoint at `path`, or in the run's checkpoint folder for None."""
         folder = open_folder(self._run_folder() if path is None else path)
         self.state.agree("saving a checkpoint")
         self.state.attempt.begin(step)
@@ -183,9 +187,9 @@ class AnyLayoutCheckpointer(Checkpointer):
 
     def load(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
         """Loads the checkpoint at `path`, or the newest intact checkpoint if `path` is a folder of checkpoints. All ranks call
-        it. With "auto", loads this run's newest checkpoint, or returns None if the run has none. allow_fresh_start: see
-        `list_candidates`. Raises the errors of `list_candidates` and `choose_checkpoint`, and RunError: `no-checkpoint` if
-        there is none at `path`, and `checkpoint-mismatch` if "auto" finds a checkpoint of another run.
+        it. With "auto", loads this run's newest checkpoint, or returns None if the run has no checkpoint. allow_fresh_start:
+        see `list_candidates`. Raises the errors of `list_candidates` and `choose_checkpoint`, RunError `no-checkpoint` if there
+        is no checkpoint at `path`, and RunError `checkpoint-mismatch` if "auto" finds a checkpoint of another run.
         """
         self.finish()
         self.state.agree("loading a checkpoint")
@@ -209,7 +213,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         return RestoreResult(checkpoint.place, checkpoint.step, checkpoint.index.lineage, notes, damaged_checkpoints)
 
     def _run_folder(self) -> str:
-        """Returns the run's folder of checkpoints. Raises UsageError `no-folder` if the run has none."""
+        """Returns the run's folder of checkpoints. Raises UsageError `no-folder` if the run has no such folder."""
         if self.folder is None:
             hint = "pass a path, or pass a folder to `assemble(plan, world, folder=...)`"
             raise UsageError("no-folder", "this run has no folder for checkpoints", hint=hint)
@@ -274,9 +278,9 @@ def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start
 
 
 def _list_resumable(state: TrainingState, folder: Folder, *, allow_fresh_start: bool) -> tuple[list[str], list[str]]:
-    """Returns the paths of the checkpoints that this run's own steps reached, from new to old, then the path of the checkpoint
-    from which its attempt started, and notes for the user. Raises UsageError `never-anew` if there is no such checkpoint
-    although the run has done steps, or if all checkpoints are of attempts that the run's folder does not know.
+    """Returns paths and notes for the user. The paths are the checkpoints with steps of this run, from new to old, and then, if
+    the present attempt has not saved, the checkpoint from which it started. Raises UsageError `never-anew` if there is no such
+    checkpoint although the run has done steps, or if all checkpoints are of attempts that the run's folder does not know.
     """
     names = list_checkpoints(folder)
     if state.attempt.folder is None:  # without a run folder, there is no list of attempts and no rows

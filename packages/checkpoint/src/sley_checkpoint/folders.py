@@ -1,4 +1,4 @@
-"""Defines checkpoint folders on a disk or at a URL. On a disk, files and folders get their final names when complete."""
+"""Defines checkpoint folders on a disk or at a URL. On a disk, a file or folder gets its final name once it is complete."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ _READ_BYTES = 16 << 20  # the size of the buffer with which files are verified
 
 
 class LocalFolder:
-    """A folder in a mounted file system. Writing its first file creates it. All methods may raise OSError."""
+    """A folder in a mounted file system. The first `write` creates the folder. All methods may raise OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,11 +84,15 @@ class LocalFolder:
         (self.path / name).unlink()
 
     def staging_folder(self, token: str) -> "LocalFolder":
-        """Returns the temporary folder of a save. Its `publish` renames it to this folder."""
+        """Returns the temporary folder of a save, whose method `publish` renames the temporary folder to this folder. token: a
+        text that is unique to the save.
+        """
         return LocalFolder(self.path.parent / f"{STAGING_PREFIX}{self.path.name}-{token}")
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
-        """Returns whether the subfolder `name` is an unfinished checkpoint, which in an object store lacks `last_file`."""
+        """Returns whether the subfolder `name` is an unfinished checkpoint. last_file: the file that is written last; in an
+        object store, a checkpoint without this file is unfinished.
+        """
         return name.startswith(STAGING_PREFIX)
 
     def publish(self, target: "Folder") -> None:

@@ -16,13 +16,15 @@ class AnyLayoutConfig(CheckpointConfig):
     """The number of optimizer steps between checkpoints."""
 
     every_minutes: PositiveFloat | None = None
-    """The minutes between checkpoints. If `every_steps` is also set, a save is due when either is reached."""
+    """The number of minutes between checkpoints. If `every_steps` is also set, a save is due whenever either interval has
+    passed.
+    """
 
     keep: PositiveInt = 2
     """The number of checkpoints to keep. Older checkpoints are deleted once a newer one is verified."""
 
     mode: Literal["async", "sync"] = "async"
-    """Whether training continues during a save (`async`) or waits until it is complete (`sync`)."""
+    """Whether training continues during a save (`async`) or waits until the save is complete (`sync`)."""
 
 
 @hookimpl

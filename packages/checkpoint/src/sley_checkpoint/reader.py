@@ -149,8 +149,8 @@ _STEP_PATTERN = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # matches checkpoint na
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """A lazy mapping from the names of a checkpoint's tensors to full tensors on the host. Reads do not verify the files; use
-    `verify` for that.
+    """A mapping from the names of a checkpoint's tensors to the full tensors on the CPU, each of which is read on access. Reads
+    do not verify the files; call `verify` for that.
     """
 
     def __init__(self, folder: Folder, index: CheckpointIndex) -> None:
@@ -184,7 +184,9 @@ class Checkpoint(Mapping[str, Tensor]):
         return self[name]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the value of each parameter for `run.load_weights`: its master weight, if it has one."""
+        """Yields the name and the value of each parameter, for `run.load_weights`. The value has full precision, even if the
+        run computed with a narrower copy.
+        """
         return ((name.removeprefix(state.WEIGHTS), self[name]) for name in self.names if name.startswith(state.WEIGHTS))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -217,8 +219,8 @@ class Checkpoint(Mapping[str, Tensor]):
             raise self._build_damage_error(f"{num_missing} elements of {name!r} are in no file")
 
     def _read_common(self, file: str, name: str, rectangle: state.Rectangle, common: state.Rectangle, target: Tensor) -> None:
-        """Copies the part `common` of the file's `rectangle` to `target`. Always reads full rows of `rectangle`. Reads them
-        directly into `target` if `common` is as wide as the rows and the dtypes match.
+        """Copies the elements in `common` from `file`, which stores `rectangle` of the tensor `name`, to `target`. Reads full
+        rows of `rectangle`, and reads them directly into `target` if `common` is as wide as the rows and the dtypes match.
         """
         stored = self._read_header(file).get(name)
         if stored is None or stored.rectangle != rectangle:
@@ -243,7 +245,7 @@ class Checkpoint(Mapping[str, Tensor]):
             target.copy_(rows[(slice(None), *slices[1:])] if slices else rows)
 
     def _read_header(self, file: str) -> dict[str, StoredTensor]:
-        """Returns the tensors of a file by name. Reads the header of each file once."""
+        """Returns the tensors of the file `file` by name. Reads the header of each file only once."""
         if file not in self._headers:
             self._headers[file] = read_header(self.folder, file)[0]
         return self._headers[file]
@@ -267,7 +269,7 @@ def try_read_index(folder: Folder) -> CheckpointIndex | None:
 
 
 class Damage(NamedTuple):
-    """A damaged file. description: a predicate about it, such as "is missing"."""
+    """A damaged file of a checkpoint. description: the predicate of a sentence about the file, such as "is missing"."""
 
     file: str
     description: str
@@ -331,8 +333,8 @@ def choose_checkpoint_name(step: int, used_names: Iterable[str]) -> str:
 
 
 def examine(folder: Folder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
-    """Reads the index, and every `num_ranks`-th file, starting with file `rank`, so that each rank can verify its share.
-    Returns the index, or None if it cannot be read, and the damages.
+    """Reads the index of the checkpoint in `folder`, and verifies the share of rank `rank`: every `num_ranks`-th of the files,
+    from file number `rank` on. Returns the index, or None if the index cannot be read, and the damages that were found.
     """
     try:
         if INDEX_NAME not in folder.names():
@@ -347,7 +349,7 @@ def examine(folder: Folder, rank: int = 0, num_ranks: int = 1) -> tuple[Checkpoi
 
 
 def _find_damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | None:
-    """Reads a file of a checkpoint, and returns its damage or None."""
+    """Reads the file `name` of a checkpoint, and returns its damage, or None if the file is intact."""
     info = index.files[name]
     try:
         if (num_bytes := folder.num_bytes(name)) != info.num_bytes:

@@ -32,7 +32,7 @@ from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, Te
 from sley_core.errors import RunError, SleyError, format_cause
 
 _CLOSE_TIMEOUT_S = 10.0
-"""The time for which `BackgroundWriter.wait_or_cancel` waits for ranks that may have died."""
+"""The seconds for which `BackgroundWriter.wait_or_cancel` waits for ranks that may have died."""
 
 _MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1  # the first pause between two looks at the notes, and the longest, in seconds
 
@@ -41,12 +41,12 @@ _MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1  # the first pause between two looks at th
 class RankWriter:
     """Writes one rank's part of a save.
 
-    staging: the folder of the save until it is complete. target: its final folder. files: the pieces of each file. header_info:
-    JSON data for the headers of all files. rank_values: JSON data of this rank. index: the index without file digests and rank
-    data. timeout_s: the time limit of rank 0's wait for the other ranks. read_chunks: yields the bytes of a piece. on_publish:
-    rank 0 calls it once the checkpoint is complete. is_cancelled: another thread sets it to end the save soon, without a
-    checkpoint. wait_start: the monotonic time at which rank 0 began to wait or last saw a rank finish; None before the wait and
-    on other ranks.
+    staging: the folder of the save until the save is complete. target: the final folder of the checkpoint. files: the pieces of
+    each file. header_info: JSON data for the headers of all files. rank_values: JSON data of this rank. index: the index
+    without file digests and rank data. timeout_s: the time limit of rank 0's wait for the other ranks, in seconds. read_chunks:
+    a function that yields the bytes of a piece. on_publish: a function that rank 0 calls once the checkpoint is complete.
+    is_cancelled: another thread sets this to True to end the save soon, without a checkpoint. wait_start: the monotonic time at
+    which rank 0 began to wait or last saw a rank finish; None before the wait and on other ranks.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class RankWriter:
             raise RunError("checkpoint-failed", message) from error
 
     def _write(self) -> None:
-        """Writes this rank's files, reads them back to compare checksums, and writes a note with sizes and checksums."""
+        """Writes this rank's files, reads them back to compare checksums, and writes a note with their sizes and checksums."""
         digests: dict[str, FileDigest] = {}
         for index, pieces in enumerate(self.files):
             name = reader.format_file_name(self.rank, index)
@@ -100,7 +100,9 @@ class RankWriter:
             raise RunError("checkpoint-failed", "the run ended during the save")
 
     def _publish(self) -> None:
-        """Waits for all notes, checks the file sizes, writes the index, renames the folder, and calls `on_publish`."""
+        """Waits for the notes of all ranks, checks the file sizes, writes the index, renames the folder, and calls
+        `on_publish`.
+        """
         notes = self._wait_for_notes()
         files = {name: FileDigest(*digest) for note in notes for name, digest in note["files"].items()}
         for name, digest in files.items():
@@ -137,7 +139,7 @@ class RankWriter:
             pause_s = min(2 * pause_s, _MAX_POLL_S)
 
     def _clean_up(self, error: Exception) -> None:
-        """Deletes the files of the failed save on rank 0; the other ranks report their error to rank 0 in a file."""
+        """On rank 0, deletes the files of the failed save. On any other rank, reports `error` to rank 0 in a file."""
         with suppress(Exception):
             if self.rank == 0:
                 self.staging.remove()
@@ -186,7 +188,7 @@ class HostCopies:
         return copies, self._stream.record()
 
     def free(self) -> None:
-        """Frees the memory after its copies are complete. Call it once no thread reads the copies any more."""
+        """Frees the memory once the copies in progress are complete. Must be called after all reads of the copies have ended."""
         if self._stream is not None:
             self._stream.record().wait()  # copies of a cancelled save may still write to the memory
         self._memory = None
@@ -217,7 +219,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def copy_unwritten_state(self) -> None:
-        """Makes later device work, such as the update of the tensors, wait for the copies."""
+        """Makes later work on the device, such as an update of the tensors, wait for the copies."""
         self._event.hold_device()
         self._check_versions()
 
@@ -226,7 +228,7 @@ class BackgroundWriter:
         self._thread.join()
 
     def wait_or_cancel(self) -> None:
-        """Waits for the save. On rank 0, cancels it if no other rank finishes its part within _CLOSE_TIMEOUT_S seconds."""
+        """Waits for the save. Rank 0 cancels the save if no other rank finishes its part within _CLOSE_TIMEOUT_S seconds."""
         while self._thread.is_alive():
             self._thread.join(_MAX_POLL_S)
             start = self.writer.wait_start
@@ -258,8 +260,8 @@ class BackgroundWriter:
 
 
 class SavePreparation:
-    """Prepares the saves of one rank of the run with `state`. Caches the assignment of tensors to ranks until the tensors of a
-    rank change. Also caches each checkpoint's lineage, and whether it was the best when it was saved.
+    """Prepares the saves of the run with `state` on one rank. Caches the assignment of tensors to ranks until the tensors of a
+    rank change. Also caches the lineage of each checkpoint, and whether the checkpoint was the best when it was saved.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -272,8 +274,8 @@ class SavePreparation:
     def prepare(self, folder: Folder, step: int, keep: int | None, *, is_run_folder: bool) -> RankWriter:
         """Agrees on a save with all ranks, and returns the writer of this rank's part. folder: the run's folder of checkpoints
         if `is_run_folder`, else the folder of the checkpoint itself. keep: the number of checkpoints to keep in the run's
-        folder; None to keep all. All ranks call it. It blocks in one exchange over `control`, and in a second one if the
-        tensors of a rank have changed. Raises the same RunError on all ranks.
+        folder; None to keep all. All ranks call it. It blocks in one exchange over `control`, and in a second exchange if the
+        tensors of a rank have changed. Raises the same RunError on all ranks if a rank cannot save or the ranks differ.
         """
         world, control, attempt = self.state.parts.world, self._control, self.state.attempt.current
         description = self.state.describe(step)
@@ -322,8 +324,8 @@ class SavePreparation:
         return f"the folder {folder.uri} has checkpoints of the run {newest.run!r}, but this run is {self._run!r}"
 
     def _prune(self, folder: Folder, keep: int, attempt: Attempt) -> None:
-        """Deletes this run's checkpoints in `folder`, except the newest `keep` checkpoints, and the newest checkpoint that was
-        the best when it was saved. The newest checkpoint has just been verified.
+        """Deletes this run's checkpoints in `folder`, except the newest `keep` checkpoints and the newest checkpoint that was
+        the best when it was saved. Must be called after the newest checkpoint has been verified.
         """
         with suppress(Exception):  # a failed deletion must not fail the save
             names = reader.list_checkpoints(folder)
@@ -338,7 +340,9 @@ class SavePreparation:
                     folder.child(name).remove()
 
     def _collect_state(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
-        """Returns this rank's tensors, its other state, and an error message if the rank cannot save, else ""."""
+        """Returns the tensors of this rank, the other state of this rank, and an error message if the rank cannot save, else
+        "".
+        """
         try:
             values = self.state.rank_values()
             return self.state.pieces(), values, ""
@@ -350,7 +354,9 @@ class SavePreparation:
             return [], {}, format_cause(error)
 
     def _choose_target(self, folder: Folder, step: int, attempt: Attempt, *, is_run_folder: bool) -> list[str]:
-        """Deletes unfinished saves. Returns the folder for the checkpoint, a token for the save, and an error message or ""."""
+        """Deletes unfinished saves. Returns the folder for the checkpoint, a token that is unique to the save, and an error
+        message or "".
+        """
         try:
             names = folder.names()
             token = f"{attempt.id}.{secrets.token_hex(8)}"
@@ -368,7 +374,9 @@ class SavePreparation:
             return ["", "", f"the folder {folder.uri} cannot be read: {format_cause(error)}"]
 
     def _agree_on_assignment(self, digests: list[str], infos: "list[PieceInfo]") -> "WriteAssignment":
-        """Returns the assignment of pieces to ranks. digests: the digest of each rank's list. infos: this rank's list."""
+        """Returns the assignment of pieces to ranks. infos: this rank's pieces. digests: the digest of `infos` on each rank.
+        All ranks call it.
+        """
         if self._assignment is None or self._assignment[0] != digests:
             # All ranks join this exchange or none: they compare the same digests with those of the last save.
             lists = self._control.gather_objects(infos, label="the tensors of all ranks")
@@ -377,7 +385,9 @@ class SavePreparation:
 
 
 def _find_writing_attempt(folder: Folder, name: str) -> str:
-    """Returns the id of the attempt that wrote checkpoint `name`, DELETED_SUFFIX during a deletion, or "" if unknown."""
+    """Returns the id of the attempt that wrote the checkpoint `name`; DELETED_SUFFIX if the checkpoint is partly deleted, and
+    "" if the attempt is unknown.
+    """
     if name.startswith(STAGING_PREFIX):
         return name.rpartition("-")[2].partition(".")[0]
     with suppress(Exception):  # an object store has no staging folders; a file system may raise any error
@@ -392,7 +402,7 @@ def _compute_digest(data: Any) -> str:
 
 
 def _check_equal(values: list[str], description: str, ranks: tuple[int, ...]) -> None:
-    """Raises RunError `ranks-differ` if the ranks' `values` differ. description: a noun for the values in the error."""
+    """Raises RunError `ranks-differ` if two of `values`, one for each of `ranks`, differ. description: a noun for the values."""
     for rank, value in zip(ranks, values, strict=True):
         if value != values[0]:
             message = f"ranks {ranks[0]} and {rank} cannot save together: their {description} differs"
@@ -400,7 +410,7 @@ def _check_equal(values: list[str], description: str, ranks: tuple[int, ...]) ->
 
 
 class PieceInfo(NamedTuple):
-    """Describes a tensor piece to the other ranks."""
+    """The description of a `TensorPiece` without its data, which a rank sends to the other ranks. dtype: as in safetensors."""
 
     name: str
     dtype: str
@@ -467,7 +477,9 @@ def _split_into_files(pieces: Sequence[PieceInfo], indices: Sequence[int]) -> li
 
 
 def _check_pieces(holders: dict[PieceInfo, list[tuple[int, int]]]) -> None:
-    """Raises RunError if the pieces of a tensor differ in dtype or shape. Asserts that they cover the tensor exactly."""
+    """Raises RunError `checkpoint-ranks` if the pieces of a tensor differ in dtype or full shape. Asserts that the pieces of
+    each tensor have as many elements as the tensor. holders: the (rank, index) pairs of each piece.
+    """
     first_pieces: dict[str, PieceInfo] = {}
     numel: dict[str, int] = {}
     for piece, piece_holders in holders.items():

@@ -215,7 +215,7 @@ class Connection:
         collective over `channel`. num_rings: the number of rings per peer. timeout_s: the time limit of every wait.
         """
         connection = cls(members, num_rings, timeout_s)
-        # All members of the channel join both gathers. Every rank connects its groups in the order in which all ranks create them.
+        # All members of the channel join both gathers. All ranks connect their groups in the same order.
         values = gather_values(connection._addresses[0], channel)
         connection._addresses = [_Address(host and tuple(host), *fields) for host, *fields in values]
         hosts = {address.host for address in connection._addresses}

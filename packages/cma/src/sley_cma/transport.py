@@ -20,7 +20,7 @@ same ring must be in order, so shards may stay published for a whole step withou
 
 
 class CmaTransport(Transport):
-    """Exchanges host tensors over `connection`. name, index: the name of its channel, and the index among the channels."""
+    """Exchanges CPU tensors over `connection`. name, index: the name and the index of the transport's channel."""
 
     def __init__(self, connection: Connection, name: str, index: int) -> None:
         self.members = connection.members
@@ -49,11 +49,11 @@ class CmaTransport(Transport):
 
 
 def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
-    """Connects `members` by cross-memory attach, and returns a transport of host tensors for each of `channels`. timeout_s: the
-    time limit of every wait. Returns {} on all ranks if any rank cannot read a peer's memory. This is a collective over
-    `members`.
+    """Connects `members` by cross-memory attach, and returns a transport for CPU tensors for each of `channels`. timeout_s: the
+    time limit of every wait, in seconds. Returns {} on all ranks if any rank cannot read a peer's memory. This is a collective
+    over `members`.
     """
-    # All members of the first channel join, and each rank connects its groups in the order of the table of groups.
+    # All members of the first channel join. All ranks connect their groups in the same order.
     connection = Connection.open(members, RINGS * len(channels), next(iter(channels.values())), timeout_s)
     if connection is None:
         return {}
@@ -141,26 +141,28 @@ class AllReduce(Work):
         offers.wait_read(self._number, self._label)
 
     def _turn(self) -> Turn:
-        """Returns the description of the current wait: for the peers' inputs, or for their slices."""
+        """Returns the description of the present wait, which is for the peers' inputs or for the peers' slices."""
         queue = self._queue
         offers = queue.slices if queue.inputs.late_offerer(self._number) is None else queue.inputs
         return offers.turn(self._number, self._label)
 
     def _wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Callable[[], Turn]) -> None:
-        """Waits until `condition()`, and advances all sums meanwhile, since ranks may wait for their sums in different orders.
-        late_peer: a function that returns a peer that delays the wait, or None. turn: a function that returns the description
-        of the wait. The time limit restarts when a sum advances.
+        """Waits until `condition()` is true, and advances all sums meanwhile, since ranks may wait for their sums in different
+        orders. late_peer: a function that returns the coordinate of a peer that delays the wait, or None. turn: a function that
+        returns the description of the wait. The time limit restarts when a sum advances.
         """
         while not condition():
             self._queue.inputs.connection.wait_until(lambda: self._queue.advance() or condition(), late_peer, turn())
 
     def _late_peer(self) -> int | None:
-        """Returns a peer that has not read this rank's input, which the slices overwrite, or has not summed its slice."""
+        """Returns the coordinate of a peer that has not read this rank's input, which the peers' slices overwrite, or that has
+        not summed its own slice. Returns None if there is no such peer.
+        """
         peer = self._queue.inputs.late_reader(self._number)
         return self._queue.slices.late_offerer(self._number) if peer is None else peer
 
     def _reduce(self) -> None:
-        """Sums this rank's slice of all peers' inputs in place, and offers it to the peers."""
+        """Adds this rank's slice of every peer's input to this rank's slice in place, and offers the sum to the peers."""
         inputs = self._queue.inputs
         local_slice = self._slices[inputs.coord]
         addresses = [inputs.wait_addresses(peer, self._number, self._label)[0] + self._slice_offset for peer in inputs.peers]
@@ -191,7 +193,7 @@ BLOCK_BYTES = 1 << 18
 
 
 class _Exchange(Work):
-    """An exchange in which each rank offers `tensors` once. Subclasses read the peers' tensors."""
+    """An exchange in which each rank offers `tensors` once. Subclasses implement the reads of the peers' tensors."""
 
     def __init__(self, offers: Offers, tensors: Sequence[Tensor], mark: Mark) -> None:
         self._offers = offers
@@ -209,7 +211,7 @@ class _Exchange(Work):
             self._read_peers()
 
     def release(self) -> None:
-        """Gives up the result. Still completes the exchange, since peers wait until this rank has read their tensors."""
+        """Gives up the result, but completes the exchange, since peers wait until this rank has read their tensors."""
         self.wait()
 
     def wait_sent(self) -> None:
@@ -269,7 +271,7 @@ class ReduceScatter(_Exchange):
 
 
 class AllToAll(_Exchange):
-    """An all-to-all: copies the row for this rank of the i-th rank's `input` to row i of `output`."""
+    """An all-to-all: row i of `output` gets the row of rank i's `input` that is for this rank."""
 
     def __init__(self, offers: Offers, output: Tensor, input: Tensor, mark: Mark) -> None:
         super().__init__(offers, [input], mark)
@@ -293,7 +295,7 @@ class PublishedOffer(Published):
         self.offers = offers
         self._label = mark.label
         self._shards = shards  # keeps them alive, since peers may read them
-        self.number = offers.offer(shards, mark)  # no other offer is open in its ring
+        self.number = offers.offer(shards, mark)  # no other offer is open in this ring
         self._indices = {shard.data_ptr(): index for index, shard in enumerate(shards)}
         self._tables: dict[int, Sequence[int]] = {}
 
@@ -330,7 +332,7 @@ class _PublishedGather(Work):
         return not self._is_open or self._published.offers.late_offerer(self._published.number) is None
 
     def wait(self) -> None:
-        """Reads the shards of all peers into their rows. A second call does nothing."""
+        """Reads the shard of each peer into the peer's row of the outputs. A second call does nothing."""
         if self._is_open:
             self._is_open = False
             for peer in self._published.offers.peers:
@@ -347,8 +349,8 @@ class _PublishedGather(Work):
 
 
 def copy_local_rows(outputs: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) -> list[Tensor]:
-    """Copies this rank's shards to their rows of `outputs`, and returns views of the outputs with shape [size, *shard's shape].
-    Does not copy a shard that is already a view of its rows.
+    """Copies each of this rank's `shards` to this rank's row of an output, and returns views of `outputs` with the shape
+    [size, *shard's shape]. Does not copy a shard that already is a view of this row.
     """
     size = offers.members.size
     views = [output.view(size, *shard.shape) for output, shard in zip(outputs, shards, strict=True)]
@@ -360,8 +362,8 @@ def copy_local_rows(outputs: Sequence[Tensor], shards: Sequence[Tensor], offers:
 
 
 def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], label: str) -> None:
-    """Adds a tensor of each peer to `total` in place, in the order of peers, block by block. addresses: the address of the
-    tensor in each peer's memory. The caller must have waited for the peers' offers.
+    """Adds a tensor of each peer to `total` in place, block by block, in ascending order of the peers' coordinates. addresses:
+    the address of the tensor in each peer's memory. The caller must have waited for the peers' offers.
     """
     length = BLOCK_BYTES // total.element_size()
     memory = allocate_scratch(total)
@@ -375,7 +377,7 @@ def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], la
 
 
 def allocate_scratch(total: Tensor) -> Tensor:
-    """Allocates memory for one block of a peer's tensor: at most 256 KiB, in the dtype of `total`. Estimates call it."""
+    """Returns new memory for one block of a peer's tensor: at most 256 KiB, in the dtype of `total`."""
     return torch.empty(min(BLOCK_BYTES // total.element_size(), total.numel()), dtype=total.dtype)
 
 

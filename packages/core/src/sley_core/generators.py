@@ -52,7 +52,7 @@ _outer_states: list[HostState] = []
 
 
 def host_state() -> HostState:
-    """Returns the states of the generators that `seed_host` seeds; during a seeded use, the states that its end will restore."""
+    """Returns the states of the generators that `seed_host` seeds; during a seeded use, the states that its end restores."""
     with _STATE_LOCK:
         return _outer_states[-1] if _outer_states else _read_state()
 

@@ -179,7 +179,7 @@ class _ShardSum:
         self._has_scattered = False
 
     def advance(self) -> bool:
-        """Advances this sum without waiting. Returns whether its reduce-scatter is complete, so that the next sum may advance."""
+        """Advances this sum without waiting. Returns whether its reduce-scatter is complete."""
         if not self._has_scattered and self.scatter.is_completed():
             self.reduce_copies()
         if self._reduction is not None:

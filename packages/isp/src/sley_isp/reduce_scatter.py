@@ -189,7 +189,7 @@ class GradientReducer:
         return sorted(self._open_buckets, key=lambda bucket: -bucket.number)
 
     def _is_complete(self, bucket: Bucket) -> bool:
-        """Returns whether the bucket's gradients are final: neither the rest of this action nor any later action adds to them."""
+        """Returns whether the bucket's gradients are final: no later part of this action and no later action adds to them."""
         has_passed = all(bucket.users[param] <= self._passed_groups for param in bucket.full_gradients)
         return has_passed and self.store.state.are_gradients_final(bucket.chunks)
 

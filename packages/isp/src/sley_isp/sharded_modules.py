@@ -270,7 +270,7 @@ class ShardedLayer:
         return output
 
     def make_full_leaves(self, unsharded_groups: Sequence[UnshardedGroup]) -> dict[Param, Tensor]:
-        """Returns the full parameters of `unsharded_groups`, in the order of `params`, as leaves whose gradients go to `sinks`."""
+        """Returns the full parameters of `unsharded_groups`, in the order of `params`, as leaves with gradients for `sinks`."""
         tensors = {}
         for unsharded, params in zip(unsharded_groups, self.params.values(), strict=True):
             for param in params:

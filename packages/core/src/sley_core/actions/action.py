@@ -113,7 +113,7 @@ def sequential_actions(num_microbatches: int) -> list[Action]:
 
 
 def select_forwards(actions: Iterable[Action]) -> list[Action]:
-    """Returns the forwards in a training step's `actions`, for an evaluation. They keep their order, so they cannot deadlock."""
+    """Returns the forwards of a training step, for an evaluation. The forwards keep their order, so they cannot deadlock."""
     return [action for action in actions if action.kind is Kind.FORWARD]
 
 
@@ -225,7 +225,7 @@ class Placement:
         return self.holder(position + 1) if position + 1 < self.num_positions else None
 
     def input_of(self, action: Action, position: int) -> Delivery | None:
-        """Returns the value that `action` of the chunk at `position` needs from a neighbouring chunk, or None if it needs none."""
+        """Returns the value that `action` of the chunk at `position` needs from a neighbouring chunk; None if there is none."""
         if action.kind is Kind.FORWARD and position > 0:
             return Delivery("forward", position, action.micro)
         if action.kind in INPUT_GRADIENT_KINDS and position + 1 < self.num_positions:
@@ -233,7 +233,7 @@ class Placement:
         return None
 
     def output_of(self, action: Action, position: int) -> Delivery | None:
-        """Returns the value that `action` of the chunk at `position` computes for a neighbouring chunk; None if there is none."""
+        """Returns the value that `action` of the chunk at `position` computes for a neighbouring chunk, or None."""
         if action.kind is Kind.FORWARD and position + 1 < self.num_positions:
             return Delivery("forward", position + 1, action.micro)
         if action.kind in INPUT_GRADIENT_KINDS and position > 0:

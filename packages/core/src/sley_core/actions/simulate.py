@@ -50,7 +50,7 @@ class ScheduleSimulator:
         self._ready = deque(range(len(lists)))
 
     def run(self) -> None:
-        """Runs all lists to their ends. Raises PlanError "schedule-deadlock", which names the action at which each stage waits."""
+        """Runs all lists to their ends. Raises PlanError "schedule-deadlock", which names the action that blocks each stage."""
         while self._ready:
             self._advance(self._ready.popleft())
         if self._waiting:

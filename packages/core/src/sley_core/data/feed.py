@@ -73,7 +73,7 @@ class PrefetchThread:
         return result
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread after its current item. Raises RunError "data-timeout" if it does not end within `timeout_s` seconds."""
+        """Ends the thread after its current item. Raises RunError "data-timeout" if this takes longer than `timeout_s`."""
         self._is_closing = True
         self._permits.release()
         self._thread.join(timeout_s)
@@ -209,7 +209,7 @@ class Feed:
         return f"{num_samples}:{first}" if first == second else None
 
     def close(self) -> None:
-        """Ends the thread and discards the prefetched batch. Raises RunError "data-timeout" if the thread does not end in time."""
+        """Ends the thread and discards the prefetched batch. Raises RunError "data-timeout" if this takes too long."""
         if self._prefetch is not None:
             self._prefetch.close(min(self._timeout_s, CLOSE_TIMEOUT_S))
             self._prefetch = None

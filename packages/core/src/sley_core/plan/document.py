@@ -274,7 +274,7 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
-    """Returns the document of the plan `text`. file: the plan's name in messages. Raises PlanError "syntax" or "set-invalid"."""
+    """Returns the document of the plan `text`. file: a name for messages. Raises PlanError "syntax" or "set-invalid"."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     try:
