@@ -188,7 +188,7 @@ class HostCopies:
         return copies, self._stream.record()
 
     def free(self) -> None:
-        """Frees the memory once the copies in progress are complete. Must be called after all reads of the copies have ended."""
+        """Frees the memory once the copies in progress are complete. Call it after all threads have read the copies."""
         if self._stream is not None:
             self._stream.record().wait()  # copies of a cancelled save may still write to the memory
         self._memory = None
@@ -402,7 +402,7 @@ def _compute_digest(data: Any) -> str:
 
 
 def _check_equal(values: list[str], description: str, ranks: tuple[int, ...]) -> None:
-    """Raises RunError `ranks-differ` if two of `values`, one for each of `ranks`, differ. description: a noun for the values."""
+    """Raises RunError `ranks-differ` unless `values`, one for each of `ranks`, are equal. description: a noun for the values."""
     for rank, value in zip(ranks, values, strict=True):
         if value != values[0]:
             message = f"ranks {ranks[0]} and {rank} cannot save together: their {description} differs"

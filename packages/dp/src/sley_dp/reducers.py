@@ -48,7 +48,7 @@ class BucketedReducer(GradientHandler):
         self._store.lay_out(self._plan_layout)
 
     def begin_step(self, step: StepState) -> None:
-        """Discards the sums of a failed step. Finds each bucket's last parameter, since parameters may be frozen at any step."""
+        """Discards the sums of a failed step. Finds each bucket's last parameter, since parameters may have been frozen."""
         self.sums.discard()
         self._sent.begin_step()
         self._last_params = find_last_params(self._store.buffers)
