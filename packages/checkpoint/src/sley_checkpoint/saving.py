@@ -402,7 +402,7 @@ def _compute_digest(data: Any) -> str:
 
 
 def _check_equal(values: list[str], description: str, ranks: tuple[int, ...]) -> None:
-    """Raises RunError `ranks-differ` unless `values`, one for each of `ranks`, are equal. description: a noun for the values."""
+    """Raises RunError `ranks-differ` unless `values`, one per rank, are equal. description: a noun for the values."""
     for rank, value in zip(ranks, values, strict=True):
         if value != values[0]:
             message = f"ranks {ranks[0]} and {rank} cannot save together: their {description} differs"
