@@ -29,7 +29,7 @@ from sley_core.engine.call import Recompute
 from sley_core.model.layers import Layer
 from sley_core.protocols import Loss
 from sley_estimate.layers.operators import LayerWork
-from sley_estimate.layers.prices import LayerSeconds
+from sley_estimate.layers.times import LayerSeconds
 from sley_estimate.layers.trace import trace_layer
 from sley_estimate.machine import MachineFile, collective_cost, machine_from_dict, message_cost
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange

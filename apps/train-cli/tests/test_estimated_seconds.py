@@ -21,7 +21,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import bench, device, links
 from sley_estimate.calibrate.links import measure_machine
-from sley_estimate.layers.prices import LayerSeconds
+from sley_estimate.layers.times import LayerSeconds
 from sley_estimate.layers.trace import layer_keys
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_plan

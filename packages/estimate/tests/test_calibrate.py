@@ -10,7 +10,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_estimate.calibrate.bench import measure_layers
 from sley_estimate.calibrate.device import HostOptimizerBench, fit_saturation, measure_host_bandwidth
 from sley_estimate.calibrate.links import LARGE_BYTES, SMALL_BYTES, fit_link, measure_links
-from sley_estimate.layers.prices import price_layers
+from sley_estimate.layers.times import estimate_layers
 from sley_estimate.machine import LinksTable, collective_cost, load_machine, machine_from_dict, machine_text, message_cost
 from sley_estimate.testing import short_calibration, small_machine
 from sley_testing.drawn_copies import DrawnDevice
@@ -60,7 +60,7 @@ def test_distinct_layers_are_timed_once_and_price_all_layers() -> None:
     assert min(table[key] for table in tables for key in ("forward", "backward", "input_gradient")) > 0
     machine = machine_from_dict(small_machine(layers=tables))
     dataset = open_dataset(plan.data, DataContext(0, "train"))
-    priced = price_layers(plan, build_meta_model(plan, dataset.info), dataset, machine)
+    priced = estimate_layers(plan, build_meta_model(plan, dataset.info), dataset, machine)
     assert [layer.name for layer in priced] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert all(layer.source == "measured" for layer in priced)
     assert priced[1].seconds == priced[3].seconds

@@ -24,7 +24,7 @@ from sley_estimate.calibrate import bench as benches
 from sley_estimate.calibrate import device as devices
 from sley_estimate.calibrate.bench import NUM_HOST_CALLS, ROW_LENGTH, LayerBench
 from sley_estimate.layers.operators import OperatorRecorder, imitate_cuda
-from sley_estimate.layers.prices import LayerSeconds
+from sley_estimate.layers.times import LayerSeconds
 from sley_testing.live_bytes import memory_profile, peak_bytes
 from sley_testing.plans import changed, small_plan
 from sley_trainer.assemble import build_meta_model, weight_dtypes

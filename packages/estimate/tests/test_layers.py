@@ -1,4 +1,4 @@
-"""Tests the operators, keys and prices of layers, and prices in proportion to measured variants."""
+"""Tests the operators, keys and times of layers, and times in proportion to measured variants."""
 
 from dataclasses import astuple
 from typing import Any
@@ -19,12 +19,12 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.protocols import SplitLogits
 from sley_estimate.layers.operators import LayerWork, Operator
-from sley_estimate.layers.prices import (
+from sley_estimate.layers.times import (
     BYTES_PER_COPIED_BYTE,
     LayerSeconds,
     add_slice_copies,
+    estimate_layers,
     operators_s,
-    price_layers,
     scale_work,
 )
 from sley_estimate.layers.trace import layer_keys, module_signature, trace_layer, trace_layers
@@ -315,6 +315,6 @@ def test_layers_of_another_model_are_counted() -> None:
     other_plan = plan_from_dict(small_plan(data=DATA, model={**SHAPE, "ffn_hidden": 192}), loader=loader_of({}))
     machine = measured(other_plan, 2.0)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-    layers = price_layers(plan, build_meta_model(plan, dataset.info), dataset, machine)
+    layers = estimate_layers(plan, build_meta_model(plan, dataset.info), dataset, machine)
     assert [layer.source for layer in layers][1:-1] == ["counted"] * 3
     assert ranked(machine)

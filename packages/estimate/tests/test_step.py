@@ -20,9 +20,9 @@ from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger
 from sley_estimate.bytes.fake_world import FakeDevice
 from sley_estimate.bytes.rank import build_rank0_draft
 from sley_estimate.calibrate import device as devices
-from sley_estimate.calibrate.device import MICRO_BATCH_COUNTS, WEIGHT_COUNTS, measure_engine, measure_host, solve_engine_table
+from sley_estimate.calibrate.device import MICROBATCH_COUNTS, WEIGHT_COUNTS, measure_engine, measure_host, solve_engine_table
 from sley_estimate.layers.operators import Operator
-from sley_estimate.layers.prices import LayerSeconds, host_operators_s
+from sley_estimate.layers.times import LayerSeconds, host_operators_s
 from sley_estimate.machine import (
     NO_COST,
     Cost,
@@ -174,7 +174,7 @@ def test_host_waits_before_an_update_that_the_device_cannot_skip(changes: dict[s
 
 def test_engine_table_is_solved_from_exact_seconds() -> None:
     table = EngineTable(**ENGINE)
-    seconds = {(count, micros): table.seconds(count, micros) for count in WEIGHT_COUNTS for micros in MICRO_BATCH_COUNTS}
+    seconds = {(count, micros): table.seconds(count, micros) for count in WEIGHT_COUNTS for micros in MICROBATCH_COUNTS}
     assert solve_engine_table(seconds).model_dump() == pytest.approx(ENGINE)
     constant = solve_engine_table(dict.fromkeys(seconds, 1.0))
     assert constant.model_dump() == pytest.approx({"step_s": 1.0, "parameter_s": 0.0, "micro_s": 0.0, "gradient_s": 0.0})

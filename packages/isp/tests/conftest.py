@@ -80,6 +80,6 @@ def assert_parities(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> 
             assert_parity(reference, layouts, precision)
             assert_equal_replicas(layouts)
             for layout in layouts:
-                assert layout.held_out == pytest.approx(reference.held_out, rel=HELD_OUT[precision])
+                assert layout.held_out_loss == pytest.approx(reference.held_out_loss, rel=HELD_OUT[precision])
 
     return assert_parities

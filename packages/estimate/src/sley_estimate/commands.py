@@ -38,7 +38,7 @@ TENSORS_NOTE = (
     "the figures count only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
 )
 
-SOURCES = {  # descriptions of `prices.Source`, which continue "3 layers were"
+SOURCES = {  # the source of the layers' seconds (`times.Source`) in words that follow "3 layers were"
     "measured": "measured on this machine",
     "in proportion": "scaled from variants of them that were measured on this machine",
     "counted": "computed from their operators",
@@ -109,7 +109,7 @@ def estimate(
 
 
 def load_machine_with_ranks(file: Path, per_node: int | None) -> MachineFile:
-    """Returns the machine in `file`, with `per_node` ranks on each host unless it is None. Raises as `load_machine` does."""
+    """Returns the machine in `file`, with `per_node` ranks per host if it is given. Raises the errors of `load_machine`."""
     machine = load_machine(file)
     if per_node is None:
         return machine
@@ -127,7 +127,7 @@ def parse_size(text: str) -> int:
 
 
 def memory_lines(stages: Sequence["RankBytes"], world_size: int, limit: int | None) -> Iterator[str]:
-    """Yields the lines about the memory of each stage. limit: the bytes of a device, or None."""
+    """Yields the lines that describe the memory of `stages`. limit: the bytes of a device; None means no limit."""
     per_stage = world_size // len(stages)
     for stage in stages:
         ranks = f"rank {stage.rank}" if per_stage == 1 else f"ranks {stage.rank} to {stage.rank + per_stage - 1}"
@@ -161,7 +161,7 @@ def draw_step(plan: Plan, world_size: int, machine: MachineFile) -> Iterator[str
 
 
 def seconds_lines(estimate: "PlanEstimate", machine: MachineFile) -> Iterator[str]:
-    """Yields lines about the seconds of a step, the work and waits of each stage, and the source of the layers' seconds."""
+    """Yields lines about the seconds of a step, the work and waits of each stage, and the sources of the layers' seconds."""
     step = estimate.step
     host_wait_s = step.seconds - step.devices_s
     waiting = f", of which devices wait {host_wait_s:.4g} s for a host" if host_wait_s else ""
@@ -187,12 +187,12 @@ def seconds_lines(estimate: "PlanEstimate", machine: MachineFile) -> Iterator[st
 
 
 def _describe_sources(estimate: "PlanEstimate") -> str:
-    """Returns a text with the number of layers for each source of their seconds."""
+    """Returns a text that states how many layers have their seconds from each source."""
     counts: Counter[str] = Counter(layer.source for layer in estimate.layers)
     texts = [(counts[source], text) for source, text in SOURCES.items() if counts[source]]
     if len(texts) == 1:
         count = len(estimate.layers)
-        return f"all {count} layers were {texts[0][1]}" if count > 1 else f"its layer was {texts[0][1]}"
+        return f"all {count} layers were {texts[0][1]}" if count > 1 else f"the only layer was {texts[0][1]}"
     return f"of {len(estimate.layers)} layers, {', '.join(f'{count} were {text}' for count, text in texts)}"
 
 
@@ -253,7 +253,7 @@ def search(
             task = progress.add_task("ranking all layouts", total=None)
 
             def report_progress(done: int, total: int) -> None:
-                progress.update(task, description="running the steps of the best", completed=done, total=total)
+                progress.update(task, description="verifying the best layouts", completed=done, total=total)
 
             cores = num_cores()
             result = search_layouts(space, machine_file, max_bytes=limit, top=top, cores=cores, report_progress=report_progress)
@@ -268,7 +268,7 @@ def search(
 
 
 def result_lines(result: "SearchResult", skip_reasons: Sequence[str], limit: int | None) -> Iterator[str]:
-    """Yields the lines about the result of a search. skip_reasons: see `Choices`. limit: the bytes of a device, or None."""
+    """Yields lines about the result of a search. skip_reasons: see `Choices`. limit: a device's bytes; None means no limit."""
     too_large = "" if limit is None else f"; {result.num_too_large:,} exceed {console.format_bytes(limit)}"
     yield f"{result.num_layouts:,} layouts considered; the {result.num_verified:,} best by the formula were verified{too_large}"
     yield from (f"  {count:,} excluded: {reason}" for reason, count in result.refusals.most_common())
@@ -292,13 +292,13 @@ def result_lines(result: "SearchResult", skip_reasons: Sequence[str], limit: int
 
 
 def plan_text(plan: Plan, world_size: int, best: "VerifiedLayout") -> str:
-    """Returns a plan file with the layout `best` of `plan`, whose first comment describes the layout and its estimate."""
+    """Returns the text of a plan file: comments that describe the layout `best` and its estimate, and `plan` in this layout."""
     size = console.format_bytes(best.num_bytes)
     head = f"# {world_size} ranks: {best.seconds:.4g} s per step, {size} at the peak of a rank, verified by estimate\n"
     return f"{head}# {best.layout}\n" + "\n".join(plan_sections(best.layout.apply(plan, world_size).tables))
 
 
-TIMEOUT_S = 60.0  # the limit of every wait between ranks
+TIMEOUT_S = 60.0  # the maximum seconds that a rank of `calibrate` waits for other ranks
 
 
 def calibrate(
@@ -336,7 +336,7 @@ def calibrate(
 
 
 def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
-    """Measures this machine, alone or as a rank of a local launch. Rank 0 writes the file `out`. Returns the exit code."""
+    """Measures this machine, alone or as a rank of a launch. Rank 0 writes the file `out`. Returns the exit code."""
     from sley_core.comm.world import World
     from sley_estimate.calibrate.links import measure_machine
 
@@ -355,7 +355,7 @@ def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
 
 
 def _describe_contents(machine: MachineFile) -> str:
-    """Returns a text about the parts of the machine file that were measured."""
+    """Returns a text that lists the parts of a machine that were measured."""
     text = "the device"
     if machine.links.same_host is not None:
         text += ", links between ranks of this host"

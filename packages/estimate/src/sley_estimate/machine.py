@@ -47,7 +47,7 @@ class MatmulTable(Table):
 
 
 class MatmulsTable(Table):
-    """The speed of matrix products by the dtype of their inputs, as in `[device.matmul.bf16]`; None if not measured."""
+    """The speed of matrix products by the dtype of their inputs, as in `[device.matmul.bf16]`. None means not measured."""
 
     fp64: MatmulTable | None = None
     fp32: MatmulTable | None = None  # includes the effect of TF32 where torch uses it
@@ -67,7 +67,7 @@ class DeviceTable(Table):
     """
 
     memory: Annotated[int, Field(ge=10**6, le=10**14), ValueDescription("bytes, from 1e6 to 1e14")] | None = None
-    """Bytes of memory. It is the limit of `train-cli estimate --machine` without `--memory`."""
+    """The device's memory in bytes. It is the limit of `train-cli estimate --machine` without `--memory`."""
 
     memory_bandwidth: Bandwidth
     """Bytes per second, counting both the reads and the writes of an operator."""
@@ -167,8 +167,8 @@ class EngineTable(Table):
 
     def seconds(self, num_trained: int, num_microbatches: int) -> float:
         """Returns the seconds of a step with `num_trained` trained parameter tensors and `num_microbatches` microbatches."""
-        micro_batch_s = self.micro_s + self.gradient_s * num_trained
-        return self.step_s + self.parameter_s * num_trained + micro_batch_s * num_microbatches
+        microbatch_s = self.micro_s + self.gradient_s * num_trained
+        return self.step_s + self.parameter_s * num_trained + microbatch_s * num_microbatches
 
 
 class LayerTable(Table):
@@ -230,8 +230,8 @@ class MachineFile(Table):
     """The time of the host outside the layers. `train-cli calibrate` omits it on a CPU."""
 
     layers: Array[LayerTable] = ()
-    """The measured layers. The time of any other layer is computed from its operators, and scaled by the measured time of the
-    layer under another policy or microbatch size if this list has one.
+    """The measured layers. The time of any other layer is computed from its operators. If this list has the layer under another
+    policy or microbatch size, the measured time there scales the computed time.
     """
 
 
@@ -282,17 +282,17 @@ class Cost(NamedTuple):
     member_work_s: float = 0.0
 
     def split_overlap(self, share: float) -> "Cost":
-        """Returns the cost if only `share` of the time overlaps with computing. The rest is added to `member_work_s`."""
+        """Returns the cost if only `share` of the time can overlap with computing. `member_work_s` then includes the rest."""
         exposed_s = (1 - share) * (self.latency_s + self.transfer_s)
         return Cost(self.latency_s * share, self.transfer_s * share, self.member_work_s + exposed_s)
 
 
-NO_COST = Cost(0.0, 0.0)  # the cost of an exchange of a group of one rank
+NO_COST = Cost(0.0, 0.0)  # the cost of an exchange in a group of one rank
 
 
 @lru_cache(maxsize=64)  # groups may have thousands of ranks
 def count_hosts(ranks: range | tuple[int, ...], ranks_per_host: int) -> tuple[int, int]:
-    """Returns the number of hosts that `ranks` are on, and the largest number of `ranks` on one host."""
+    """Returns the number of hosts on which `ranks` run, and the largest number of these ranks on one host."""
     hosts = Counter(rank // ranks_per_host for rank in ranks)
     return len(hosts), max(hosts.values())
 
@@ -350,9 +350,9 @@ def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -
 
 @lru_cache(maxsize=1024)
 def concurrent_groups(topology: Topology, axis: str, ranks_per_host: int, ranks: tuple[int, ...] | None = None) -> list[Ranks]:
-    """Returns groups of `axis` that exchange at the same time: one for each distribution of their ranks over hosts. ranks: a
-    group, which limits the result to groups of its stage; None means the groups of all stages. If `axis` belongs to a plugin,
-    its other groups are unknown, so the result is only `ranks`.
+    """Returns groups of `axis` that exchange at the same time, but only one of the groups whose ranks are distributed over
+    hosts in the same way. ranks: one of the groups; the result then contains only groups of its stage. None means the groups of
+    all stages. If `axis` belongs to a plugin, the other groups are unknown, and the result contains only `ranks`.
     """
     groups: Iterable[Ranks] = [ranks] if ranks else topology.partition(axis)
     if ranks:
@@ -404,6 +404,6 @@ def copy_cost(direction: CopyDirection, num_bytes: int, machine: MachineFile) ->
 
 
 def missing_host_error(key: str, reason: str) -> PlanError:
-    """Returns the error for a step that needs the table or key `key` of the host."""
+    """Returns the error for a machine file without the table or key `key`. reason: the part of a step that needs it."""
     hint = "use `train-cli calibrate` on a machine with a CUDA device to measure it"
     return PlanError("machine-host", f"the machine file has no `{key}`, but {reason}", hint=hint)

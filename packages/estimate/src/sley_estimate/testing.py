@@ -16,7 +16,7 @@ from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import bench, device, links
-from sley_estimate.layers.prices import LayerSeconds
+from sley_estimate.layers.times import LayerSeconds
 from sley_estimate.layers.trace import layer_keys, trace_layers
 from sley_estimate.machine import Cost, machine_from_dict
 from sley_estimate.step.estimate import list_instructions
@@ -44,9 +44,9 @@ def small_machine(**changes: Any) -> Tables:
 
 
 def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: float = 1e-6) -> list[Tables]:
-    """Returns `[[layers]]` tables for the layers of `plan`, as if they had been measured on the small machine. times: the ratio
-    of the measured seconds to the seconds counted from the operators. host: the ratio of the host's seconds to the device's
-    seconds. launch_s: the seconds to launch an operator, used in counting.
+    """Returns `[[layers]]` tables for the layers of `plan`, as if they had been measured on `small_machine`. times: the ratio
+    of the measured seconds to the seconds computed from the operators. host: the ratio of the host's seconds to the device's
+    seconds. launch_s: the seconds to launch one operator, which the computed seconds include.
     """
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model, machine = build_meta_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))

@@ -36,6 +36,7 @@ BATCH, LENGTH, WIDTH = 2, 8, 3  # rows, positions per row, elements per head
 BOUNDS = torch.tensor([[0, 3, 7, 8], [0, 6, 8, 8]], dtype=torch.int32)
 """The document bounds `cu_seqlens` of each row. One document of each row lies in both halves."""
 
+# Every attention must accept these cases.
 DIVISIBLE_CASES: list[Case] = [(*heads, packed) for heads, packed in itertools.product([(4, 4), (4, 2), (4, 1)], [False, True])]
 INDIVISIBLE_CASES: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]  # head counts that two ranks cannot split evenly
 
@@ -66,7 +67,7 @@ def _build_attention(sequence: Tables, group: Group) -> SequenceCommunicator:
 
 
 def run_cases(sequence: Tables, cases: Sequence[Case]) -> list[CaseResult]:
-    """Returns this rank's result of each case, from attention over slices of two inputs and full attention after `detach`."""
+    """Returns this rank's result for each case: for attention over slices, and for full attention after `detach`."""
     results = []
     with World.join("cpu") as world:
         group = _make_group(world)
@@ -91,8 +92,8 @@ def run_cases(sequence: Tables, cases: Sequence[Case]) -> list[CaseResult]:
 
 
 def train_twice(plan: Tables) -> tuple[float | None, RunRecord, RunRecord]:
-    """Returns the initial held-out loss and the records of two equal runs on this rank."""
-    return record(plan, 0).held_out, record(plan, NUM_STEPS), record(plan, NUM_STEPS)
+    """Returns the initial held-out loss of `plan`, and the records of two runs of `plan`, on this rank."""
+    return record(plan, 0).held_out_loss, record(plan, NUM_STEPS), record(plan, NUM_STEPS)
 
 
 class SequenceAttentionContract:
@@ -116,7 +117,7 @@ class SequenceAttentionContract:
             assert_same_sequence([result.calls for result in results])
 
     def test_model_without_attention_is_refused(self) -> None:
-        """Expects a PlanError for a model without `Attention`, whose positions would silently ignore the other slices."""
+        """Expects a PlanError for a model without `Attention`, since its positions would silently ignore other slices."""
         with World.fake(0, 2) as world, pytest.raises(PlanError):
             _build_attention(self.sequence, _make_group(world)).attach([Layer("layer", nn.Linear(2, 2))])
 
@@ -132,7 +133,7 @@ class SequenceAttentionContract:
 
     def test_dropout_is_repeatable_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
         """Compares two equal runs. One process drops different elements, so only its evaluation is compared."""
-        initial_loss = record(sequence_plan(None, dropout=0.3), 0).held_out
+        initial_loss = record(sequence_plan(None, dropout=0.3), 0).held_out_loss
         results = ranks(2, 120)(train_twice, sequence_plan(self.sequence, dropout=0.3))
         for rank_initial_loss, first, second in results:
             assert rank_initial_loss == pytest.approx(initial_loss, rel=1e-10)

@@ -51,8 +51,8 @@ class Verdict:
 
 
 def certify(distribution: str) -> Iterator[Verdict]:
-    """Yields a failed verdict for each plugin of `distribution` that does not load; if all load, a verdict for each record.
-    Yields nothing if the distribution has no plugin.
+    """Yields a verdict for each record of `distribution`. If a plugin does not load, yields only a failed verdict for each such
+    plugin. Yields nothing if the distribution has no plugin.
     """
     loader = PluginLoader()
     loaded: list[tuple[str, records.Record]] = []
@@ -93,7 +93,7 @@ def _skip_reason(record: records.Record) -> str:
 
 
 def _run_contract(record_type: type[records.Record], table: Tables) -> "_ReportCollector":
-    """Runs a contract with pytest in this process, and returns its report. table: names the record to test."""
+    """Runs the contract for `record_type` with pytest in this process, and returns its report. table: the record's table."""
     module, contract, attribute = CONTRACTS[record_type]
     text = f"from sley_testing.{module} import {contract}\n\n\nclass TestIt({contract}):\n    {attribute} = {table!r}\n"
     collector = _ReportCollector()

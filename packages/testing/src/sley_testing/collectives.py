@@ -38,7 +38,7 @@ from sley_trainer.assemble import build_meta_model
 
 _POINT_TO_POINT_OPS = ("send", "recv", "recv_any")  # operations of two ranks
 _UNEVEN_OPS = ("all_to_all", "all_to_all_single")  # the ranks may have inputs of different sizes
-_ROOT_PREPOSITIONS = {"send": "to", "recv": "from"}  # by operation, the text before the peer's rank in messages
+_ROOT_PREPOSITIONS = {"send": "to", "recv": "from"}  # the word before the peer's rank in messages, by operation
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def wrap_method(self, operation: str, input_index: int, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a replacement for the method of a cross-memory transport that also records calls. input_index: the position
-        of this rank's input among the arguments.
+        """Returns a replacement for `method` of a cross-memory transport, which records each call as `operation` and then calls
+        `method`. input_index: the position of this rank's input among the arguments.
         """
 
         def record_and_call(transport: Any, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +252,7 @@ def _caller_label(communicator: str) -> str:
 
 
 def _user_frames() -> tuple[str, ...]:
-    """Returns the innermost lines of code outside torch and the test kit."""
+    """Returns up to _NUM_SITES frames of the caller outside torch and the test kit, the innermost first, as in `site`."""
     codes = ((frame.f_code, line) for frame, line in walk_stack(None))
     user_codes = ((code, line) for code, line in codes if not code.co_filename.startswith(_HIDDEN_FOLDERS))
     return tuple(f"{code.co_filename}:{line} {code.co_name}" for code, line in islice(user_codes, _NUM_SITES))
@@ -327,7 +327,7 @@ def assert_untouched(expected: Traces, layers: Iterable[Layer]) -> None:
 
 
 def can_read_peers() -> bool:
-    """Returns whether sley-cma is installed and may read other processes: on x86-64 Linux, as root or without Yama's limits."""
+    """Returns whether sley-cma is installed and can read other processes' memory: on x86-64 Linux, as root or without Yama."""
     if find_spec("sley_cma") is None or platform.machine() != "x86_64" or sys.platform != "linux":
         return False
     yama_file = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -353,7 +353,7 @@ def late_exchanges() -> Iterator[None]:
 
 
 class _LateWork(Work):
-    """Starts an exchange when the program waits for it."""
+    """An exchange that starts when the program waits for it."""
 
     def __init__(self, start: Callable[[], Work]) -> None:
         self._start = start

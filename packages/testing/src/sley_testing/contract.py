@@ -41,7 +41,7 @@ UNREDUCED_LAYER = "first"  # its gradients are reduced over a group of one rank
 
 
 class Samples:
-    """Provides the length and the random generators of a dataset of 64 samples. Training and held-out samples differ."""
+    """A base class for datasets of 64 random samples, which differ between training and held-out data."""
 
     def __init__(self, context: DataContext) -> None:
         self.first_seed = 0 if context.split == "train" else len(self)
@@ -55,7 +55,7 @@ class Samples:
 
 
 class Squares:
-    """Computes the sum of squared errors. The weight of a batch is the number of target vectors `y[..., :]`."""
+    """A loss: the sum of squared errors. The weight of a batch is the number of target vectors `y[..., :]`."""
 
     def weight(self, batch: dict[str, Tensor]) -> float:
         return float(batch["y"][..., 0].numel())
@@ -96,7 +96,7 @@ SQUARES = {"factory": f"{__name__}:Squares"}  # the table `[loss]` of `Squares`
 
 
 class Data(Samples):
-    """Provides float64 inputs `x` and targets `y`, both [WIDTH]."""
+    """A dataset of samples with float64 inputs `x` and targets `y`, both [WIDTH]."""
 
     info = DataInfo({"x": Field("float64"), "y": Field("float64")})
 
@@ -118,7 +118,7 @@ def layers() -> list[tuple[str, nn.Module]]:
 
 
 def handler_plan(handlers: list[Tables], num_microbatches: int, *, dp: int = 2, reduction: str = "fast") -> Tables:
-    """Returns the contract's fp64 plan with `handlers`. Its batch has `num_microbatches` microbatches for each of two ranks."""
+    """Returns the contract's fp64 plan with `handlers`. A batch has `num_microbatches` microbatches for each of two ranks."""
     return contract_plan(
         __name__,
         run={"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
@@ -172,7 +172,7 @@ class GradientHandlerContract:
 
     @pytest.mark.parametrize("num_microbatches", [1, 3])
     def test_reduction_matches_record(self, ranks: Callable[..., Ranks], num_microbatches: int) -> None:
-        """Compares gradients with the gradients of `core.each`, as the record promises. A transform must keep shapes."""
+        """Compares gradients with the gradients of `core.each`, within the record's tolerance. A transform must keep shapes."""
         baseline = self._observe(ranks, num_microbatches, [EACH])
         results = self._observe(ranks, num_microbatches)
         record, config = self._handler_record()
@@ -248,9 +248,7 @@ class GradientHandlerContract:
         return [self.handler, EACH] if "reducer" in record.before else [EACH, self.handler]
 
     def _has_unreduced_layer(self) -> bool:
-        """Returns whether tests may change the first layer's reduce group, which must not happen after shards are
-        laid out.
-        """
+        """Returns whether tests may change the first layer's reduce group: only if the handler does not lay out shards."""
         return self._handler_record()[0].result == "full"
 
     def _handler_record(self) -> tuple[GradientHandlerRecord, Table]:

@@ -44,8 +44,8 @@ SEED = 7  # the seed of the datasets and feeds
 
 
 class DatasetContract:
-    """Tests a dataset. Subclass it, and set `data` to the table `[data]`. num_samples: about how many samples to check.
-    holds_out: whether the dataset has held-out samples.
+    """Tests a dataset. Subclass it, and set `data` to the table `[data]`. num_samples: the approximate number of samples to
+    check. holds_out: whether the dataset has held-out samples.
     """
 
     data: ClassVar[Tables]
@@ -157,7 +157,7 @@ class DatasetContract:
                 yield _FedBatch(batch, feed.samples, feed.state())
 
     def _read_samples(self, dataset: AnyDataset) -> Iterator[tuple[int, Sample]]:
-        """Yields indices and samples: the first samples of a stream, or evenly spaced samples with the first and the last."""
+        """Yields indices and samples: the first samples of a stream, or evenly spaced samples that include the last one."""
         if is_stream(dataset):
             yield from enumerate(islice(cast(Any, dataset), self.num_samples))
             return
@@ -202,7 +202,7 @@ class LossContract:
     loss: ClassVar[Tables]
 
     def batch(self) -> tuple[torch.Tensor, Batch]:
-        """Returns an fp64 model output and its batch. Dim 0 of each tensor is the samples: an even number, at least four."""
+        """Returns an fp64 model output and its batch. Dim 0 has the samples: an even number, at least four."""
         raise NotImplementedError("implement `batch`: the output and batch to test the loss with")
 
     def weightless_batch(self) -> "Batch | None":
@@ -277,10 +277,10 @@ class LossContract:
         del live_output, total
         gc.collect()
         assert reference() is None, "the loss keeps the model's output, and thereby its autograd graph, after the call"
-        micro_batch = split_batch(batch, len(output) // 2)[0]
+        microbatch = split_batch(batch, len(output) // 2)[0]
         with torch.no_grad():  # an evaluation between two steps
-            loss.weight(micro_batch)
-            loss.loss(output[: len(output) // 2], micro_batch)
+            loss.weight(microbatch)
+            loss.loss(output[: len(output) // 2], microbatch)
         second = loss.weight(batch), float(loss.loss(output, batch))
         assert second == first, f"weight and loss of a batch are {first}, but {second} after another batch"
 

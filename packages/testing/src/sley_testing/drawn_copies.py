@@ -33,7 +33,7 @@ from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory
 from sley_testing import happens_before
 
 COPY_RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
-"""Probabilities of executing another copy at each call, one of which the seed selects. 0 delays copies until a wait."""
+"""Probabilities with which another copy is executed at a call. The seed selects one of them. 0 delays copies until a wait."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DrawnDevice(Device):
         self.copies.detector.mark_host_memory(tensor.detach())
 
     def watching(self) -> AbstractContextManager[None]:
-        """Returns a context manager in which this thread's operations are the device's. At its end, all copies complete."""
+        """Returns a context manager in which operations of this thread run on the device. At its end, all copies complete."""
         return self.copies.watching()
 
 
@@ -273,7 +273,7 @@ class _CopyWatch(happens_before.MemoryWatch):  # type: ignore[no-untyped-call]
 
 
 class Span:
-    """Refers to a tensor without keeping its memory alive."""
+    """Refers to the memory of a tensor without keeping it alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -290,7 +290,7 @@ class Span:
             return tensor_from_storage(storage, self._dtype, *self._geometry)
 
     def overlaps(self, span: "Span") -> bool:
-        """Returns whether the byte ranges of both tensors overlap in the same storage."""
+        """Returns whether this span and `span` have bytes of the same storage in common."""
         (first, last), (start, end) = self._byte_range, span._byte_range
         return self._storage.cdata == span._storage.cdata and first < end and start < last
 

@@ -18,7 +18,7 @@ from sley_core.model.layers import Model
 
 
 class Block(nn.Module):
-    """Holds two linears, one with a bias. Subclasses implement `forward`."""
+    """The base class of most habits. It has two linears, of which only `one` has a bias. Subclasses implement `forward`."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -41,6 +41,7 @@ class Adaptive(Block):
     """Applies its linears one to three times. The first token of the batch determines how often."""
 
     def depth(self, tokens: Tensor) -> int:
+        """Returns how often to apply the linears: 1 to 3 times."""
         return 1 + int(tokens[0, 0]) // 4 % 3
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Any:
@@ -159,7 +160,7 @@ class Hooked(Block):
 
 
 class HookedWeights(Block):
-    """Clips, masks and scales gradients of weights and a bias by tensor hooks."""
+    """Clips, masks and scales the gradients of its weights and of a bias with tensor hooks."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -188,7 +189,7 @@ class Clamping(torch.autograd.Function):
 
 
 class WrittenGradients(Block):
-    """Modifies gradients in place that its linears also receive."""
+    """Modifies in place the gradients that its linears also receive."""
 
     def forward(self, hidden: Tensor) -> Any:
         residual = hidden * 1.0
@@ -254,7 +255,7 @@ _CLASSES: tuple[type[nn.Module], ...] = (
 HABITS: dict[str, Any] = {cls.__name__: cls for cls in _CLASSES}  # each class is called with the width of the model
 
 FULL_GRADIENT_HABITS: dict[str, Any] = {cls.__name__: cls for cls in (HookedWeights, Assigned)}
-"""Habits that need full weight gradients. Runs with sharded weights refuse them."""
+"""Habits that need full weight gradients. Runs with sharded weights refuse models with these habits."""
 
 
 def init(module: nn.Module, name: str) -> None:

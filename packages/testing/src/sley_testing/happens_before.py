@@ -123,7 +123,7 @@ class RaceDetector:
         memory.copies.clear()
 
     def record_copy(self, stream: int, target: Tensor, source: Tensor) -> int:
-        """Records a copy and returns its number on the stream, counted from 1. Records it even if its check raises."""
+        """Records a copy, even if it conflicts. Returns the number of the copy on its stream, counted from 1."""
         clock = self.streams[stream]
         merge_clocks(clock, self.host)
         number = clock.get(stream, 0) + 1
@@ -142,7 +142,7 @@ class RaceDetector:
         return number
 
     def check_freed_memory(self) -> None:
-        """Asserts that no memory has lost its last reference while its copies may be in flight."""
+        """Asserts that no memory has lost its last reference while copies from or to this memory may be in flight."""
         for key, memory in [*self._memory_with_copies.items()]:
             memory.copies = [copy for copy in memory.copies if not copy.is_complete(self.host)]
             if not memory.copies:

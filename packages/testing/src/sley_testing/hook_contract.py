@@ -37,7 +37,7 @@ from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
 NUM_STEPS = 3  # optimizer steps per run
-FAILING_STEP = 1  # an extra step fails before the step with this index
+FAILING_STEP = 1  # the index, counted from 0, of the step before which an extra step fails
 
 PLAN = small_plan(  # the plan of the runs with and without the hook
     run__steps=NUM_STEPS,
@@ -138,9 +138,9 @@ class SchedulerHookContract:
 
 
 Point = tuple[int, str, float | None]
-"""The step, name and value of a number. None stands for a non-finite value that the format cannot represent."""
+"""The step, name and value of a number. A value of None stands for a non-finite value that the format cannot represent."""
 
-MAX_FILE_BYTES = 4096  # the maximum file size on the full disk, which is less than the written rows need
+MAX_FILE_BYTES = 4096  # the maximum bytes of a file in the test of a full disk; the rows of the test need more
 
 
 class MetricsWriterContract:

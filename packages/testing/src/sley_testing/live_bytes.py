@@ -25,7 +25,7 @@ from sley_trainer.assemble import assemble, build_draft
 
 
 class Allocation(NamedTuple):
-    """Describes an allocation or a free. num_bytes: the size, negative for a free."""
+    """Describes an allocation or a free. num_bytes: the size of the allocation; negative for a free."""
 
     time_ns: int
     address: int
@@ -75,7 +75,7 @@ class MeasuredBytes:
 
 
 def measure_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> MeasuredBytes:
-    """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world, and returns their bytes."""
+    """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world. Returns the measured bytes."""
     plan = plan_from_dict(tables, folder)
     with World.join("cpu") as world, memory_profile() as events:
         draft = build_draft(plan, world)

@@ -49,8 +49,8 @@ def layers(has_biases: bool = True) -> list[tuple[str, nn.Module]]:
 
 @dataclass
 class Observation:
-    """Holds the results of a run. recorded: its record. initial_parameters, final_parameters: the optimizer's parameters by
-    name, before the first step and after the last. step_gradients: the gradients of each step, by name.
+    """Holds the results of a run. recorded: the record of the run. initial_parameters, final_parameters: the optimizer's
+    parameters by name, before the first step and after the last. step_gradients: the gradients of each step, by name.
     """
 
     recorded: RunRecord = field(default_factory=RunRecord)
@@ -60,8 +60,8 @@ class Observation:
 
 
 def train(tables: Tables, *, save: Path | None = None, steps_separately: bool = False) -> Observation:
-    """Takes NUM_STEPS steps in this process. save: the path of a checkpoint after SAVED_AT steps. steps_separately: whether
-    the optimizer updates one parameter at a time.
+    """Takes NUM_STEPS steps in this process, and returns their results. save: the path for a checkpoint after SAVED_AT steps;
+    None saves none. steps_separately: whether the optimizer updates one parameter at a time.
     """
     observation = Observation()
 
@@ -88,7 +88,7 @@ def train(tables: Tables, *, save: Path | None = None, steps_separately: bool = 
 
 
 def resume(tables: Tables, checkpoint: Path) -> RunRecord:
-    """Resumes from `checkpoint` in this process, takes the steps after SAVED_AT, and evaluates before the last one."""
+    """Resumes from `checkpoint`, takes the steps after SAVED_AT, and returns the record. Evaluates before the last step."""
     num_steps = NUM_STEPS - SAVED_AT
 
     def evaluate_before_last_step(run: Run, number: int) -> None:
@@ -256,7 +256,7 @@ class OptimizerContract:
         )
 
 
-NUM_EXTRA_STEPS = 10  # steps after the last step of the plan, which a custom program may take
+NUM_EXTRA_STEPS = 10  # the number of steps after the plan's last step, which a custom program may take
 
 
 class LRScheduleContract:
@@ -266,7 +266,7 @@ class LRScheduleContract:
     num_steps: ClassVar[int] = 100
 
     def test_every_step_has_finite_rate(self) -> None:
-        """Expects finite, non-negative factors, even after the last step. One factor within the run must be above 0."""
+        """Expects finite, non-negative factors, even after the last step, and at least one factor above 0 within the run."""
         rates = self._compute_factors(self.num_steps)
         for step, rate in enumerate(rates):
             is_number = isinstance(rate, int | float) and not isinstance(rate, bool)

@@ -94,8 +94,8 @@ def noise_floor(gradients: Mapping[str, torch.Tensor]) -> float:
 
 
 def train_tensors(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> dict[str, torch.Tensor]:
-    """Takes `num_steps` steps of the plan in `tables`. Returns `full_tensors`, and losses and norms as scalar tensors, by names
-    that do not depend on the layout. All ranks must call it.
+    """Takes `num_steps` steps of the plan in `tables`. Returns the tensors of `full_tensors`, and the losses and norms as fp64
+    scalars, by names that do not depend on the layout. All ranks must call it. folder: the plan's folder.
     """
     plan = plan_from_dict(tables, folder)
     with World.join(plan.run.device) as world, assemble(plan, world) as run:

@@ -50,13 +50,13 @@ from sley_trainer.assemble import build_parts
 from sley_trainer.execute import StageBoundaries
 
 NUM_STEPS = 2  # optimizer steps of the runs on two stages
-NUM_MICRO_BATCHES = 5  # microbatches per step of the runs on two stages
+NUM_MICROBATCHES = 5  # microbatches per step of the runs on two stages
 
 
 class ScheduleContract:
     """Tests a pipeline schedule. Subclass it, set `pipeline` to the table `[pipeline]`, and implement `max_micro_batches`.
     tables: additional tables of the plan, such as `link` and `partition` if the schedule's record names none. stages, micros:
-    the supported numbers of stages and microbatches. num_draws: how many pairs of these numbers to test.
+    the supported numbers of stages and microbatches. num_draws: the number of random pairs of these numbers to test.
     """
 
     pipeline: ClassVar[Tables]
@@ -119,9 +119,9 @@ class ScheduleContract:
             )
 
     def test_two_stages_match_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        if 2 not in self.stages or NUM_MICRO_BATCHES not in self.micros:
-            pytest.skip(f"the schedule has no lists for 2 stages and {NUM_MICRO_BATCHES} microbatches")
-        plan = _decoder_plan(2 * self._component.build().chunks, NUM_MICRO_BATCHES)
+        if 2 not in self.stages or NUM_MICROBATCHES not in self.micros:
+            pytest.skip(f"the schedule has no lists for 2 stages and {NUM_MICROBATCHES} microbatches")
+        plan = _decoder_plan(2 * self._component.build().chunks, NUM_MICROBATCHES)
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
     def _sizes(self) -> Iterator[tuple[int, int, Random]]:
@@ -151,7 +151,7 @@ class TieContract:
     tables: ClassVar[Tables] = {}
 
     def test_tied_weight_matches_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Compares with one process. Does not clip gradients, since clipping would hide a common factor of all gradients."""
+        """Compares two stages with one process, without clipping, which would hide a common factor of all gradients."""
         plan = _decoder_plan(2, 2, model__tie_embeddings=True, optimizer__clip_norm=None)
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
@@ -173,19 +173,19 @@ def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_microbatch
     for action in actions:
         key = action.chunk, action.micro
         sequences[key] = sequences.get(key, "") + action.kind.value
-    expected = {(chunk, micro_batch) for chunk in range(chunks) for micro_batch in range(num_microbatches)}
+    expected = {(chunk, microbatch) for chunk in range(chunks) for microbatch in range(num_microbatches)}
     assert sequences.keys() == expected, (
         f"{label}: {sorted(sequences.keys() ^ expected)[:3]} (chunk, microbatch) are missing or not expected"
     )
-    for (chunk, micro_batch), sequence in sequences.items():
-        assert sequence in ("FB", "FIW"), f"{label}: chunk {chunk} of microbatch {micro_batch} has {sequence}, not FB or FIW"
+    for (chunk, microbatch), sequence in sequences.items():
+        assert sequence in ("FB", "FIW"), f"{label}: chunk {chunk} of microbatch {microbatch} has {sequence}, not FB or FIW"
 
 
 ROUTES = {"two stages": (0, 1), "a wave": (0, 1, 1, 0, 0, 1, 1, 0), "three stages in random order": (2, 0, 1, 1, 0, 2)}
 """The tested placements. Each is the tuple of the stages that hold position 0, 1 and so on."""
 
 LENGTHS = ((3, 5, 1, 3), (5,), (1, 1, 8), (3, 3, 3, 3))
-"""The lengths of the microbatches of each walk."""
+"""The lengths of microbatches: walk number i uses the tuple i, modulo the number of tuples."""
 
 MISMATCHES = (((3, 3), (3, 3, 3)), ((3, 3), (3, 4)), ((3, 4), (4, 3)))
 """Pairs of microbatch lengths that differ: the lengths on the first stage, and the lengths on the second stage."""
@@ -194,9 +194,9 @@ WAIT_S = 10.0  # the time limit of a collective in seconds
 
 
 def run_walks(link: Tables, route: tuple[int, ...], lengths_by_walk: Sequence[Sequence[int]]) -> None:
-    """Executes walks on this rank, and repeats every second walk with its forwards only. Raises AssertionError if a received
-    tensor is wrong, or changes in a later walk. route: the stage of each position. lengths_by_walk: each walk's microbatch
-    lengths.
+    """Executes this rank's part of a walk, a random action list, per element of `lengths_by_walk`: the microbatch lengths of
+    the walk. Repeats every second walk with its forwards only. Raises AssertionError if a received tensor is wrong, or changes
+    in a later walk. route: the stage of each position.
     """
     placement = Placement(route)
     with open_link(link) as (stage_link, stage):
@@ -224,7 +224,7 @@ def run_mismatched_walks(link: Tables) -> list[str]:
 
 
 def time_aborts(link: Tables, timeout_s: float) -> float:
-    """Begins and aborts two walks on the first stage only, and returns the seconds. timeout_s: a collective's time limit."""
+    """Begins and aborts two walks on the first stage. Returns the seconds. timeout_s: the limit of a collective in seconds."""
     placement, key = Placement((0, 1, 1, 0)), ("tokens", (2, 3))
     steps = lower(random_action_lists(placement, 2, Random(1)), placement, 2)[0]
     with open_link(link, timeout_s) as (stage_link, stage):
@@ -280,7 +280,7 @@ def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tupl
 
 
 class Walker:
-    """Executes the walks of one stage over `link`. Keeps all tensors received from other stages, and writes to some of them."""
+    """Executes a stage's actions in walks over `link`. Keeps all tensors from other stages, and writes to some of them."""
 
     def __init__(self, link: StageLink, placement: Placement, stage: int) -> None:
         self.placement = placement
@@ -293,9 +293,9 @@ class Walker:
         self._kept_tensors: list[tuple[Any, torch.Tensor]] = []  # each with its expected value
 
     def walk(self, lists: Sequence[Sequence[Action]], lengths: Sequence[int], *, training: bool = True) -> None:
-        """Executes this stage's list of `lists`. Raises AssertionError if a received message differs from the sent one.
-        lengths: the length of each microbatch, which determines the shapes of its messages. training: whether the lists have
-        backwards.
+        """Executes the list of this stage in `lists`, one per stage. Raises AssertionError if a received message differs from
+        the sent one. lengths: the length of each microbatch, which determines the shapes of its messages. training: whether the
+        lists have backwards.
         """
         self._walk_number += 1
         self._lengths = lengths
@@ -323,20 +323,20 @@ class Walker:
 
     def _forward(self, action: Action) -> None:
         """Receives the input of the action's chunk and sends its output, except at the ends of the pipeline."""
-        position, micro_batch = self.placement.position(self.stage, action.chunk), action.micro
+        position, microbatch = self.placement.position(self.stage, action.chunk), action.micro
         if position > 0:
-            self._received[action.chunk, micro_batch] = self._receive("forward", action, position - 1)
+            self._received[action.chunk, microbatch] = self._receive("forward", action, position - 1)
         if position + 1 < self.placement.num_positions:
-            self._send("forward", action, *self._output(position, micro_batch))
+            self._send("forward", action, *self._output(position, microbatch))
 
     def _backward(self, action: Action) -> None:
         """Receives the gradients of the chunk's output and sends the gradients of its input, if they exist."""
-        position, micro_batch = self.placement.position(self.stage, action.chunk), action.micro
+        position, microbatch = self.placement.position(self.stage, action.chunk), action.micro
         if position + 1 < self.placement.num_positions:
             self._receive("backward", action, position + 1)
         if position > 0:
-            description = self._received.pop((action.chunk, micro_batch)).gradients
-            self._send("backward", action, description, self._gradients(position, micro_batch, description))
+            description = self._received.pop((action.chunk, microbatch)).gradients
+            self._send("backward", action, description, self._gradients(position, microbatch, description))
 
     def _receive(self, flow: Flow, action: Action, origin: int) -> Description:
         """Receives the message of the chunk at position `origin`, checks its content, and returns its description."""
@@ -360,36 +360,36 @@ class Walker:
         self._sent[flow, action.chunk, action.micro] = tensors
         self._boundaries.send(flow, action.chunk, action.micro, (description, tensors))
 
-    def _keep(self, tensors: list[torch.Tensor], expected: list[torch.Tensor], micro_batch: int) -> None:
-        """Keeps the received tensors for later checks. If `micro_batch` is odd, overwrites the first tensor before that."""
+    def _keep(self, tensors: list[torch.Tensor], expected: list[torch.Tensor], microbatch: int) -> None:
+        """Keeps the received tensors for later checks. If `microbatch` is odd, overwrites the first tensor before that."""
         versions = [tensor._version for tensor in tensors[1:]]
-        if tensors and micro_batch % 2:
+        if tensors and microbatch % 2:
             tensors[0].fill_(7)
             expected = [torch.full_like(expected[0], 7), *expected[1:]]
         assert versions == [tensor._version for tensor in tensors[1:]], "a write to a tensor changes the version of another"
         self._kept_tensors += [
-            ((tensor, tensor.view_as(tensor), tensor.numpy())[(index + micro_batch) % 3], value.clone())
+            ((tensor, tensor.view_as(tensor), tensor.numpy())[(index + microbatch) % 3], value.clone())
             for index, (tensor, value) in enumerate(zip(tensors, expected, strict=True))
         ]
 
-    def _output(self, position: int, micro_batch: int) -> tuple[Description, list[torch.Tensor]]:
+    def _output(self, position: int, microbatch: int) -> tuple[Description, list[torch.Tensor]]:
         """Returns the output of the chunk at `position`: tensors of several dtypes, including an empty tensor, a repeated
         tensor, and two tensors that overlap in memory.
         """
-        generator, length = self._generator(position, micro_batch, 0), self._lengths[micro_batch]
+        generator, length = self._generator(position, microbatch, 0), self._lengths[microbatch]
         hidden = torch.randn(length + 2, 3, generator=generator)
         counts = torch.randint(0, 99, (2,), generator=generator)
         scalar = torch.randn((), generator=generator, dtype=torch.float64)
         tensors = [hidden, counts, scalar, torch.empty(0, length), hidden[1:3], counts]
-        has_gradient = [micro_batch % 3 != 2, False, micro_batch % 2 == 0, False, False, False]
+        has_gradient = [microbatch % 3 != 2, False, microbatch % 2 == 0, False, False, False]
         leaves = [Leaf(tensor.dtype, tuple(tensor.shape), has) for tensor, has in zip(tensors, has_gradient, strict=True)]
         leaves[5] = Leaf(counts.dtype, (2,), has_gradient=False, same_as=1)
         return Description(tuple(leaves), {"tuple": list(range(6))}), tensors
 
-    def _gradients(self, position: int, micro_batch: int, description: Description) -> list[torch.Tensor]:
+    def _gradients(self, position: int, microbatch: int, description: Description) -> list[torch.Tensor]:
         """Returns random input gradients for the chunk at `position`, with the dtypes and shapes in `description`."""
-        generator = self._generator(position, micro_batch, 1)
+        generator = self._generator(position, microbatch, 1)
         return [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in description.leaves]
 
-    def _generator(self, position: int, micro_batch: int, stream: int) -> torch.Generator:
-        return torch.Generator().manual_seed(((self._walk_number * 64 + position) * 64 + micro_batch) * 2 + stream)
+    def _generator(self, position: int, microbatch: int, stream: int) -> torch.Generator:
+        return torch.Generator().manual_seed(((self._walk_number * 64 + position) * 64 + microbatch) * 2 + stream)

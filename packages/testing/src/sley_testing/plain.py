@@ -2,7 +2,7 @@
 
 loop = PlainLoop(layers, CrossEntropy(config), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
 loop.load(initial_weights)                       # the run's initial weights, by name
-step = loop.step(micro_batches)                  # the microbatches of the global batch, in order
+step = loop.step(microbatches)                  # the microbatches of the global batch, in order
 assert_step(step, run.step(local_batch), gradients(run), weights(run))
 
 This module does not import Sley's engine, so that an engine bug cannot be on both sides of a comparison.
@@ -94,13 +94,13 @@ class PlainLoop:
         """Copies of all parameters by name."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
-    def step(self, micro_batches: Sequence[Batch]) -> PlainStep:
+    def step(self, microbatches: Sequence[Batch]) -> PlainStep:
         """Takes one optimizer step on the microbatches of a global batch, and returns its results."""
-        total = sum(self.loss.weight(micro_batch) for micro_batch in micro_batches)
+        total = sum(self.loss.weight(microbatch) for microbatch in microbatches)
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum = 0.0
-        for micro_batch in micro_batches:
-            loss = self.loss.loss(self.forward(micro_batch), micro_batch)
+        for microbatch in microbatches:
+            loss = self.loss.loss(self.forward(microbatch), microbatch)
             self._accumulate(loss / total if total > 0 else loss * 0.0)
             loss_sum += loss.item()
         trained = {name: parameter for name, parameter in self.optimizer_params.items() if parameter.requires_grad}
@@ -117,10 +117,10 @@ class PlainLoop:
         return PlainStep(loss_sum / total if total > 0 else 0.0, norm.item(), gradients, self.weights)
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[Batch]) -> float:
+    def evaluate(self, microbatches: Sequence[Batch]) -> float:
         """Returns the mean loss of the microbatches, or 0 if their total weight is 0."""
-        total = sum(self.loss.weight(micro_batch) for micro_batch in micro_batches)
-        loss = sum(self.loss.loss(self.forward(micro_batch), micro_batch).item() for micro_batch in micro_batches)
+        total = sum(self.loss.weight(microbatch) for microbatch in microbatches)
+        loss = sum(self.loss.loss(self.forward(microbatch), microbatch).item() for microbatch in microbatches)
         return loss / total if total > 0 else 0.0
 
     def forward(self, batch: Batch) -> Any:
@@ -131,7 +131,7 @@ class PlainLoop:
         return args[0]
 
     def _accumulate(self, loss: Tensor) -> None:
-        """Runs the backward of a microbatch, and adds gradients of narrow parameters to gradients of their fp32 copies."""
+        """Runs the backward of `loss`, and adds the gradients of bf16 and fp16 parameters to those of their fp32 copies."""
         loss.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self.parameters.items():
             master = self.optimizer_params[name]
@@ -150,7 +150,7 @@ def _make_optimizer_param(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def decay_groups(named: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns parameter groups for torch.optim by the rule of plans: parameters with two or more dims decay, others do not."""
+    """Returns parameter groups for torch.optim. As in a plan, weight decay applies to parameters with at least two dims."""
     matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
     vectors = [parameter for _, parameter in named if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

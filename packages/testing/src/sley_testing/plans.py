@@ -77,7 +77,7 @@ TOKENS = DataInfo(
     vocab_size=97,
     sequence=24,
 )
-"""The data info of packed sequences of 24 tokens with 97 ids."""
+"""The data info of packed sequences of 24 tokens from a vocabulary of 97 ids."""
 
 
 def build_meta_model(function: Callable[[DataInfo], Any], info: DataInfo = TOKENS, seed: int = 0) -> Model:

@@ -15,7 +15,7 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marker `gpu`, and adds the root folder of the tests to `sys.path`."""
-    description = "needs `count` CUDA devices, or one that ranks share (NCCL_MULTI_RANK_GPU_ENABLE=1), else it is skipped"
+    description = "skips the test without `count` CUDA devices, or one that ranks share (NCCL_MULTI_RANK_GPU_ENABLE=1)"
     config.addinivalue_line("markers", f"gpu(count=1): {description}")
     root = str(config.rootpath)
     if root not in sys.path:  # ranks import test modules by names that start at the root (`--import-mode=importlib`)
@@ -47,9 +47,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def ranks() -> Iterator[Any]:
-    """Returns the class `Ranks`: `ranks(n, timeout_s=60, init=True)(function, *args, **kwargs)` returns the results of n ranks.
-    Each rank is a process on this machine that calls the module-level `function`; see `sley_testing.ranks`. During the test,
-    torch uses a single thread in this process, as in the ranks, since the sums of a kernel depend on the number of threads.
+    """Returns the class `Ranks`: `ranks(n, timeout_s=60, init=True)(function, *args, **kwargs)` returns a list of the results
+    of n ranks. Each rank is a process on this machine that calls the module-level `function` (see `sley_testing.ranks`). During
+    the test, torch uses one thread in this process, as in the ranks, since a kernel's sums depend on the number of threads.
     """
     import torch
 

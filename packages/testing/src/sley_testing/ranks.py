@@ -39,9 +39,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import pytest
 
-GRACE_S = 1.0  # how long other ranks may run after the first failure, in seconds
+GRACE_S = 1.0  # the seconds that the other ranks may run after the first failure
 
-_EXIT_S = 2.0  # how long to wait until a process ends, in seconds
+_EXIT_S = 2.0  # the maximum seconds of a wait for the end of a process
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -50,8 +50,8 @@ GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, BF16_SU
 class RunRecord:
     """Holds one rank's results. rows: the metrics of each step. initial_weights, weights: the full weights before the first
     step and after the last. gradients: the full clipped gradients of each step. calls: the collectives of each step, empty
-    unless requested. states: this rank's final master weights and optimizer states. held_out: the final held-out loss; None if
-    the run has no held-out data. notes: the notes of the loaded checkpoint.
+    unless requested. states: this rank's final master weights and optimizer states. held_out_loss: the final held-out loss;
+    None if the run has no held-out data. notes: the notes of the loaded checkpoint; empty if none was loaded.
     """
 
     rows: list[dict[str, float | int]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class RunRecord:
     calls: list[list[Collective]] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
     states: Tensors = field(default_factory=dict)
-    held_out: float | None = None
+    held_out_loss: float | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -121,7 +121,7 @@ def record(
         for part in parts:
             recorded.states |= {f"{part} {name}": value.clone() for name, value in run.memory.host(part)}
         if run.held_out is not None:
-            recorded.held_out = run.evaluate()
+            recorded.held_out_loss = run.evaluate()
     return recorded
 
 
@@ -190,7 +190,7 @@ def assert_same_run(reference: RunRecord, actual_run: RunRecord) -> None:
         assert_same_bits(expected_gradients, actual_gradients)
     assert_same_bits(reference.weights, actual_run.weights)
     assert_same_bits(reference.states, actual_run.states)
-    assert reference.held_out == actual_run.held_out
+    assert reference.held_out_loss == actual_run.held_out_loss
 
 
 def assert_same_runs(references: Sequence[RunRecord], actual_runs: Sequence[RunRecord]) -> None:
@@ -229,10 +229,10 @@ def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], p
         assert_close_gradients(expected_gradients, local_gradients, GRADIENTS[precision], floor=floor)
         _assert_close_rows(reference.rows, layout.rows, precision, rank)
         assert_close_gradients(_select(reference.weights, layout.weights), layout.weights, weight_tolerance)
-        if reference.held_out is not None:
-            label = f"rank {rank}: held-out loss {layout.held_out}, not {reference.held_out}"
-            assert layout.held_out is not None, label
-            assert math.isclose(layout.held_out, reference.held_out, rel_tol=weight_tolerance), label
+        if reference.held_out_loss is not None:
+            label = f"rank {rank}: held-out loss {layout.held_out_loss}, not {reference.held_out_loss}"
+            assert layout.held_out_loss is not None, label
+            assert math.isclose(layout.held_out_loss, reference.held_out_loss, rel_tol=weight_tolerance), label
     assert {name for layout in layouts for name in layout.gradients[0]} == set(reference.gradients[0])
 
 
@@ -290,15 +290,15 @@ def assert_matches_plain_loop(
     assert_close_gradients({name: weights[name] for name in recorded.weights}, recorded.weights, tolerance)
 
 
-def fail_once(run: Run, micro_batch: int = 0, *, in_forward: bool = False) -> None:
-    """Takes a step that raises ValueError in microbatch `micro_batch`, catches the error, and restores the position in the
+def fail_once(run: Run, microbatch: int = 0, *, in_forward: bool = False) -> None:
+    """Takes a step that raises ValueError in microbatch `microbatch`, catches the error, and restores the position in the
     data. All ranks must call it. The step raises before the backward of this rank's first layer, when handlers have received
     the gradients of all later layers. With `in_forward`, it raises after the forward of that layer.
     """
     calls = count()
 
     def fail(*_: Any) -> None:
-        if next(calls) == micro_batch:
+        if next(calls) == microbatch:
             raise ValueError("the contract's failing step")
 
     def fail_in_pass(_module: nn.Module, _args: Any, output: Tensor) -> None:
@@ -330,17 +330,17 @@ def random_action_lists(placement: Placement, num_microbatches: int, generator: 
     """Returns a random valid action list for each stage of `placement`. Each backward is full or split at random."""
     lists: list[list[Action]] = [[] for _ in range(placement.stages)]
     last = placement.num_positions - 1
-    ready = [(Kind.FORWARD, 0, micro_batch) for micro_batch in range(num_microbatches)]
+    ready = [(Kind.FORWARD, 0, microbatch) for microbatch in range(num_microbatches)]
     while ready:
-        action_type, position, micro_batch = ready.pop(generator.randrange(len(ready)))
+        action_type, position, microbatch = ready.pop(generator.randrange(len(ready)))
         stage, chunk = placement.holder(position)
-        lists[stage].append(Action(action_type, chunk, micro_batch))
+        lists[stage].append(Action(action_type, chunk, microbatch))
         if action_type is Kind.FORWARD and position < last:
-            ready.append((Kind.FORWARD, position + 1, micro_batch))
+            ready.append((Kind.FORWARD, position + 1, microbatch))
         elif action_type is Kind.FORWARD:
-            ready.append((generator.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), last, micro_batch))
+            ready.append((generator.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), last, microbatch))
         elif action_type is not Kind.WEIGHT_GRADIENT and position > 0:
-            ready.append((generator.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), position - 1, micro_batch))
+            ready.append((generator.choice([Kind.BACKWARD, Kind.INPUT_GRADIENT]), position - 1, microbatch))
         if action_type is Kind.INPUT_GRADIENT:
-            ready.append((Kind.WEIGHT_GRADIENT, position, micro_batch))
+            ready.append((Kind.WEIGHT_GRADIENT, position, microbatch))
     return lists

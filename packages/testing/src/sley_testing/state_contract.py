@@ -38,9 +38,7 @@ PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="
 
 
 class OffloadManagerContract:
-    """Tests an offload manager. Subclass it, and set `offload` to a table of `[[offload]]`. orders: the number of random copy
-    orders to test.
-    """
+    """Tests an offload manager. Subclass it, and set `offload` to a table `[[offload]]`. orders: the number of copy orders."""
 
     offload: ClassVar[Tables]
     orders: ClassVar[int] = 2
@@ -108,7 +106,7 @@ class OffloadManagerContract:
 
     @contextmanager
     def _run(self, texts: Path, order: int = 0) -> Iterator[Run]:
-        """Yields a run with the manager in this process. order: the random seed of the device's copies."""
+        """Yields a run in this process with the tested manager. order: the random seed of the device's copies."""
         device, plan = DrawnDevice(copy_seed=order), plan_from_dict(changed(PLAN, offload=[self.offload]), texts)
         with device.watching(), World.alone(device) as world, assemble(plan, world) as run:
             yield run
@@ -123,7 +121,7 @@ class OffloadManagerContract:
         ]
 
     def _round_trip(self, run: Run) -> None:
-        """Offloads and reloads all movable parts. Asserts that this frees their device memory and keeps their bits."""
+        """Offloads and reloads all movable parts. Asserts that the offload frees device memory, and that no bit changes."""
         parts = self._movable_parts(run)
         if not parts:
             return

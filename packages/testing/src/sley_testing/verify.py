@@ -2,8 +2,8 @@
 
 One process takes the reference steps, and saves the loss, gradient norm, gradients and weights of each step to files. Each
 rank takes the same steps in the layout, compares its values with the files, one tensor at a time, and writes its findings.
-Differences are reported in causal order: first values, then for each step the loss, gradients, gradient norm, held-out loss and
-weights.
+Differences are reported in causal order: first values (initial weights), then for each step the loss, gradients, gradient norm,
+held-out loss and weights.
 """
 
 import json
@@ -56,7 +56,7 @@ class Limits:
     handler_tolerance: float = 0.0
 
     def limit_for(self, quantity: Quantity, step: int) -> float:
-        """Returns the limit for `quantity` in `step`, counted from 1. It is 0 for first values."""
+        """Returns the limit for `quantity` in `step`, counted from 1. The limit is 0 for first values, the initial weights."""
         if quantity == "first value":
             return 0.0
         base = self.first_step if step == 1 and quantity != "weight" else self.later_steps
@@ -317,9 +317,7 @@ class StepComparer:
         return Comparison(quantity, step, name, error, *norms, factor, num_noise)
 
     def _record_noise(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Records gradients that are rounding noise: gradients with a small norm, and elements whose relative error exceeds the
-        limit of weights.
-        """
+        """Records which gradients are rounding noise: tensors with a tiny norm, and elements with a large relative error."""
         with safe_open(tensor_file(self._folder, step, "gradients"), "pt") as tensors:
             norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
             self._noise_floor = self._noise_share * max(norms.values(), default=0.0)
@@ -395,13 +393,13 @@ def full_weights(run: Run) -> dict[str, torch.Tensor]:
 def _undo_clipping(
     gradients: Mapping[str, torch.Tensor], row: Mapping[str, float], limit: float | None
 ) -> dict[str, torch.Tensor]:
-    """Returns the gradients before clipping, which hides a wrong scale. limit: the clip norm; None without clipping."""
+    """Returns unclipped gradients, since clipping hides a wrong scale. limit: the clip norm; None if the run does not clip."""
     factor = 1.0 if limit is None else min(1.0, limit / (row["grad_norm"] + CLIP_EPSILON))
     return {name: (gradient / factor).contiguous() for name, gradient in gradients.items()}
 
 
 def tensor_file(folder: Path, step: int, file_name: str) -> str:
-    """Returns the path of the tensors of a step. file_name: `gradients` or `weights`. Step 0 has the initial weights."""
+    """Returns the path of the tensors after `step`; step 0 is before the first step. file_name: `gradients` or `weights`."""
     return str(folder / f"{file_name}-{step}.safetensors")
 
 

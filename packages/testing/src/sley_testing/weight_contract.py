@@ -68,7 +68,9 @@ class Inspection:
 
 
 def inspect_run(plan: Tables) -> Inspection:
-    """Takes NUM_STEPS steps on this rank, evaluates, and closes the run. Raises AssertionError if `counts` communicates."""
+    """Takes NUM_STEPS steps of `plan` on this rank, evaluates, closes the run, and returns the findings. Raises AssertionError
+    if the communicator's `counts` communicates.
+    """
     inspection = Inspection()
     with World.join("cpu") as world, collectives() as inspection.calls:
         with assemble(plan_from_dict(plan), world) as run:
@@ -85,8 +87,8 @@ def inspect_run(plan: Tables) -> Inspection:
 
 
 def change_weights(run: Run, num_steps_done: int) -> None:
-    """Halves all weights with `load_weights` and freezes `second.wide.weight` after the first step. After the second step,
-    unfreezes it and multiplies all weights by 1.25 in place. Evaluates before each change.
+    """After the first step, halves all weights with `load_weights`, and freezes `second.wide.weight`. After the second step,
+    unfreezes this weight, and multiplies all weights by 1.25 in place. Evaluates before each change.
     """
     if num_steps_done in (1, 2):
         run.evaluate()
@@ -118,7 +120,7 @@ def delay_weights(run: Run, num_steps_done: int) -> None:
 
 
 def fail_steps(run: Run, num_steps_done: int) -> None:
-    """Takes a step that fails in its forward before the first step, and a step that fails in its backward before the second."""
+    """Before the first step, takes a step that fails in its forward. Before the second, one that fails in its backward."""
     if num_steps_done in (0, 1):
         fail_once(run, in_forward=num_steps_done == 0)
 
@@ -271,7 +273,7 @@ HEADS, KV_HEADS, HEAD_WIDTH = 4, 2, 3  # query heads, key heads, and elements pe
 
 
 class Data(Samples):
-    """Provides tokens of two documents, whose boundary depends on the index, and targets `y` [LENGTH, VOCABULARY]."""
+    """A dataset. Each sample has the tokens of two documents of varying lengths, and targets `y` [LENGTH, VOCABULARY]."""
 
     info = DataInfo(
         {
@@ -351,6 +353,6 @@ def layers(dropout: float = 0.0) -> list[tuple[str, nn.Module]]:
 
 
 def model_plan(dropout: float = 0.0, **tables: Any) -> Tables:
-    """Returns a one-process plan that trains `layers`, extended by `tables`."""
+    """Returns a one-process plan that trains `layers` on `Data`, extended by `tables`. dropout: the rate of `Block`."""
     model = {"factory": f"{__name__}:layers", "options": {"dropout": dropout}}
     return contract_plan(__name__, model=model, loss=SQUARES, evaluation={"every": 99, "steps": 2}, **tables)

@@ -96,7 +96,7 @@ class Ledger:
         self._ignored_references[key] = weakref.ref(storage, partial(self._remove_ignored, key))
 
     def poll(self, storage: torch.UntypedStorage) -> None:
-        """Makes each `track` check whether `storage` is free. Weak references miss this while torch has its own."""
+        """Makes each `track` check whether `storage` was freed. Python's weak references miss this while torch has its own."""
         key = storage._cdata
         if key not in self._references:
             self._keys_to_poll.add(key)
@@ -120,14 +120,14 @@ class Ledger:
             self.current_bytes += num_bytes
 
     def record_scratch(self, num_bytes: int) -> None:
-        """Records `num_bytes` bytes that an operator allocates and frees again."""
+        """Records that an operator allocates `num_bytes` bytes and frees them before it ends."""
         if num_bytes:
             self.num_events += 2
             position = self.locate()
             self.allocations.append(Allocation(num_bytes, self.num_events - 1, position, self.num_events, position))
 
     def address(self, storage: torch.UntypedStorage) -> int:
-        """Returns an address for `storage`, or 0 if it is empty. Live storages overlap only after `share_address`."""
+        """Returns an address for `storage`, or 0 if it is empty. Two live storages overlap only after `share_address`."""
         key = storage._cdata
         return self._shared_addresses.get(key, key * ADDRESS_FACTOR) if storage.nbytes() else 0
 
@@ -152,13 +152,13 @@ class Ledger:
         self.ignore(tensor)
 
     def backdate(self, owners: Collection[str], event: int, position: StepPosition) -> None:
-        """Moves the start of live allocations of `owners` back to event number `event` and `position`, if they start later."""
+        """Sets the start of live allocations of `owners` to event number `event` and to `position`, if they start later."""
         for allocation in self._live_allocations.values():
             if allocation.owner in owners and allocation.allocated_at > event:
                 allocation.allocated_at, allocation.position = event, position
 
     def peak(self) -> tuple[int, StepPosition, list[Allocation]]:
-        """Returns the peak bytes, the last position with this peak, and the allocations that were live then."""
+        """Returns the peak bytes, the last position at which they were reached, and the allocations that were live there."""
         num_bytes, event = max(((total, time) for time, total, _ in self._totals()), default=(0, 0))
         position = next((allocation.position for allocation in self.allocations if allocation.allocated_at == event), START)
         alive = [
@@ -206,10 +206,10 @@ MAX_CONSTANT_NUMEL = 1 << 20  # elements of the largest tensor that keeps values
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default  # the operator that returns a tensor's device
-_SET_STORAGE_OPS = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset}  # make a tensor share a storage
+_SET_STORAGE_OPS = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset}  # give a tensor another storage
 # Arguments of these types are part of a call's key.
 _PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}  # read a value; change a shape in place
+_UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}  # one reads a value, one changes a shape in place
 
 
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -394,7 +394,9 @@ class _UncacheableError(Exception):
 
 
 class _CachedResult(NamedTuple):
-    """The cached result of a call. container: None for a single value. scratch: the internal scratch bytes."""
+    """The cached result of a call. container: the type of a list or tuple of results; None for a single result. recipes: see
+    `_make_recipe`. scratch: the bytes that the operator allocates internally.
+    """
 
     container: type | None
     recipes: Sequence[Any]
@@ -415,6 +417,7 @@ def _call_key(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashabl
 
 @cache
 def _operator_name(func: Any) -> str | None:
+    """Returns the name of torch's operator `func`, or None if its calls are never cached."""
     is_uncached = func in _UNCACHED_OPS or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags
     return None if is_uncached else func.name()
 
@@ -446,7 +449,9 @@ def _fake_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTenso
 
 
 def _make_recipe(result: Any, inputs: Sequence[FakeTensor]) -> Any:
-    """Returns a recipe to make `result` again, which starts with "same", "view" (of an argument) or "new"; None for None."""
+    """Returns a recipe to make `result` again; None if `result` is None. It starts with "same" for an argument, "view" for a
+    view of one, or "new". Raises _UncacheableError if there is no recipe.
+    """
     if result is None:
         return None
     if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:

@@ -39,7 +39,7 @@ from sley_trainer.execute import describe_output
 from sley_trainer.stepper import Stage
 from train_cli.meta_model import meta_micro_batch, meta_output, meta_state
 
-_COLLECTIVES: Mapping[ExchangeKind, Collective] = {
+_COLLECTIVES: Mapping[ExchangeKind, Collective] = {  # the collective whose cost a kind of exchange has; messages have none
     **dict.fromkeys(("sum", "max", "min"), "sum"),
     "all_gather": "gather",
     "all_to_all": "swap",
@@ -47,7 +47,7 @@ _COLLECTIVES: Mapping[ExchangeKind, Collective] = {
 
 
 class FakeStream(CopyStream):
-    """A copy stream. pending_copies: the numbers of the copies that nothing has waited for."""
+    """A copy stream that records copies in `device.recording`. pending_copies: the numbers of copies not waited for yet."""
 
     def __init__(self, device: "FakeDevice", number: int) -> None:
         self.pending_copies: deque[int] = deque()
@@ -154,8 +154,8 @@ class FakeDevice(Device):
 
 class FakeWork(Work):
     """An exchange that reports itself as pending until the rank waits for it, since a run ends complete exchanges early.
-    on_wait: a function called at each wait. allocate_scratch: allocates the memory to sum the parts of the peers, once: at the
-    first wait, or at the first query in a later entry of the action list, when the parts have usually arrived.
+    on_wait: called at each wait. allocate_scratch: allocates the memory to sum the parts of the peers. It is called once: at
+    the first wait, or at the first query in a later entry of the action list, when the parts have usually arrived.
     """
 
     def __init__(self, on_wait: Callable[[], None], allocate_scratch: Callable[[], None], progress: ActionProgress) -> None:
@@ -213,7 +213,7 @@ class FakeTransport(Transport):
         return self._begin("sum", [tensor], [flat[: -(-flat.numel() // self.members.size)]])
 
     def _begin(self, collective: Collective, tensors: Sequence[Tensor], reduced: Sequence[Tensor] = ()) -> Work:
-        """Reports the start of an exchange. reduced: the tensors that this rank sums, one after another."""
+        """Reports the start of an exchange of `tensors`. reduced: the tensors that this rank sums, one after another."""
         on_wait = self.on_start(collective, self.members.axis, self.channel, sum(tensor.nbytes for tensor in tensors))
 
         def allocate_scratch() -> None:
@@ -258,7 +258,7 @@ class StepSimulation(Simulation):
     def make_output_describer(
         self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype
     ) -> Callable[[int, int], Description] | None:
-        """Returns a function `(stage, chunk)` that describes the chunk's output; None for a plan with one stage."""
+        """Returns a function of (stage, chunk) that describes the output of the chunk; None for a plan with one stage."""
         if plan.parallel.pp == 1:
             return None
         placement, outputs = stage.action_lists.placement, meta_outputs(plan, stage, dataset, dtype)

@@ -1,4 +1,4 @@
-"""Estimates the memory and the work of a run's ranks by running their own steps on tensors without values.
+"""Estimates the memory and the work of a run's ranks by running the steps of these ranks on tensors without values.
 
 plan ──draft──> stages ──fork──> the first rank of a stage
 
@@ -54,14 +54,16 @@ STEPS = 3
 """The number of steps to run. The first step creates the optimizer states. Steps before the last have as few microbatches as
 the schedule allows. If the first step has the highest peak, all steps run again, and the first has as many as the last."""
 
-OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # parts that are on the host if the optimizer steps there
-BATCHES = 2  # batches in memory: the batch of the step, and the next batch, which the feed has loaded
+OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # parts of memory on the host if the optimizer runs there
+BATCHES = 2  # the number of batches in memory: the batch of the step, and the next one, which the feed has loaded
 
-MIN_MICRO_BATCHES = 3
-"""Enough for a first microbatch, which allocates the gradients, a last one, which reduces them, and one in between."""
+MIN_MICROBATCHES = 3
+"""The minimum number of microbatches in the last step, which represents longer steps: the first microbatch allocates the
+gradients, the last one reduces them, and one runs in between."""
 
-MIN_MICRO_BATCHES_BETWEEN_STAGES = 12
-"""Enough to fill a link between stages, which allows eight pending messages, while more messages are written and used."""
+MIN_MICROBATCHES_BETWEEN_STAGES = 12
+"""The same minimum with several positions. It suffices to fill a link between stages, which allows eight pending messages,
+while further messages are written and used."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,9 @@ class RankBytes:
 
 
 def run_rank(plan: Plan, rank: int, world_size: int, draft: Draft | None = None) -> tuple[RankBytes, RankRecord]:
-    """Runs steps of rank `rank` in a fake world, without devices or peers. Returns its bytes and the record of its last step.
-    draft: the plan's model and stages, which the run consumes; if None, they are built. Raises PlanError for each failed check
-    of the plan, and RunError `estimate-layer` for a layer that needs values.
+    """Runs steps of rank `rank` in a fake world, without devices or peers. Returns the bytes of the rank and the record of its
+    last step. draft: the plan's model and stages, which the run consumes; if None, they are built. Raises PlanError for each
+    failed check of the plan, and RunError `estimate-layer` for a layer that needs values.
     """
     memory, record, is_exact = _run_steps(plan, rank, world_size, draft, is_first_full=False)
     if memory.position.step == 1 and not is_exact:
@@ -96,8 +98,9 @@ def run_rank(plan: Plan, rank: int, world_size: int, draft: Draft | None = None)
 def _run_steps(
     plan: Plan, rank: int, world_size: int, draft: Draft | None, *, is_first_full: bool
 ) -> tuple[RankBytes, RankRecord, bool]:
-    """Runs `STEPS` steps. Returns the bytes, the last step's record, and whether the first step was full: it had as many
-    microbatches as the last. If it was not, pools count from its start, since a long run has filled them by then.
+    """Runs `STEPS` steps. Returns the bytes, the last step's record, and whether the first step was full, that is, had as many
+    microbatches as the last. If it was not full, pools are counted from the start of the first step, since in a long run they
+    are already full at the start of a step. is_first_full: whether to make the first step full.
     """
     with fake_run(plan, rank, world_size, draft) as (run, ledger, recording):
         num_plan_microbatches = plan.num_microbatches(run.topology)
@@ -164,7 +167,7 @@ def fake_run(plan: Plan, rank: int, world_size: int, draft: Draft | None = None)
 
 
 def take_step(run: Run, batch: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Runs a step on the microbatches in `batch`. Raises RunError `estimate-layer` if it needs the values of a tensor."""
+    """Runs a step of `run` on the microbatches in `batch`. Raises RunError `estimate-layer` if it needs values of tensors."""
     try:
         run.step(batch)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -177,7 +180,7 @@ def take_step(run: Run, batch: Sequence[Mapping[str, torch.Tensor]]) -> None:
 
 
 def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
-    """Sets the owners of allocations between two steps. It is a function so that no variable keeps a tensor alive."""
+    """Sets the owners of allocations between two steps. This is a function so that no variable keeps a tensor alive."""
     for part in PARTS:
         for _, tensor in run.memory.inventory.all_tensors(part):
             if part in on_host:
@@ -187,17 +190,17 @@ def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
 
 
 def classify_allocation(allocation: Allocation) -> str:
-    """Returns "temporary buffers" for memory that is freed in the same entry in which it was allocated, else "activations"."""
+    """Returns "temporary buffers" for memory that was freed in the entry in which it was allocated, else "activations"."""
     is_temporary = allocation.free_position is not None and allocation.free_position[:2] == allocation.position[:2]
     return "temporary buffers" if is_temporary else "activations"
 
 
 def min_equivalent_microbatches(lists: ActionLists, num_microbatches: int) -> int:
-    """Returns the smallest number of microbatches, at least MIN_MICRO_BATCHES or MIN_MICRO_BATCHES_BETWEEN_STAGES, for which
+    """Returns the smallest number of microbatches, at least MIN_MICROBATCHES or MIN_MICROBATCHES_BETWEEN_STAGES, for which
     the memory peaks of this stage's action list are the same as for `num_microbatches`. Returns at most `num_microbatches`.
     """
     peaks = _peaks(lists, num_microbatches)
-    min_count = MIN_MICRO_BATCHES if lists.placement.num_positions == 1 else MIN_MICRO_BATCHES_BETWEEN_STAGES
+    min_count = MIN_MICROBATCHES if lists.placement.num_positions == 1 else MIN_MICROBATCHES_BETWEEN_STAGES
     return next((count for count in range(min_count, num_microbatches) if _peaks(lists, count) == peaks), num_microbatches)
 
 
@@ -228,7 +231,7 @@ class StageTooLargeError(Exception):
 
 
 def build_rank0_draft(plan: Plan, world_size: int) -> Draft:
-    """Returns the draft of rank 0 of `world_size`. Raises PlanError for each failed check, and the errors of `build_draft`."""
+    """Returns rank 0's draft: model and stages. Raises PlanError for each failed check, and the errors of `build_draft`."""
     if problems := check_plan(plan, world_size):
         raise PlanError.from_diagnostics(problems)
     with World.fake(0, world_size) as world:
@@ -244,8 +247,8 @@ def stage_bytes(plan: Plan, world_size: int, cores: int = 1) -> list[RankBytes]:
 def run_stages(
     plan: Plan, world_size: int, stages: Sequence[int], draft: Draft, cores: int, *, max_bytes: int | None = None
 ) -> list[tuple[RankBytes, RankRecord]]:
-    """Runs the steps of the first rank of each of `stages`. Returns their bytes and their recorded steps, in order. draft: the
-    draft of rank 0, which is not consumed. cores: the number of parallel processes. Raises the errors of `run_rank` and
+    """Runs the steps of the first rank of each stage in `stages`. Returns the bytes and the record of each, in order. draft:
+    the draft of rank 0, which is not consumed. cores: the number of parallel processes. Raises the errors of `run_rank` and
     `run_calls`, and StageTooLargeError for a stage whose peak exceeds `max_bytes`.
     """
     ranks_per_stage = plan.topology(world_size).ranks_per_stage
@@ -265,8 +268,8 @@ def run_stages(
 
 
 def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
-    """Returns one key per stage. Stages with equal keys do equal work in an action: they have equal layers, which no name or
-    pattern in the plan distinguishes, equal messages, and no tied weights. Raises RunError `estimate-layer` for a layer that
+    """Returns one key per stage. Stages with equal keys do equal work in an action: they have equal layers that no name or
+    pattern in the plan tells apart, equal messages, and no tied weights. Raises RunError `estimate-layer` for a layer that
     cannot run on meta.
     """
     if topology.pp == 1:
@@ -291,8 +294,8 @@ def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashab
 
 
 def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[int]:
-    """Returns the stage that represents each stage. It has equal work and, among all such stages, the most pending forwards, so
-    it needs the most bytes. Raises the errors of `stage_work_keys`.
+    """Returns for each stage the stage that represents it. Of all stages with the same work, this is the one with the most
+    pending forwards, so it needs the most bytes. Raises the errors of `stage_work_keys`.
     """
     lists, keys = draft.stage.action_lists, stage_work_keys(plan, topology, draft)
     num_microbatches = min_equivalent_microbatches(lists, plan.num_microbatches(topology))
@@ -304,13 +307,13 @@ def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[
 
 
 def max_pending_forwards(steps: Sequence[Step]) -> int:
-    """Returns the maximum number of pending forwards. A forward is pending until all its gradients are computed."""
+    """Returns the maximum number of pending forwards in `steps`. A forward is pending until all its gradients are computed."""
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
     return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
 
 
 def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashable]:
-    """Returns for each layer, by name, the pairs of a text in the plan and a name in the layer that matches the text."""
+    """Returns for each layer, by name, the pairs of a text in the plan and a name in the layer that matches this text."""
     values = (value if isinstance(value, list) else [value] for _, value in iterate_values(plan.tables))
     patterns = {text for texts in values for text in texts if isinstance(text, str)}
     return {
@@ -326,7 +329,7 @@ def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashabl
 
 
 def can_fork() -> bool:
-    """Returns whether a forked process can run a backward. torch refuses it if this process has already run one."""
+    """Returns whether a forked process can run a backward. torch refuses this if the current process has run one."""
     try:
         list(_run_forked([lambda: torch.ones(1, requires_grad=True).sum().backward()], 1))  # type: ignore[no-untyped-call]
     except (RuntimeError, RunError):
@@ -362,7 +365,7 @@ def _run_forked(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterato
 
 
 _calls: Sequence[Callable[[], Any]] = ()
-"""The calls that a forked process may run. They are inherited, since they cannot be pickled."""
+"""The calls that a forked process may run. It inherits them, since they cannot be pickled."""
 
 
 def _start_worker(calls: Sequence[Callable[[], Any]]) -> None:

@@ -35,7 +35,7 @@ from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate.device import Lead
 from sley_estimate.layers import trace
-from sley_estimate.layers.prices import LayerSeconds
+from sley_estimate.layers.times import LayerSeconds
 from sley_estimate.search.layouts import list_choices
 from sley_trainer.assemble import DTYPES, build_meta_model, weight_dtypes
 from sley_trainer.execute import ChunkState, describe_output, find_gradient_edges
@@ -44,15 +44,15 @@ from train_cli.meta_model import meta_micro_batch
 NUM_CALLS, NUM_CALIBRATION_CALLS = 5, 15  # timed calls of each layer, for a partition and for a machine file
 NUM_HOST_CALLS = 3  # calls on an idle device, which show how long a lead must keep the device busy
 
-HOST_S = 0.03  # seconds to time the host per timed call, since other work can slow a host by a third for a tenth of a second
+HOST_S = 0.03  # seconds of timing the host per timed call; other programs can slow a host by a third for a tenth of a second
 
 HOST_BOUND_SHARE = 0.5
-"""The host is timed in rows if it needs more than this share of the device's seconds. Other layers are so large that memory has
-room for few of their calls at a time."""
+"""The host is timed in rows if it needs more than this share of the device's seconds. Otherwise, the layer is so large that
+memory may not have room for a row."""
 
-ROW_LENGTH = 4  # the number of calls in a row
+ROW_LENGTH = 4  # the number of calls in a row, which runs all forwards and then all backwards
 NUM_EMPTY_BACKWARDS = 20  # the number of timed backwards without operators
-DIGITS = 6  # decimals of seconds, so that a resolved plan contains exactly the numbers by which the layers were partitioned
+DIGITS = 6  # decimals to which seconds are rounded, so that a resolved plan contains exactly the numbers used to partition it
 
 
 class PartSeconds(NamedTuple):
@@ -65,12 +65,12 @@ class PartSeconds(NamedTuple):
 Parts = Sequence[PartSeconds]
 """The three parts of a call: the forward; the backward, or the first half of a split backward; the second half, or 0."""
 
-NO_LEAD = (0.0, 0.0, 0.0)  # the seconds of the three leads of a call, if they only need to clear the caches
+NO_LEAD = (0.0, 0.0, 0.0)  # the minimum seconds of the leads of a call's three parts, if leads only need to clear the caches
 
 
 class LayerBench:
-    """Times the layers of `model`, which is on meta, on one microbatch of the plan's data. dtype: the dtype of the working
-    weights. num_calls: the number of timed calls of a layer, after one warm-up call; their median counts.
+    """Times the layers of `model`, which is on meta, on one microbatch of the plan's data. dtype: the dtype of the weights with
+    which layers compute. num_calls: the number of timed calls of a layer, after one warm-up call; their median counts.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class LayerBench:
         self._gradients = DTYPES[plan.precision.gradients]
         self._is_direct = self._gradients == self._dtype and plan.precision.accumulation == "direct"
         self._caller = LayerCaller(device, plan.run.seed, plan.activations.build([layer.name for layer in model.layers]))
-        self._fields, self._loss = self._load_micro_batch(dataset), plan.loss.build()
+        self._fields, self._loss = self._load_microbatch(dataset), plan.loss.build()
         self._lead = Lead(device)
         self._empty_backward_s = time_empty_backward(device) if device.is_async else 0.0
         self._host = HostModel(model)
         self._drops_gradients = False
 
     def time_layer(self, layer: Layer, value: trace.Value | None, *, split: bool = False) -> tuple[LayerSeconds, trace.Value]:
-        """Returns the median seconds of `layer`, and its output. The host's seconds exclude the accumulation of gradients, and
-        are 0 for a device without a queue. value: the output of the previous layer; None for the first. split: whether to also
-        time the halves of a split backward, whose seconds are 0 otherwise.
+        """Returns the median seconds of `layer`, and its output. The host's seconds exclude the accumulation of gradients; they
+        are 0 if the host does not run ahead of the device, as on a CPU. value: the output of the previous layer; None for the
+        first layer. split: whether to also time the two halves of a split backward; otherwise their seconds are 0.
         """
         meta_module = layer.module
         host_tensors = [
@@ -121,7 +121,9 @@ class LayerBench:
         return times, trace.describe_next_input(outputs[-1], layer)
 
     def _median_parts(self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None, outputs: list[Any]) -> Parts:
-        """Returns the median seconds of each part. queue: None for a whole backward. outputs: gets the last output."""
+        """Returns the median seconds of each part of a call. value: the input. queue: the queue for weight gradients in a split
+        backward; None for a whole backward. outputs: is set to a list with the output of the last call.
+        """
 
         def median_host_s() -> list[float]:
             calls = [self._time_call(layer, value, queue, outputs, NO_LEAD) for _ in range(NUM_HOST_CALLS)]
@@ -145,10 +147,10 @@ class LayerBench:
 
     @contextmanager
     def _accumulate_gradients(self, layer: Layer) -> Iterator[None]:
-        """Accumulates the gradients of the layer within the block, in memory of its own, as a run does."""
+        """Makes backwards within the block add the gradients of the layer to separate buffers, as a run does."""
 
         def add_gradient(accumulated: torch.Tensor, parameter: torch.Tensor) -> None:
-            """Adds a gradient to `accumulated` and removes it. There is none if its product still waits in a queue."""
+            """Adds `parameter.grad` to `accumulated`, unless it is None or to be dropped, and sets it to None."""
             if parameter.grad is not None and not self._drops_gradients:
                 accumulated.add_(parameter.grad)
             parameter.grad = None
@@ -161,8 +163,8 @@ class LayerBench:
                     hooks.callback(hook.remove)
             yield
 
-    def _load_micro_batch(self, dataset: AnyDataset) -> Mapping[str, torch.Tensor]:
-        """Returns the first microbatch on the device; with `sp` > 1, the slices of the first rank of `sp`."""
+    def _load_microbatch(self, dataset: AnyDataset) -> Mapping[str, torch.Tensor]:
+        """Returns the first microbatch of `dataset` on the device; if `sp` > 1, only the first slice of each sequence."""
         plan, size = self.plan, self.plan.batch.global_size
         rows = range(plan.batch.micro_size)
         data: Any = plan.data.config
@@ -175,7 +177,9 @@ class LayerBench:
     def _time_call(
         self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None, outputs: list[Any], launch_s: Sequence[float]
     ) -> Parts:
-        """Runs one call, and returns the seconds of its parts. launch_s: the host's seconds to launch each; 0 if unknown."""
+        """Runs one call, and returns the seconds of its parts. launch_s: the seconds that the host needs to launch each part; 0
+        if unknown. `_median_parts` describes the other arguments.
+        """
         in_flight, args, named = trace.start_call(layer, value, self._fields)
         outputs.clear()
 
@@ -207,7 +211,7 @@ class LayerBench:
         return host_s, lambda: self.device.seconds_between(start, end)
 
     def _time_rows(self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None) -> tuple[float, float, float]:
-        """Runs forwards, then as many backwards, without waits. Returns the host's mean seconds for each part of one call."""
+        """Runs a row of calls without waiting for the device. Returns the host's mean seconds for each part of one call."""
         calls = [trace.start_call(layer, value, self._fields) for _ in range(ROW_LENGTH)]
         self.device.wait_until(self.device.moment())
         times = [time.perf_counter()]
@@ -229,6 +233,7 @@ class LayerBench:
         return forward_s, max(0.0, backward_s - self._empty_backward_s), products_s
 
     def _call_layer(self, layer: Layer, in_flight: ChunkState, args: tuple[Any, ...], named: Mapping[str, torch.Tensor]) -> Any:
+        """Returns the output of `layer`. For the last layer, also sets the loss in `in_flight`."""
         output = self._caller(layer, args, named, trace.MICRO_STEP)
         if layer is self.model.layers[-1]:
             in_flight.loss = self._loss.loss(output, self._fields)
@@ -236,7 +241,7 @@ class LayerBench:
 
 
 def time_empty_backward(device: Device) -> float:
-    """Returns the host's median seconds for a backward without operators, which are not part of a layer's time."""
+    """Returns the host's median seconds for a backward without operators. A layer's time does not include them."""
     value = torch.ones(1, device=device.torch_device)
     description, tensors = describe_output(value.requires_grad_())
     seconds = []
@@ -252,10 +257,10 @@ def time_empty_backward(device: Device) -> float:
 
 
 def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns the seconds of forward plus backward of each layer, equal on all ranks: the `timer` of a partitioner's record. A
-    blocking collective of `world`. Only the first rank times the layers, on one microbatch of the plan's data. build_model:
-    returns the model on meta; only the first rank calls it. dtype: the dtype of the working weights. If the first rank fails,
-    it raises its error, and other ranks raise RunError `start-failed`.
+    """Returns the seconds of the forward and backward of each layer, equal on all ranks. A partitioner's record calls it as
+    `timer`. A blocking collective of `world`: rank 0 times the layers on one microbatch of the plan's data, and the other ranks
+    wait. build_model: returns the model on meta; only rank 0 calls it. dtype: the dtype of the weights with which layers
+    compute. If rank 0 fails, it raises its error, and the other ranks raise RunError `start-failed`.
     """
     seconds: list[float] = []
     failure: Exception | None = None
@@ -281,7 +286,9 @@ def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Mo
 
 
 def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
-    """Times each distinct layer on whole sequences. Returns `[[layers]]` tables. Does not catch errors of layers."""
+    """Returns a table `[[layers]]` of a machine file for each distinct layer of the plan's model, timed on `device` with whole
+    sequences. Raises the errors that layers raise.
+    """
     variant = {"activations": str(list_choices(plan).policies[0]), "micro_size": plan.batch.micro_size}
     plan = replace_values(plan, {("parallel", "sp"): 1})
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))

@@ -32,19 +32,19 @@ from sley_trainer.run import Run
 
 # The dtypes of the matrix products to measure, by their names in a machine file.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}  # the edges of the square matrices
+SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}  # the edges of the square matrices to multiply
 
-MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes of each tensor in the addition that measures bandwidth; exceeds caches
+MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes of each tensor in the addition that measures bandwidth; exceed caches
 NUM_LAUNCHES = 200  # the number of tiny operators whose launches are timed
-MAX_FIGURE_S = 0.5  # seconds of measuring one figure, after which no further repetition starts
+MAX_FIGURE_S = 0.5  # the seconds of measuring one figure after which no further repetition starts
 
 REPETITIONS = 7  # the maximum number of timed calls for one figure
 
-SMALL_BYTES, NUM_SMALL = 1 << 12, 100  # the bytes of the copies whose latency is timed, and the number of them in a row
+SMALL_BYTES, NUM_SMALL = 1 << 12, 100  # the bytes of a copy whose latency is timed, and the number of consecutive copies
 
 NUM_BUCKETS, BUCKET_NUMEL = 4, 1 << 24
-"""The buckets of an optimizer on the host, and the elements of each: 64 MiB of fp32, as in a run; together they exceed caches.
-"""
+"""The number of buckets of an optimizer on the host, and of elements per bucket: 64 MiB of fp32, as in a run. Together, the
+buckets exceed the caches."""
 
 RING = 2  # the number of buckets whose gradients are on the host at the same time
 
@@ -55,11 +55,11 @@ gradient, and rounds the weight to bf16 (reads 4 bytes, writes 2)."""
 WRITTEN_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 """The bytes of one write of a `Lead`. They exceed the caches, which in a run hold data of other layers when a layer starts."""
 
-LEAD_FACTOR = 1.5  # seconds of a lead per second that the host needs; the margin covers variations of the host
+LEAD_FACTOR = 1.5  # seconds of a lead per second that the host needs to launch work; the margin covers a slower launch
 
 
 def measure_device(device: Device) -> dict[str, Any]:
-    """Returns the table `[device]` of a machine file. Takes some seconds, and memory for three times `MOVED_BYTES`."""
+    """Returns the table `[device]` of a machine file. Takes some seconds, and three times `MOVED_BYTES` of device memory."""
     device_type = "cuda" if device.type == "cuda" else "cpu"
 
     def product_s(size: int, dtype: torch.dtype) -> float:
@@ -85,7 +85,7 @@ def measure_device(device: Device) -> dict[str, Any]:
 
 def fit_saturation(times: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Returns the `flops_per_s` and the non-negative `half_flops` of a `MatmulTable` that fit `times`, pairs of (FLOPs,
-    seconds), with the least squares of relative errors.
+    seconds), by least squares of the relative errors.
     """
     flops, seconds = np.array(times).T
     per_flop, constant = flops / seconds, flops.mean() / seconds  # solves 1 = per_flop / rate + constant x half / (rate x mean)
@@ -114,8 +114,8 @@ def _min_seconds(device: Device, work: Callable[[], object]) -> float:
 
 
 class Lead:
-    """Writes to unused memory of `device` before a measurement, which removes other data from the caches. It also keeps a
-    device with a queue busy while the host launches the measured work, as in a run whose host is ahead.
+    """Writes to unused memory of `device` before a measurement. The writes remove other data from the caches. On a device with
+    a queue, they also keep it busy while the host launches the measured work, as in a run whose host is ahead of its device.
 
         host     launch writes | launch the layer |
         device   write write write write write    | the layer, without a wait for a launch |
@@ -142,9 +142,9 @@ class Lead:
 
 
 def measure_host(device: Device) -> dict[str, float]:
-    """Returns the table `[host]` of a machine file: the bandwidth and latency of offload copies, and with a CUDA device also
-    the bandwidth of the host's memory for an optimizer there. As in an offload, the memory of the tensor is freed after the
-    copy to the host, and allocated again for the copy back.
+    """Returns the table `[host]` of a machine file: the bandwidth and latency of offload copies and, with a CUDA device, the
+    memory bandwidth of an optimizer on the host. As in an offload, the memory of the copied tensor is freed after the copy to
+    the host, and allocated again for the copy back.
     """
     num_bytes = MOVED_BYTES["cuda" if device.is_async else "cpu"] // 4
     memory, stream = device.host_memory(num_bytes), device.copy_stream()
@@ -168,7 +168,9 @@ def measure_host_bandwidth(device: Device) -> float:
 
 
 class HostOptimizerBench:
-    """Steps fp32 `parameters` on the host. device_weights: the bf16 weights of the last bucket copied to `device`."""
+    """Times an AdamW on the host, which updates one fp32 parameter per bucket while gradients arrive from `device` and bf16
+    weights return. device_weights: the bf16 weights that were copied to `device` last.
+    """
 
     def __init__(self, device: Device) -> None:
         self.parameters = [torch.nn.Parameter(torch.ones(BUCKET_NUMEL)) for _ in range(NUM_BUCKETS)]
@@ -187,7 +189,7 @@ class HostOptimizerBench:
             stream.wait_for_device()
 
     def step(self) -> float:
-        """Steps all buckets once. Returns the seconds from the first arrival of gradients to the last rounding."""
+        """Updates all buckets once. Returns the seconds from the arrival of the first RING gradients to the last rounding."""
         gradient_copies = [self._copy_gradient(index) for index in range(RING)]
         for event in gradient_copies:
             event.wait()
@@ -210,12 +212,13 @@ class HostOptimizerBench:
         return end - start
 
     def _copy_gradient(self, index: int) -> CopyEvent:
+        """Starts to copy the gradients of bucket number `index` to the host. Returns the event at the end of the copy."""
         self._from_device.copy(self._gradients_on_host[index % RING], self._gradient)
         return self._from_device.record()
 
 
 def _measure_copy_latency(device: Device) -> float:
-    """Returns the mean seconds of one of many consecutive tiny copies, in the faster direction."""
+    """Returns the mean seconds per copy of many consecutive tiny copies, in the faster direction."""
     memory, stream = device.host_memory(SMALL_BYTES), device.copy_stream()
     tensor = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=device.torch_device)
     lead = Lead(device)
@@ -253,15 +256,16 @@ def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, ten
 
 
 WEIGHT_COUNTS = 8, 128  # the numbers of weights in the measured runs
-MICRO_BATCH_COUNTS = 1, 5  # the numbers of microbatches per step in the measured runs
+MICROBATCH_COUNTS = 1, 5  # the numbers of microbatches per step in the measured runs
 
-STEPS_PER_TURN, NUM_TURNS = 4, 7  # the result is the median over turns, since other work sometimes slows a host
+# Each turn times this number of steps of each run. The figures are medians over turns, since other work may slow a host.
+STEPS_PER_TURN, NUM_TURNS = 4, 7
 
 WARMUP_STEPS = 3  # the number of steps before the timed steps, in which optimizer states are created
 
 
 class IndexDataset:
-    """A dataset whose samples are their indices."""
+    """A dataset of which sample i has only the field `index`, the number i."""
 
     info = DataInfo({"index": Field("int64")})
 
@@ -281,18 +285,18 @@ class ScalarWeights(nn.Module):
             self.register_parameter(f"weight{index}", nn.Parameter(torch.ones(1)))
 
     def forward(self, index: Tensor) -> Tensor:
-        """Returns a zero whose graph contains all parameters. index: a field, as a first layer must read one."""
+        """Returns a zero whose graph contains all parameters. index: not used, but a first layer must read a field."""
         zero: Tensor = _Zero.apply(*self._parameters.values())  # type: ignore[no-untyped-call]
         return zero
 
 
 def build_weights(num_weights: int) -> list[nn.Module]:
-    """Returns the layers of a model with `num_weights` weights."""
+    """Returns the only layer of a model with `num_weights` one-element weights, in a list."""
     return [ScalarWeights(num_weights)]
 
 
 class _Zero(torch.autograd.Function):
-    """Returns a zero whose backward gives each weight a gradient."""
+    """An autograd function that returns a zero. Its backward gives each weight a gradient."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:
@@ -306,7 +310,7 @@ class _Zero(torch.autograd.Function):
 
 
 class IdentityLoss:
-    """A loss that returns the output of the model."""
+    """A loss that returns the output of the model. Its weight is the number of samples."""
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
         return float(len(batch["index"]))
@@ -316,12 +320,12 @@ class IdentityLoss:
 
 
 def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]:
-    """Returns the table `[engine]`, which takes about two seconds. plan: sets the dtypes; if None, weights are bf16."""
+    """Returns the table `[engine]` after about two seconds. plan: sets the dtypes; if it is None, weights are bf16."""
     precision = {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
     turns = []
     with ExitStack() as stack, device.preserve_random_state():
         world = stack.enter_context(World.alone(device))
-        counts = product(WEIGHT_COUNTS, MICRO_BATCH_COUNTS)
+        counts = product(WEIGHT_COUNTS, MICROBATCH_COUNTS)
         runs = {pair: stack.enter_context(assemble(_engine_plan(device, precision, *pair), world)) for pair in counts}
         for run in runs.values():
             for _ in range(WARMUP_STEPS):
@@ -332,8 +336,8 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
 
 
 def solve_engine_table(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
-    """Returns the four figures, raised to 0 if negative. seconds: the seconds of a step by (weights, microbatches)."""
-    min_count, max_count = MICRO_BATCH_COUNTS
+    """Returns the four figures of `[engine]`; negative ones become 0. seconds: a step's seconds by (weights, microbatches)."""
+    min_count, max_count = MICROBATCH_COUNTS
     micro_s, gradient_s = _fit_line(
         {n: (seconds[n, max_count] - seconds[n, min_count]) / (max_count - min_count) for n in WEIGHT_COUNTS}
     )
@@ -342,7 +346,7 @@ def solve_engine_table(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
 
 
 def _fit_line(values: Mapping[int, float]) -> tuple[float, float]:
-    """Returns the intercept and the slope of the line through two points, each raised to 0 if negative. values: y by x."""
+    """Returns the intercept and the slope of the line through two points; negative ones become 0. values: y by x."""
     (first_x, first_y), (second_x, second_y) = values.items()
     slope = max(0.0, (second_y - first_y) / (second_x - first_x))
     return max(0.0, first_y - first_x * slope), slope

@@ -17,22 +17,23 @@ from sley_estimate.calibrate.device import measure_device, measure_engine, measu
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
 from sley_trainer.assemble import keep_freed_memory
 
-SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 23  # bytes of the full tensors: small ones show the latency, large ones the bandwidth
+SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 23  # bytes of full tensors: small tensors show the latency, large ones the bandwidth
 
-REPETITIONS = 12  # the timed calls of each exchange, of which the median counts
+REPETITIONS = 12  # the number of timed calls of each exchange; their median counts
 
 PRODUCT_EDGE, NUM_PRODUCTS = 256, 32
-"""The edge of the square matrices whose products run before or during an exchange, and the number of products to time one."""
+"""Work before or during an exchange consists of products of square matrices. These are the edge of the matrices, and the number
+of products that run to measure the time of one product."""
 
-WORK_S = 2e-3  # seconds of work before an exchange, as in about half of a layer
+WORK_S = 2e-3  # the seconds of work before an exchange, about as long as half of a layer
 BeginExchange = Callable[[], list[Work]]  # a function that starts an exchange and returns its handles
 
 
 def measure_machine(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | None:
-    """Returns the measured machine on rank 0 of `world`, and None on other ranks. A collective of all ranks. With several
-    ranks, it also measures their links. Rank 0 measures the device and the layers of `plan`, if any. On CPUs, all ranks measure
-    them at the same time, since they share memory and caches, and the process keeps freed memory from then on unless the plan
-    disables this. timeout_s: the limit of every wait between ranks.
+    """Returns the measured machine on rank 0 of `world`, and None on other ranks. A collective of all ranks. If there are
+    several ranks, it also measures their links. Rank 0 measures the device and, unless `plan` is None, the layers of `plan`. On
+    CPUs, all ranks measure them at the same time, since they share memory and caches. Each process then also keeps freed memory
+    from now on, unless the plan disables this. timeout_s: the maximum seconds of a wait between ranks.
     """
     is_cpu = world.device.type == "cpu"
     if is_cpu and (plan is None or plan.run.keep_freed_memory):
@@ -52,7 +53,7 @@ def measure_machine(world: World, plan: Plan | None, timeout_s: float) -> Machin
 def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     """Returns the table `[links]` of a machine file, equal on all ranks: the latency, bandwidth and overlap of each kind of
     exchange. The link itself has the figures of the slowest kind. A collective of at least two ranks, all on one host.
-    timeout_s: the limit of every wait between ranks.
+    timeout_s: the maximum seconds of a wait between ranks.
     """
     size = world.size
     shard_groups = world.make_groups(Topology.from_sizes(size, wp=size), timeout_s, cross_memory=True)
@@ -71,8 +72,9 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
 
 
 def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> dict[str, float]:
-    """Returns the `latency_s` and `bandwidth` with which `collective_cost` computes about `small_s` seconds for an exchange of
-    SMALL_BYTES bytes, and `large_s` for LARGE_BYTES. size: the number of ranks in the exchange.
+    """Returns `latency_s`, in seconds, and `bandwidth`, in bytes per second. With these figures, the cost of an exchange of
+    SMALL_BYTES bytes is about `small_s` seconds, and that of LARGE_BYTES bytes about `large_s` seconds. exchange_type: a kind
+    of exchange, as in `prepare_exchanges`. size: the number of ranks in the exchange.
     """
     rounds = (2 if exchange_type == "sum" else 1) * (size - 1)
     share = 1.0 if exchange_type == "send" else rounds / size
@@ -84,8 +86,9 @@ def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> d
 def prepare_exchanges(
     stage_group: Group, wp_group: Group, sp_group: Group, pp_group: Group, device: torch.device, num_bytes: int
 ) -> dict[str, BeginExchange]:
-    """Returns, by kind of exchange, a function that starts it with full tensors of about `num_bytes` bytes on `device`. Each of
-    the groups has all ranks. Messages are sent between the first two stages, in both directions at the same time.
+    """Returns a function for each kind of exchange: "sum", "gather", "reduce", "swap" and "send". The function starts an
+    exchange with full tensors of about `num_bytes` bytes on `device`. Each group contains all ranks. "send" sends a message
+    from each of the first two stages to the other one, at the same time.
     """
     full, received = (
         torch.ones(stage_group.size, math.ceil(num_bytes / 4 / stage_group.size), device=device) for _ in range(2)
@@ -110,19 +113,19 @@ def prepare_exchanges(
 
 
 def end_exchange(works: Sequence[Work]) -> None:
-    """Waits until this rank has its results, and until its peers have received its data."""
+    """Waits until this rank has the results of the exchange with the handles `works`, and its peers have received its data."""
     for work in works:
         work.wait_sent()
 
 
 class LinkTimer:
-    """Times exchanges of `groups`. Every public method is a collective, and returns the same number on all ranks."""
+    """Times exchanges of `groups`. Every public method is a collective of all ranks, and returns the same number on each."""
 
     def __init__(self, groups: Groups, world: World) -> None:
         self.groups, self.device = groups, world.device
 
     def time_work(self, work: Callable[[], object]) -> float:
-        """Returns the median seconds of `work` on the rank where this median is the largest."""
+        """Returns the largest of the ranks' median seconds for `work`."""
         work()
         times = []
         for _ in range(REPETITIONS):
@@ -133,7 +136,7 @@ class LinkTimer:
         return float(max(self.groups["control"].gather_objects(statistics.median(times), label="the times of exchanges")))
 
     def time_exchange(self, begin: BeginExchange) -> float:
-        """Returns the median seconds of an exchange, which `begin` starts, on the slowest rank."""
+        """Returns the median seconds that the exchange started by `begin` takes on the slowest rank."""
         return self.time_work(lambda: end_exchange(begin()))
 
     def time_after_work(self, begin: BeginExchange) -> float:
@@ -149,8 +152,8 @@ class LinkTimer:
         return max(self.time_exchange(begin), self.time_work(work_and_exchange) - self.time_work(work))
 
     def measure_overlap(self, begin: BeginExchange) -> float:
-        """Returns the share of an exchange, from 0 to 1, that overlaps with work of the same length. It is measured only on
-        CPUs, where the threads of an exchange need cores that compute. On other devices it is 1.
+        """Returns the share of an exchange's time, from 0 to 1, that overlaps with equally long work. It is measured only on
+        CPUs, where the threads of an exchange compete with the work for cores. On other devices, it is 1.
         """
         if self.device.type != "cpu":
             return 1.0
@@ -166,7 +169,7 @@ class LinkTimer:
         return min(1.0, max(0.0, (exchange_s + work_s - both_s) / min(exchange_s, work_s)))
 
     def _make_work(self, seconds: float) -> Callable[[], None]:
-        """Returns a function that computes matrix products for about `seconds`, the same number of products on all ranks."""
+        """Returns a function that computes matrix products for about `seconds` seconds, equally many on all ranks."""
         square, result = (torch.ones(PRODUCT_EDGE, PRODUCT_EDGE, device=self.device.torch_device) for _ in range(2))
 
         def products(count: int) -> None:

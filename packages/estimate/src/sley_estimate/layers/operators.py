@@ -50,7 +50,9 @@ class Operator:
 
 @dataclass(frozen=True, eq=False)
 class LayerWork:
-    """The operators of one layer on one microbatch, by phase. saved_bytes: the bytes of tensors saved for the backward."""
+    """The operators of one layer on one microbatch, by phase. output_bytes: the bytes of the layer's output. saved_bytes: the
+    bytes of the tensors that are saved for the backward.
+    """
 
     forward: tuple[Operator, ...]
     recompute: tuple[Operator, ...]
@@ -82,7 +84,9 @@ LOOKUP_OPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.n
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators that run within the mode under `phase`, unless it is None, and counts the saved tensors."""
+    """Records the operators that run within this dispatch mode, and counts the bytes of saved tensors. phase: the phase under
+    which operators are recorded; None records no operators.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,7 +101,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(self._operators.get(phase, ()))
 
     def record_saved_tensor(self, tensor: Tensor) -> Tensor:
-        """Counts the storage of a saved tensor once, unless it belongs to a parameter or is shared. Returns the tensor."""
+        """Counts the storage of a saved tensor once, unless it belongs to a parameter or layers share it. Returns `tensor`."""
         storage = tensor.untyped_storage()
         is_weight = isinstance(tensor, nn.Parameter) or (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
         if not is_weight and storage._cdata not in self.shared_storages:
@@ -110,7 +114,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self._saved.values())
 
     def record(self, operator: Operator) -> None:
-        """Adds `operator` to the current phase, unless that is None."""
+        """Adds `operator` to the current phase. Does nothing if the phase is None."""
         if self.phase is not None:
             self._operators.setdefault(self.phase, []).append(operator)
 
@@ -160,7 +164,7 @@ def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def attention_operator(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_causal: bool) -> Operator:
-    """Returns an attention as one operator. If it is causal, it needs half of the FLOPs. context: its output."""
+    """Returns an attention as one operator. A causal attention needs half of the FLOPs. context: the output."""
     key_shape = *query.shape[:-2], *key.shape[-2:]  # as many heads as queries, since each key serves a group of queries
     value_shape = *key_shape[:-1], value.shape[-1]
     flops = sdpa_flop_count(query.shape, key_shape, value_shape) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
@@ -226,13 +230,15 @@ RecordOperator = Callable[[Operator], None]  # a function that records a kernel 
 
 @contextmanager
 def imitate_cuda(record: RecordOperator | None = None) -> Iterator[None]:
-    """Makes layers and the loss save the same tensors within the block as on CUDA. record: called with each fused kernel."""
+    """Makes layers and the loss save the same tensors within the block as on CUDA. record: see `FusedKernels`."""
     with assume_device_type("cuda"), FusedKernels(record):
         yield
 
 
 class FusedKernels(TorchFunctionMode):
-    """Makes attention, RMSNorm and dropout one kernel per direction. record: called with kernels of several operators."""
+    """Makes attention, RMSNorm and dropout run as one kernel per direction within this function mode, as on CUDA. record:
+    called with each such kernel that torch does not run as one operator; None records none.
+    """
 
     def __init__(self, record: RecordOperator | None = None) -> None:
         super().__init__()
@@ -254,7 +260,7 @@ class FusedKernels(TorchFunctionMode):
         is_causal: bool = False,
         **_: Any,
     ) -> Tensor:
-        """Returns the output of the attention. The mask and dropout add no work. A mask is saved in the dtype of the scores."""
+        """Returns the attention's output. The mask and dropout add no work. A mask is saved in the dtype of the scores."""
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
         context: Tensor = _Attention.apply(self.record, query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
@@ -288,7 +294,7 @@ class FusedKernels(TorchFunctionMode):
 
 
 def _row_statistic(rows: Tensor) -> Tensor:
-    """Returns a new fp32 tensor for one number per row of `rows`, [..., 1]."""
+    """Returns an uninitialized fp32 tensor with one number per row of `rows`, of shape [..., 1]."""
     return rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
 
 
@@ -342,7 +348,7 @@ class _Attention(torch.autograd.Function):
         return None, *results, None, None
 
 
-_SELECT_OPS = {aten.where, aten.masked_fill}  # operators whose bool condition is not converted
+_SELECT_OPS = {aten.where, aten.masked_fill}  # operators that do not convert their bool condition to the common dtype
 
 _REDUCTION_OPS = {aten.sum, aten.mean, aten.prod, aten.linalg_vector_norm}
 """Operators that convert their input to the dtype of their result; `mean` converts its input to at least fp32."""
@@ -375,4 +381,5 @@ def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
 
 
 def _conversion_bytes(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
+    """Returns the bytes of copies of `tensors` in `dtype`. Tensors that have this dtype are not copied."""
     return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor.dtype != dtype)

@@ -4,8 +4,8 @@
 
 Each distinct layer is traced once, on the output of the previous layer. A layer that reads the value of a tensor is an error.
 
-Layers with equal keys need equal time and memory, since they have the same class, settings and shapes. Plain attributes are
-numbers, texts and tensor shapes. A layer with any other attribute has a unique key and is traced separately.
+Layers with equal keys need equal time and memory, since they have the same class, settings and shapes. Settings are plain
+attributes, such as numbers and texts. A layer with any other attribute has a unique key and is traced separately.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from sley_estimate.layers.operators import PHASES, FusedKernels, LayerWork, Oper
 from sley_trainer.assemble import DTYPES, weight_dtypes
 from sley_trainer.execute import ChunkState, describe_output, find_gradient_edges
 
-MICRO_STEP = MicroStep(0, 0, Phase.TRAIN, 0, 0)  # the microbatch that layers are called with
+MICRO_STEP = MicroStep(0, 0, Phase.TRAIN, 0, 0)  # the microbatch for which layers are called: the first of a training step
 
 Value = tuple[Description, list[Tensor]]  # the output of a layer, in the form in which stages send it
 
@@ -50,8 +50,8 @@ def trace_layers(
     plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str], traced: TracedLayers | None = None
 ) -> list[LayerWork]:
     """Returns the work of each layer under the plan's activation policy, in order. Traces layers with equal keys and inputs
-    once. fields: a microbatch on meta. keys: the layers' keys. traced: earlier results to reuse, to which new results are
-    added. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
+    only once. fields: a microbatch on meta. keys: the results of `layer_keys`. traced: earlier results to reuse, to which this
+    call adds its own. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
     """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
     weight_dtype, gradient_dtype = weight_dtypes(plan)[0], DTYPES[plan.precision.gradients]
@@ -77,10 +77,10 @@ def trace_layer(
     weight_dtype: torch.dtype,
     gradient_dtype: torch.dtype,
 ) -> tuple[LayerWork, Value]:
-    """Returns the work of a layer on one microbatch, without results that layers share (`once_per_field`), and its output.
-    value: the output of the previous layer; None for the first. fields: the microbatch on meta. loss: the loss if this is the
-    last layer, else None. gradient_dtype: the dtype in which gradients are accumulated. Raises PlanError "estimate-layer" for a
-    layer that cannot run on meta.
+    """Returns the work of `layer` on one microbatch, and its output. The work excludes results that layers share
+    (`once_per_field`). value: the output of the previous layer; None for the first. fields: the microbatch on meta. loss: the
+    loss if this is the last layer, else None. weight_dtype: the dtype of parameters in the forward. gradient_dtype: the dtype
+    in which gradients are accumulated. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
     """
     originals = replace_tensors(layer.module.modules(), weight_dtype, torch.device("meta"))
     try:
@@ -110,7 +110,9 @@ def describe_next_input(output: Any, layer: Layer) -> Value:
 def _record_layer(
     layer: Layer, value: Value | None, fields: Mapping[str, Tensor], policy: ActivationPolicy, loss: Loss | None
 ) -> tuple[OperatorRecorder, Any]:
-    """Runs a forward and a backward. Returns the recorder of the operators, whose phase is "backward", and the output."""
+    """Runs a forward and a backward of `layer`. Returns the recorder of its operators, whose current phase is then "backward",
+    and the output. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
+    """
     recorder = OperatorRecorder()
     in_flight, args, named = start_call(layer, value, fields)
     for parameter in layer.module.parameters():
@@ -157,7 +159,7 @@ def _record_layer(
 def start_call(
     layer: Layer, value: Value | None, fields: Mapping[str, Tensor]
 ) -> tuple[ChunkState, tuple[Any, ...], Mapping[str, Tensor]]:
-    """Returns the state of a new call, its positional arguments, and its fields. value: None for the first layer."""
+    """Returns the state, the positional arguments and the fields of a new call of `layer`. value: see `trace_layer`."""
     in_flight = ChunkState()
     args: tuple[Any, ...] = () if value is None else (in_flight.build_input(*value),)
     return in_flight, args, {name: fields[name] for name in layer.fields}
@@ -166,7 +168,9 @@ def start_call(
 def make_output_gradients(
     in_flight: ChunkState, output: Any, make_gradient: Callable[[Tensor], Tensor] = torch.ones_like
 ) -> list[Tensor]:
-    """Returns the gradients that start the backward: ones for a loss, else `make_gradient` of each output with a gradient."""
+    """Returns the gradients with which a backward starts: a one for the loss or, if there is no loss, `make_gradient` of each
+    output tensor that has a gradient. Without a loss, also sets the gradient edges in `in_flight`.
+    """
     if in_flight.loss is not None:
         return [torch.ones_like(in_flight.loss)]
     description, tensors = describe_output(output)
@@ -175,14 +179,16 @@ def make_output_gradients(
 
 
 def run_backward(in_flight: ChunkState, gradients: list[Tensor]) -> None:
-    """Runs the backward, unless the loss does not require a gradient."""
+    """Runs the backward from `gradients`. Does nothing if there is a loss that does not require a gradient."""
     if in_flight.loss is None or in_flight.loss.requires_grad:
         in_flight.backward(gradients)
 
 
 @contextmanager
 def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
-    """Makes plain linear layers put their weights' gradients into `queue`. The queued work adds them in `dtype`."""
+    """Makes backwards of plain linear layers in `module` put the products for their weight gradients into `queue`, within the
+    block. When the queue runs, the products are added to tensors of `dtype`.
+    """
 
     def add(accumulated: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """Adds `rows`^T `inputs` to `accumulated`, in one kernel if the dtypes are equal, as in a run."""
@@ -203,9 +209,9 @@ def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.d
 def replace_tensors(
     modules: Iterable[nn.Module], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Replaces the parameters of `modules` by new parameters of `dtype` on `device`, and their buffers by buffers with the
-    dtypes of a run. Shared tensors stay shared. Returns for each tensor its module's dict, its name there, and the original
-    tensor.
+    """Replaces the parameters of `modules` by empty parameters of `dtype` on `device`, and their buffers by empty buffers with
+    the dtypes of a run. Shared tensors stay shared. Returns for each tensor the dict of its module that contains it, its name
+    in this dict, and the original tensor.
     """
     originals: list[tuple[dict[str, Any], str, Tensor]] = []
     replacements: dict[int, Tensor] = {}
@@ -230,8 +236,8 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # the attributes that every mo
 
 
 def module_signature(module: nn.Module, location: str) -> Any:
-    """Returns nested plain values; modules whose signatures have the same `repr` cost the same. location: the module's name in
-    the model, which stands for attributes that are not plain.
+    """Returns the signature of a module: nested plain values. If the signatures of two modules have the same `repr`, the
+    modules need equal time and memory. location: the module's name in the model, which replaces attributes that are not plain.
     """
     attributes = [
         (name, plain_value(value, f"{location}.{name}"))
@@ -270,9 +276,9 @@ def plain_value(value: Any, location: str) -> Any:
 
 
 def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mapping[str, Tensor]) -> list[str]:
-    """Returns a key of 16 hexadecimal digits for each layer of `model`, which is on meta. A key depends on the shapes and
-    dtypes of the microbatch `fields`, the policy, the precision and, for the last layer, the loss. So keys that `train-cli
-    calibrate` writes are valid for every layout with the same `micro_size` and whole sequences.
+    """Returns a key of 16 hexadecimal digits for each layer of `model`, which is on meta. A key depends on the layer's modules,
+    the shapes and dtypes of the microbatch `fields`, the policy, the precision and, for the last layer, the loss. Therefore,
+    the keys in a machine file are valid for every layout with the same `micro_size` and whole sequences.
     """
     shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
     precision = plan.precision.compute, plan.precision.gradients
@@ -287,7 +293,7 @@ def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mappi
 
 
 def _policy_key(plan: Plan, policy: ActivationPolicy, layer: Layer) -> Any:
-    """Returns the policy's part of a layer key; None if the policy does not affect the layer."""
+    """Returns the part of the layer's key that depends on `policy`; None if the policy does not affect the layer."""
     names = getattr(policy, "names", None)
     if type(policy) is Keep or (isinstance(names, frozenset) and layer.name not in names):
         return None

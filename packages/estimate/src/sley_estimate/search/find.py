@@ -1,6 +1,6 @@
-"""Finds the fastest layouts that fit in memory. A formula ranks all layouts, and the best of them run their own steps.
+"""Finds the fastest layouts that fit in memory. A formula ranks all layouts, and `estimate_plan` then verifies the best ones.
 
-layouts ──formula──> ranked ──one of each group of nearly equal ones first──> steps of the best `NUM_VERIFIED` ──> the fastest
+layouts ──formula──> ranked ──one of each group of nearly equal ones first──> the best `NUM_VERIFIED` verified ──> the fastest
             └──> too large
 
 Both parts run in forked processes, so that this process never runs a backward: torch refuses a backward in a process that was
@@ -44,7 +44,7 @@ from sley_core.records import GradientHandlerRecord, WeightCommunicatorRecord, s
 from sley_core.topology import Topology
 from sley_estimate.bytes.rank import StageTooLargeError, max_pending_forwards, run_calls
 from sley_estimate.layers.operators import Operator
-from sley_estimate.layers.prices import ATTENTION, LayerPrices, Source, Variant, host_operators_s, memoize
+from sley_estimate.layers.times import ATTENTION, LayerTimes, Source, Variant, host_operators_s, memoize
 from sley_estimate.machine import CopyDirection, MachineFile, collective_cost, copy_cost, slowest_cost, slowest_message_cost
 from sley_estimate.search.layouts import Choice, Choices, Layout, Layouts, component_hint
 from sley_estimate.step.estimate import estimate_plan, plan_for_machine
@@ -54,20 +54,21 @@ from train_cli.main import disable_gc
 
 Floats = NDArray[np.float64]
 
-UPDATE_NUMEL = 1 << 24  # elements in the update whose time is computed; enough that the latency of a copy is negligible
-TOTALS_BYTES = 64  # the bytes of the all-reduce that ends a step: loss, norm, votes
+UPDATE_NUMEL = 1 << 24  # elements for which the time of an update is computed; so many that the latency of copies is negligible
+TOTALS_BYTES = 64  # the bytes of the all-reduce that ends a step: the loss, the gradient norm and the votes to stop
 
 
 class RooflineEstimate(NamedTuple):
-    """An estimate by the formula: the seconds of a step, and the bytes of the rank that needs the most."""
+    """An estimate of a layout by the formula: the seconds of a step, and the bytes of the rank that needs the most memory."""
 
     seconds: float
     num_bytes: float
 
 
 class LayerCosts(NamedTuple):
-    """The costs of layers on one microbatch, each [layers]. forward, backward: seconds on the device. host: the seconds to
-    launch both. saved_bytes: the bytes saved for the backward. backward_bytes: further bytes that the backward needs.
+    """The costs of a model's layers on one microbatch. Each array has one element per layer. forward, backward: seconds on the
+    device. host: the seconds that the host needs to launch the forward and the backward. saved_bytes: the bytes saved for the
+    backward. output_bytes: the bytes of the output. backward_bytes: the bytes that the backward needs in addition.
     """
 
     forward: Floats
@@ -79,10 +80,11 @@ class LayerCosts(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """The division of the model into stages by a schedule. starts: the index of the first layer at each position. positions:
-    the position of each chunk of each stage, [chunks, stages]. route: the stage of each position. bubble: the idle time of a
-    stage, in units of its time for one microbatch. max_pending: the most pending forwards of each stage, [stages]; infinite if
-    it grows with the number of microbatches.
+    """The division of a model into stages by a schedule. A stage runs chunks of consecutive layers, and positions number the
+    chunks of all stages in the order of the model. starts: the index of the first layer at each position. positions: the
+    position of each chunk of each stage, [chunks, stages]. route: the stage at each position. bubble: the idle time of a stage
+    in a step, in units of its time for one microbatch. max_pending: for each stage, the maximum number of forwards that wait
+    for their backwards, [stages]; infinite if it is unknown or grows with the number of microbatches.
     """
 
     starts: NDArray[np.intp]
@@ -92,21 +94,21 @@ class StageSplit(NamedTuple):
     max_pending: Floats
 
     def by_stage(self, values: Floats) -> Floats:
-        """Returns the sum of `values`, [..., layers], over the layers of each stage, [..., stages]."""
+        """Returns an array [..., stages]: the sums of `values`, [..., layers], over the layers of each stage."""
         positions = np.add.reduceat(values, self.starts, axis=-1)
         return np.asarray(positions[..., self.positions].sum(axis=-2))
 
 
 class Roofline:
-    """Estimates layouts of `plan` on `world_size` ranks by the formula. `run.device` of the plan must be the device of
-    `machine`. Raises PlanError for a model that cannot be built.
+    """Estimates layouts of `plan` on `world_size` ranks by the formula at the top of this file. `run.device` of the plan must
+    be the type of device of `machine`. Raises PlanError if the model cannot be built, or if `machine` lacks a figure.
     """
 
     def __init__(self, plan: Plan, world_size: int, machine: MachineFile, choices: Choices) -> None:
         self.plan, self.world_size, self.machine, self.choices = plan, world_size, machine, choices
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         self._data_info, self.model = dataset.info, build_meta_model(plan, dataset.info)
-        self._prices = LayerPrices(plan, self.model, dataset, machine, choices.policies)
+        self._layer_times = LayerTimes(plan, self.model, dataset, machine, choices.policies)
         self._weight_bytes, self._master_bytes = (dtype.itemsize for dtype in weight_dtypes(plan))
         self._gradient_bytes = DTYPES[plan.precision.gradients].itemsize
         trained = trained_parameters(self.model.layers)
@@ -116,12 +118,12 @@ class Roofline:
         self._totals_s = sum(collective_cost("sum", TOTALS_BYTES, range(world_size), machine.links)) if world_size > 1 else 0.0
 
     def estimate(self, layout: Layout) -> RooflineEstimate:
-        """Returns the estimate of a layout. Raises SleyError if it cannot be assembled, or its time cannot be computed."""
+        """Returns the estimate of `layout`. Raises SleyError if the layout is invalid, or if its time cannot be computed."""
         split = self._split_stages(layout.pp, layout.schedule)
         num_microbatches = layout.num_microbatches(self.plan, self.world_size)
         if num_microbatches * len(split.route) > MAX_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many microbatches")
-        forward, backward, host, held_bytes, ramp_s = self._micro_batch_costs(layout._replace(reducer=None))
+        forward, backward, host, held_bytes, ramp_s = self._microbatch_costs(layout._replace(reducer=None))
         record = layout.reducer.record if layout.reducer else None
         is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
         sums, gathers, attended, update, fixed_bytes = self._stage_costs(layout.pp, layout.schedule, layout.wp, is_shared)
@@ -133,10 +135,10 @@ class Roofline:
         return RooflineEstimate(seconds, float((fixed_bytes + held_bytes).max()))
 
     @memoize
-    def _micro_batch_costs(self, layout: Layout) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """Returns four arrays [stages]: the seconds of the forward and of the backward of one microbatch, the seconds of the
-        host in a step, and the bytes held by pending forwards and one backward. Also returns the seconds of the messages of one
-        microbatch, both ways.
+    def _microbatch_costs(self, layout: Layout) -> tuple[Floats, Floats, Floats, Floats, float]:
+        """Returns four arrays [stages] and a number. The arrays: the seconds of the forward and of the backward of one
+        microbatch, the seconds of the host in a step, and the bytes that pending forwards and one backward hold. The number:
+        the seconds of all messages that one microbatch needs between stages, in both directions.
         """
         split = self._split_stages(layout.pp, layout.schedule)
         num_microbatches = layout.num_microbatches(self.plan, self.world_size)
@@ -159,19 +161,22 @@ class Roofline:
 
     @memoize
     def _message_s(self, num_bytes: int, stages: tuple[int, int], pp: int) -> float:
+        """Returns the seconds of the slowest message of `num_bytes` bytes between the two `stages` if there are `pp` stages."""
         return sum(slowest_message_cost(num_bytes, stages, Topology(self.world_size, pp), self.machine.links))
 
     @memoize
     def _layer_costs(self, activations: Choice, micro_size: int, sp: int, attention: Choice | None) -> LayerCosts:
-        """Returns the costs of all layers, without exchanges of sharded weights. sp: the slices of each sequence."""
+        """Returns the costs of all layers, without exchanges of sharded weights. sp: the number of ranks that split each
+        sequence. attention: the choice that exchanges their slices; None if `sp` is 1.
+        """
         if attention is not None:
             self._check_slices(attention, sp)
         variant, machine = Variant(activations, micro_size, sp), self.machine
-        works, priced = self._prices.layer_works(variant), self._prices.price(variant)
-        copied = getattr(self._prices.policy(activations), "names", ()) if activations.offloads_activations else ()
+        layer_work, layer_seconds = self._layer_times.layer_work(variant), self._layer_times.seconds(variant)
+        copied = getattr(self._layer_times.policy(activations), "names", ()) if activations.offloads_activations else ()
         overlaps = machine.device.kind == "cuda"
         rows = []
-        for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
+        for layer, work, (seconds, _) in zip(self.model.layers, layer_work, layer_seconds, strict=True):
             # A backward needs at least the memory for the gradient of the layer's output.
             forward, backward = seconds.forward, seconds.backward
             saved, backward_bytes = work.saved_bytes, work.output_bytes
@@ -194,14 +199,16 @@ class Roofline:
         build_meta_model(layout.apply(self.plan, sp), self._data_info)
 
     def _swaps_s(self, operators: tuple[Operator, ...], sp: int) -> float:
-        """Returns the seconds to exchange the inputs and the outputs of all attentions in `operators`."""
+        """Returns the seconds to exchange the inputs and outputs of all attention operators in `operators` over `sp` ranks."""
         topology, links = Topology(self.world_size, sp=sp), self.machine.links
         sizes = [operator.num_bytes // 2 for operator in operators if operator.name == ATTENTION]
         return sum(2 * sum(slowest_cost("swap", num_bytes, topology, "sp", links)) for num_bytes in sizes)
 
     @memoize
     def _shard_exchanges(self, wp: int, weights: Choice | None) -> tuple[Floats, Floats]:
-        """Returns the seconds of each layer's gather and reduction, both [2, layers]: overlapping parts, then the rest."""
+        """Returns the seconds to gather the weights of each layer, and to reduce its gradients, over `wp` ranks. Both are
+        arrays [2, layers]: row 0 can overlap with computing, and row 1 cannot. weights: None if `wp` is 1; then both are 0.
+        """
         if weights is None:
             none = np.zeros((2, len(self._num_trained)))
             return none, none
@@ -214,7 +221,7 @@ class Roofline:
         )
 
     def _exchange_s(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
-        """Returns the seconds of exchanges of `sizes` bytes as [2, sizes]: the part that can overlap, and the exposed part."""
+        """Returns the seconds of an exchange per size in bytes, [2, sizes]: row 0 can overlap with computing, row 1 cannot."""
         costs = {size: slowest_cost(collective, int(size), topology, axis, self.machine.links) for size in sizes}
         return np.array([(costs[size].latency_s + costs[size].transfer_s, costs[size].member_work_s) for size in sizes]).T
 
@@ -222,9 +229,9 @@ class Roofline:
     def _stage_costs(
         self, pp: int, schedule: Choice | None, wp: int, is_shared: bool
     ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """Returns costs of a step, each of shape [stages]: the seconds of sums and of gathers that can overlap with computing,
-        the exposed seconds of both, the seconds of the update, and the bytes held between steps. is_shared: whether each
-        replica holds only a part of the reduced gradients and of the states.
+        """Returns five arrays [stages] for a step: the seconds in which sums of gradients can overlap with computing, the same
+        for gathers of updated weights, the exposed seconds of both, the seconds of the update, and the bytes held between
+        steps. is_shared: whether each replica of a stage holds only a part of the reduced gradients and of the states.
         """
         split, topology = self._split_stages(pp, schedule), Topology(self.world_size, pp, wp=wp)
         shards = split.by_stage(self._num_trained) / wp
@@ -239,7 +246,7 @@ class Roofline:
         return sums[0], gathers[0], sums[1] + gathers[1], owned * self._update_s, held_bytes
 
     def _update_costs(self) -> tuple[float, float]:
-        """Returns the seconds of an update, and the device's bytes of master weights and states, per element of weights."""
+        """Returns the seconds of an update and the device's bytes of master weights and states, both per weight element."""
         plan, num_states = self.plan, count_states(self.plan)
         offload = next((manager for manager in plan.offload if component_hint(manager).moves_every_step(manager.config)), None)
         device, states = self.machine.device, num_states * self._master_bytes
@@ -262,7 +269,7 @@ class Roofline:
 
     @memoize
     def _split_stages(self, pp: int, schedule: Choice | None) -> StageSplit:
-        """Returns the division of the model by `schedule`. Raises PlanError "partition-empty" for too few layers."""
+        """Returns the division of the model by `schedule`. Raises PlanError "partition-empty" for more stages than layers."""
         reducer = self.choices.reducers[0] if self.world_size > pp else None
         plan = Layout(pp, 1, 1, 1, schedule, self.choices.policies[0], reducer).apply(self.plan, self.world_size)
         if pp > len(self.model.layers):
@@ -293,7 +300,9 @@ def trained_parameters(layers: Sequence[Layer]) -> list[list[nn.Parameter]]:
 
 
 def update_bytes_per_element(plan: Plan, num_states: int) -> int:
-    """Returns the bytes per element that an update with `num_states` states reads and writes, with norm and clipping."""
+    """Returns the bytes per weight element that an update reads and writes, including the gradient norm and, if the plan clips,
+    clipping. num_states: the number of tensors from `count_states`.
+    """
     config: Any = plan.optimizer.config
     times = 2 if config.clip_norm is None else 4
     working, master = weight_dtypes(plan)
@@ -319,13 +328,15 @@ def count_states(plan: Plan) -> int:
     return sum(value.shape == weight.shape for value in states) + (plan.averaging is not None)
 
 
-NUM_VERIFIED = 30  # the number of layouts in a round: the next best layouts, which run their own steps
-MAX_ROUNDS = 4  # the maximum number of rounds; a further round follows while too few layouts fit
-SIMILARITY = 0.01  # layouts count as nearly equal if their seconds and bytes differ by about this share
+NUM_VERIFIED = 30  # the number of layouts that `estimate_plan` verifies in a round, the best ones first
+MAX_ROUNDS = 4  # the maximum number of rounds; another round follows while too few verified layouts fit
+SIMILARITY = 0.01  # two layouts are nearly equal if their seconds and their bytes differ by at most about this share
 
 
 class VerifiedLayout(NamedTuple):
-    """A layout, the seconds of a step, the peak bytes of its fullest stage, and the sources of the layers' seconds."""
+    """A layout that `estimate_plan` verified. seconds: the seconds of a step. num_bytes: the peak bytes of the stage that needs
+    the most memory. sources: the sources of the layers' seconds.
+    """
 
     layout: Layout
     seconds: float
@@ -336,10 +347,10 @@ class VerifiedLayout(NamedTuple):
 @dataclass
 class SearchResult:
     """The result of a search. num_layouts: the number of all layouts. num_too_large: the number of layouts that are too large
-    by the formula. refusals: the number of invalid layouts by reason. fastest_layouts: the fastest layouts that fit, in this
-    order. smallest_layout, min_bytes: the layout with the fewest bytes by the formula, and these bytes; None and infinity if no
-    layout is valid. num_verified: the number of layouts that ran their own steps. num_dropped: how many of these layouts were
-    too large.
+    by the formula. refusals: the number of invalid layouts by reason. fastest_layouts: the layouts that fit, the fastest first.
+    smallest_layout, min_bytes: the layout with the fewest bytes by the formula, and these bytes; None and infinity if no layout
+    is valid. num_verified: the number of layouts given to `estimate_plan`. num_dropped: the number of these layouts that turned
+    out to be too large.
     """
 
     num_layouts: int = 0
@@ -367,8 +378,8 @@ def search_layouts(
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
     """Searches for the `top` fastest layouts of `space` that need at most `max_bytes` bytes on every rank. max_bytes: None
-    means no limit. cores: the number of parallel processes. report_progress: a function called with the number of layouts whose
-    steps have run, and the number of all layouts whose steps are to run. Changes the device type of `space.plan` to the device
+    means no limit. cores: the number of parallel processes. report_progress: called after each verified layout with the number
+    of layouts verified so far, and with this number at the end of the round. Replaces `space.plan` by a plan for the device
     type of `machine`. Raises PlanError for a model or dataset that cannot be built.
     """
     space.plan = plan_for_machine(space.plan, machine)
@@ -409,9 +420,9 @@ def search_layouts(
 def rank_layouts(
     space: Layouts, machine: MachineFile, max_bytes: int | None
 ) -> tuple[SearchResult, list[tuple[int, RooflineEstimate]], int]:
-    """Ranks all layouts by the formula. Returns a result with their counts; the fastest layouts that fit, in this order, with
-    their estimates; and the layout with the fewest bytes, or -1 if none is valid. Layouts are indices into
-    `Layouts.all_layouts`, since records of plugins may not be picklable.
+    """Ranks all layouts by the formula. Returns a result with the counts of layouts; the layouts that fit with their estimates,
+    the fastest first; and the layout with the fewest bytes, or -1 if no layout is valid. Each layout is returned as its index
+    in `Layouts.all_layouts`, since records of plugins may not be picklable.
     """
     result, roofline = SearchResult(), Roofline(space.plan, space.world_size, machine, space.choices)
     smallest, ranked = -1, list[tuple[int, RooflineEstimate]]()

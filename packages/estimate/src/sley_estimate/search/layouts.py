@@ -1,8 +1,9 @@
 """Lists the possible layouts of a plan in a world: sizes, microbatches, and the choices for its tables.
 
 A layout replaces some tables of a plan; `Layout.apply` returns the resulting plan, which is checked like any other. The choices
-for a table are the plan's own, which comes first, and the variants that installed plugins list in their hints. A plugin gives
-hints without importing or requiring this package, since it returns plain mappings, and `optionalhook` allows an unknown hook.
+for a table are the plan's own table, which comes first, and the variants that installed plugins list in their hints. A plugin
+can give hints without requiring this package: it returns plain mappings, and `optionalhook` permits a hook that no installed
+package declares.
 
     @hookimpl(optionalhook=True)
     def sley_estimate_hints():
@@ -26,11 +27,11 @@ from sley_core.plan.loader import CORE, Plugin
 from sley_core.plan.plan import Component, Plan
 
 Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer"]
-"""The properties in which layouts differ. They determine `dp`. All layouts have the plan's offload."""
+"""The properties in which layouts differ. With the number of ranks, they determine `dp`. All layouts use the plan's offload."""
 
 AXES: tuple[Axis, ...] = get_args(Axis)  # the values of `Axis`
 
-MAX_SLICES = 64  # the largest number of ranks per sequence, since attention seldom has more heads
+MAX_SLICES = 64  # the largest `sp` to try: ranks that split sequences also divide the heads, and few models have more heads
 
 
 @hookspec
@@ -55,9 +56,9 @@ class Hint:
     moves_every_step: Callable[[Any], bool] = lambda config: True
 
 
-NO_HINT = Hint()  # for a record without a hint
+NO_HINT = Hint()  # the hint for a record to which no plugin gives one
 
-# The hints for the records of core. A search tries each of these three with its default options.
+# The hints for the records of core. A search tries each of these three records with its default options.
 CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep", "recompute")}
 
 
@@ -80,13 +81,15 @@ def plugin_hints(plugin: Plugin) -> Mapping[str, Hint]:
 
 
 def component_hint(component: Component) -> Hint:
-    """Returns the hint for the record of `component`, or `NO_HINT` if there is none. Raises the errors of `plugin_hints`."""
+    """Returns the hint for the record of `component`, or `NO_HINT` if it has none. Raises the errors of `plugin_hints`."""
     return NO_HINT if component.plugin is None else plugin_hints(component.plugin).get(component.name, NO_HINT)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to fill a table. name: the full name of the record. options: the keys of the table except `use`."""
+    """One way to fill a table of a plan, such as `[activations]`. name: the full name of the record. options: the keys of the
+    table except `use`. config: the validated options. offloads_activations: see `sley_estimate_hints`.
+    """
 
     name: str
     options: Mapping[str, Any]
@@ -96,7 +99,7 @@ class Choice:
 
     @property
     def table(self) -> dict[str, Any]:
-        """Returns the table as it is in a plan."""
+        """Returns the table for a plan: the options and `use`."""
         return {"use": self.name, **self.options}
 
     def __str__(self) -> str:
@@ -113,8 +116,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices for each table. weights, attention: empty if no installed plugin shards weights, or slices sequences.
-    skip_reasons: one text for each plugin that could not be loaded, and for each variant that its record refuses.
+    """The choices for each table that a layout replaces. weights, attention: empty if neither the plan nor an installed plugin
+    offers one. skip_reasons: one text for each plugin that could not be loaded, and for each variant with invalid options.
     """
 
     schedules: tuple[Choice, ...]
@@ -126,7 +129,7 @@ class Choices:
 
 
 def list_choices(plan: Plan) -> Choices:
-    """Imports the installed plugins, and returns the choices for each table, the plan's own choice first."""
+    """Imports the installed plugins, and returns the choices for each table of `plan`. The plan's own choice is the first."""
     skip_reasons: list[str] = []
     plugins = []
     for name in plan.loader.names():
@@ -169,7 +172,7 @@ def _is_reducer(record: records.Record | None) -> bool:
 
 
 def _plan_choice(component: Component) -> Choice:
-    """Returns the plan's own choice of a component, with the options in the plan."""
+    """Returns the plan's own table for `component` as a choice, which has no options if the plan has no such table."""
     table: Any = component.document.tables
     for key in component.path:
         if isinstance(table, dict) and key not in table:  # the component is a default, which has no table in the plan
@@ -181,9 +184,9 @@ def _plan_choice(component: Component) -> Choice:
 
 
 class Layout(NamedTuple):
-    """One way to run a plan in a world. pp, sp, wp: the number of ranks along each axis. micro_size: the samples in a
-    microbatch. schedule: None for one stage. reducer: None if no two ranks hold the same weight. weights: None if `wp` is 1.
-    attention: None if `sp` is 1.
+    """One way to run a plan on a given number of ranks. pp: the number of stages. sp: the number of ranks that split each
+    sequence. wp: the number of ranks that shard each weight. micro_size: the samples in a microbatch. schedule: None if there
+    is one stage. reducer: None if each stage has one rank. weights: None if `wp` is 1. attention: None if `sp` is 1.
     """
 
     pp: int
@@ -197,11 +200,13 @@ class Layout(NamedTuple):
     attention: Choice | None = None
 
     def num_microbatches(self, plan: Plan, world_size: int) -> int:
-        """Returns the number of microbatches of a rank in each step. world_size: the number of ranks."""
+        """Returns the number of microbatches that each rank runs per step. world_size: the number of ranks."""
         return plan.batch.global_size // (world_size // (self.pp * self.sp) * self.micro_size)
 
     def apply(self, plan: Plan, world_size: int) -> Plan:
-        """Returns `plan` in this layout, without its list of stage lengths, if any. Raises PlanError for invalid tables."""
+        """Returns `plan` in this layout. Omits a partition that lists the lengths of stages (`pp.explicit`) and, for one stage,
+        the tables `[link]` and `[partition]`. Raises PlanError for invalid tables. world_size: the number of ranks.
+        """
         schedule, tables = self.schedule, dict(plan.document.tables)
         sizes = {"dp": world_size // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}
         # The gradient handlers are the reducer, the schedule's handler of tied weights, and the plan's other handlers.
@@ -235,8 +240,8 @@ class Layout(NamedTuple):
 
 @dataclass
 class Layouts:
-    """All layouts of `plan` with `world_size` ranks whose sizes divide the number of ranks and the batch evenly. keep_axes: the
-    axes on which every layout has the plan's own value or choice. Raises UsageError "no-axis" for an unknown axis.
+    """Lists the layouts of `plan` on `world_size` ranks that divide the ranks and the batch evenly. keep_axes: the axes on
+    which every layout has the plan's own value or choice. Raises UsageError "no-axis" for an unknown axis.
     """
 
     plan: Plan
@@ -267,7 +272,7 @@ class Layouts:
                 yield Layout(pp, sp, wp, micro_size, schedule, policy, reducer, weights, attention)
 
     def sizes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (pp, sp, wp, micro_size) for every even division. Unless it is kept, micro_size is a power of two."""
+        """Yields (pp, sp, wp, micro_size) for every even division. Unless `micro_size` is kept, it is a power of two."""
         parallel, world_size, choices, batch = self.plan.parallel, self.world_size, self.choices, self.plan.batch
         divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
         slice_counts = [size for size in divisors if size <= MAX_SLICES]

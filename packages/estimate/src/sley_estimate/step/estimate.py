@@ -1,6 +1,6 @@
 """Estimates how long a step of a plan takes on a machine, before a run, for `train-cli estimate --machine`.
 
-plan ── draft ──> layers, priced one by one ──────────────────────────────────┐
+plan ── draft ──> layers, timed one by one ───────────────────────────────────┐
      ── a rank of each distinct stage runs steps without values: bytes, and ──┼──> programs ──> simulated step
         its operators, exchanges and updates                                  │
      ── schedule ──> lists of all stages, lowered ────────────────────────────┘
@@ -24,16 +24,14 @@ from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
 from sley_estimate.bytes.rank import RankBytes, build_rank0_draft, representative_stages, run_stages
-from sley_estimate.layers import prices
+from sley_estimate.layers import times
 from sley_estimate.layers.operators import Operator
 from sley_estimate.machine import Cost, MachineFile, copy_cost, slowest_cost, slowest_message_cost
 from sley_estimate.step.record import BeginEvent, ComputeEvent, Events, Queue, RankRecord, WaitEvent, expand_step
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepTime, simulate_programs
 from sley_trainer.assemble import Draft
 
-MeasuredSeconds = Mapping[
-    tuple[int, int], Sequence[prices.LayerSeconds]
-]  # measured seconds of a chunk's layers, by (stage, chunk)
+MeasuredSeconds = Mapping[tuple[int, int], Sequence[times.LayerSeconds]]  # of a chunk's layers, by (stage, chunk)
 
 
 class ActionScale(NamedTuple):
@@ -60,9 +58,9 @@ class _OperatorSeconds(NamedTuple):
 
 
 @dataclass(eq=False)
-class _StepPricer:
-    """Computes the seconds of recorded steps. If every layer of a chunk was measured, the operators of an action together take
-    the measured time.
+class _ProgramBuilder:
+    """Builds the programs of stages from their recorded steps. If every layer of a chunk was measured, the operators of each of
+    its actions together take the measured time. host_waits: whether the host waits for its device before each update.
     """
 
     records: Sequence[RankRecord]
@@ -71,7 +69,7 @@ class _StepPricer:
     measured: MeasuredSeconds
     num_microbatches: int
     host_waits: bool
-    _prices: dict[int, _OperatorSeconds] = field(default_factory=dict)  # by `id` of operators, which the records keep alive
+    _seconds_by_id: dict[int, _OperatorSeconds] = field(default_factory=dict)  # by `id` of operators; records keep them alive
 
     def program(self, stage: int, entries: LoweredList) -> Iterator[Instruction]:
         """Yields a stage's program: exchanges of earlier steps, the opening, the messages and actions of `entries`, the
@@ -85,7 +83,7 @@ class _StepPricer:
 
         def begin(event: BeginEvent) -> Begin:
             previous = exchanges[event.after.queue][-event.after.distance] if event.after is not None else None
-            exchange = self._price_exchange(event, stage, counts, previous)
+            exchange = self._make_exchange(event, stage, counts, previous)
             exchanges[event.queue].append(exchange)
             return Begin(exchange)
 
@@ -95,7 +93,7 @@ class _StepPricer:
                 yield Compute(scale.fixed_s, action)
             for event in events:
                 if isinstance(event, ComputeEvent):
-                    part = self._price_operators(event.operators)
+                    part = self._operator_seconds(event.operators)
                     seconds = part.host_s + (part.device_s if scale.runs_ahead else part.launched_s) * scale.factor
                     host_s = part.host_s + scale.launch_s * part.num_on_device
                     yield Compute(seconds, action, 0.0 if self.machine.device.kind == "cpu" else host_s)
@@ -119,39 +117,39 @@ class _StepPricer:
         return engine.seconds(self.records[stage].num_trained, num_microbatches) if engine else 0.0
 
     def _action_scale(self, events: Events, stage: int, action: Action | None) -> ActionScale:
-        """Returns the rule for the seconds of the operators in `events`. action: None outside the action list."""
+        """Returns the rule for the seconds of the operators in `events`. action: None for events outside the action list."""
         engine = self.machine.engine
         if action is None:  # the time in `[engine]` includes the launches of these operators
             return ActionScale(runs_ahead=engine is not None)
         layers = self.measured.get((stage, action.chunk))
         if layers is None:
             return ActionScale(launch_s=self.machine.device.launch_s if engine else 0.0)
-        priced = [self._price_operators(event.operators) for event in events if isinstance(event, ComputeEvent)]
+        parts = [self._operator_seconds(event.operators) for event in events if isinstance(event, ComputeEvent)]
         runs_ahead = any(layer.host_forward for layer in layers)
-        counted_s = sum(part.device_s if runs_ahead else part.launched_s for part in priced)
+        counted_s = sum(part.device_s if runs_ahead else part.launched_s for part in parts)
         measured_s = sum(layer.action_s(action.kind) for layer in layers)
         if not counted_s:
             return ActionScale(runs_ahead, fixed_s=measured_s)
         launch_s = self.machine.device.launch_s if engine else 0.0
         if runs_ahead:
-            launch_s = sum(layer.host_action_s(action.kind) for layer in layers) / sum(part.num_on_device for part in priced)
+            launch_s = sum(layer.host_action_s(action.kind) for layer in layers) / sum(part.num_on_device for part in parts)
         return ActionScale(runs_ahead, measured_s / counted_s, launch_s)
 
-    def _price_operators(self, operators: tuple[Operator, ...]) -> _OperatorSeconds:
-        """Returns the seconds of `operators`, which it computes once for each tuple."""
-        if id(operators) not in self._prices:
+    def _operator_seconds(self, operators: tuple[Operator, ...]) -> _OperatorSeconds:
+        """Returns the seconds of `operators`. Computes them once for each tuple."""
+        if id(operators) not in self._seconds_by_id:
             device = self.machine.device
             on_host = [operator for operator in operators if operator.is_on_host]
             on_device = [operator for operator in operators if not operator.is_on_host]
-            host_s = prices.host_operators_s(on_host, self.machine) if on_host else 0.0
-            self._prices[id(operators)] = _OperatorSeconds(
-                host_s, prices.device_operators_s(on_device, device), prices.operators_s(on_device, device), len(on_device)
+            host_s = times.host_operators_s(on_host, self.machine) if on_host else 0.0
+            self._seconds_by_id[id(operators)] = _OperatorSeconds(
+                host_s, times.device_operators_s(on_device, device), times.operators_s(on_device, device), len(on_device)
             )
-        return self._prices[id(operators)]
+        return self._seconds_by_id[id(operators)]
 
-    def _price_exchange(self, event: BeginEvent, stage: int, counts: Counter[str], previous: Exchange | None) -> Exchange:
-        """Returns the exchange or copy that `event` begins. counts: the number of exchanges so far by axis, on which all
-        members of an exchange agree; this call increments it. previous: the exchange that must end first.
+    def _make_exchange(self, event: BeginEvent, stage: int, counts: Counter[str], previous: Exchange | None) -> Exchange:
+        """Returns the exchange or copy that `event` begins. counts: the number of exchanges of this stage so far by axis, which
+        is part of the key; this call increments it. previous: the exchange that must end first, or None.
         """
         record = self.records[stage]
         members: tuple[int, ...] = (stage,)
@@ -168,7 +166,7 @@ class _StepPricer:
         ports = tuple((direction, member) for member in members for direction in directions)
         return Exchange(key, channel, members, *cost, links=ports, after=None if previous is None else previous.key)
 
-    @prices.memoize
+    @times.memoize
     def _group_stages(self, axis: str, stage: int) -> tuple[int, ...]:
         """Returns the stages that have a rank in the `axis` group of the first rank of `stage`."""
         record = self.records[stage]
@@ -212,10 +210,12 @@ def list_instructions(
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """The estimate of a plan. layers: in model order. stage_bytes: the bytes of each stage whose steps ran, in order."""
+    """The estimate of a plan. step: the simulated step. layers: the layers in model order. stage_bytes: the bytes of each stage
+    whose steps ran, in order.
+    """
 
     step: StepTime
-    layers: Sequence[prices.PricedLayer]
+    layers: Sequence[times.LayerEstimate]
     stage_bytes: Sequence[RankBytes]
 
 
@@ -240,7 +240,7 @@ def estimate_plan(
     plan = plan_for_machine(plan, machine)
     draft = build_rank0_draft(plan, world_size)
     memory, records = record_stages(plan, world_size, draft, cores, all_stages=all_stages, max_bytes=max_bytes)
-    layers = prices.price_layers(plan, draft.model, draft.dataset, machine)
+    layers = times.estimate_layers(plan, draft.model, draft.dataset, machine)
     seconds = {layer.name: layer.seconds for layer in layers if layer.seconds is not None}
     measured: MeasuredSeconds = {
         (stage, chunk): [seconds[layer.name] for layer in chunk_layers]
@@ -250,16 +250,16 @@ def estimate_plan(
     }
     num_microbatches, lists = plan.num_microbatches(plan.topology(world_size)), draft.stage.action_lists
     host_waits = machine.engine is not None and waits_before_updates(plan)
-    pricer = _StepPricer(records, lists.placement, machine, measured, num_microbatches, host_waits)
+    builder = _ProgramBuilder(records, lists.placement, machine, measured, num_microbatches, host_waits)
     entries_by_stage = lists.lower_all_stages(num_microbatches)
-    step = simulate_programs([list(pricer.program(stage, entries)) for stage, entries in enumerate(entries_by_stage)])
+    step = simulate_programs([list(builder.program(stage, entries)) for stage, entries in enumerate(entries_by_stage)])
     return PlanEstimate(step, layers, memory)
 
 
 def record_stages(
     plan: Plan, world_size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
 ) -> tuple[list[RankBytes], list[RankRecord]]:
-    """Returns the bytes of each stage that ran, and the record of every stage's first rank. Raises as `run_stages` does."""
+    """Returns the bytes of each stage whose steps ran, and a record for every stage. Raises the errors of `run_stages`."""
     representatives = representative_stages(plan, plan.topology(world_size), draft)
     stages = range(len(representatives)) if all_stages else sorted(set(representatives))
     results = run_stages(plan, world_size, stages, draft, cores, max_bytes=max_bytes)

@@ -26,8 +26,8 @@ from sley_estimate.layers.operators import Operator, describe_operator
 from sley_estimate.machine import CopyDirection
 from sley_trainer.run import Run
 
-HOST = "host"  # the axis of copies between a device and its host; no group has it
-MESSAGES = "pp"  # the axis of messages between stages, which are already in the action lists
+HOST = "host"  # stands for an axis in the records of copies between a device and its host; no process group has it
+MESSAGES = "pp"  # the axis of messages between stages, which are not recorded, since the action lists contain them
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ Queue = tuple[str, str]  # axis and channel; exchanges of one queue run one afte
 
 
 class ExchangeReference(NamedTuple):
-    """Refers to an earlier exchange by its distance from the end of its queue at that time. The last one has distance 1."""
+    """Refers to an exchange by its distance from the end of its queue at that time. The newest exchange has distance 1."""
 
     queue: Queue
     distance: int
@@ -80,7 +80,7 @@ Events = tuple[Event, ...]
 @dataclass(frozen=True)
 class RecordedStep:
     """The events of one step of one rank. opening, closing: the events before the first action and after the action list.
-    carried_exchanges: exchanges of earlier steps; for each queue, all since the first one that this step waited for.
+    carried_exchanges: for each queue, the first exchange of an earlier step for which this step waited, and all that followed.
     """
 
     opening: Events
@@ -92,8 +92,8 @@ class RecordedStep:
 @dataclass(frozen=True)
 class RankRecord:
     """A recorded step of a rank, and facts about its run. groups: the global ranks of the rank's groups, by axis.
-    message_bytes: the bytes of the output of each position except the last. num_trained: the number of parameter tensors that
-    the rank trains.
+    message_bytes: the bytes of the output of each position (a chunk's place in the model) except the last. num_trained: the
+    number of parameter tensors that the rank trains.
     """
 
     step: RecordedStep
@@ -103,7 +103,7 @@ class RankRecord:
     num_trained: int
 
     def for_stage(self, stage: int) -> "RankRecord":
-        """Returns a copy of this record for the first rank of `stage`, which must do equal work."""
+        """Returns a copy of this record for the first rank of `stage`. That stage must do the same work as this record's."""
         stage_ranks = set(self.groups["stage"])
         shift = stage * self.topology.ranks_per_stage - min(stage_ranks)
         groups = {
@@ -167,6 +167,7 @@ class Recording:
         return RankRecord(step, run.topology, groups, message_bytes, len(run.parts.registry.trainable))
 
     def _reference(self, number: int) -> ExchangeReference:
+        """Returns a reference to exchange `number` that is valid at the next event."""
         queue = self._exchanges[number].queue
         return ExchangeReference(queue, len(self._queues[queue]) - self._queues[queue].index(number))
 
@@ -183,9 +184,7 @@ class Recording:
         return lambda: self.on_wait(number)
 
     def on_copy(self, direction: CopyDirection, stream: int, num_bytes: int, previous: int | None) -> int:
-        """Records a copy on stream number `stream`, and returns the copy's number. previous: the number of a copy that must end
-        first, or None.
-        """
+        """Records a copy on a stream, and returns the copy's number. previous: the copy that must end first, or None."""
         is_in_step = previous is not None and previous >= self._first
         after = self._reference(previous) if previous is not None and is_in_step else None
         return self._record_exchange(BeginEvent(direction, HOST, str(stream), num_bytes, after))
@@ -214,9 +213,7 @@ class Recording:
             self._events = self._closing
 
     def _record_operator(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Records one call of torch's `func`, except within transfers. key: equal for calls with equal work; None
-        if unknown.
-        """
+        """Records one call of torch's `func`, except in transfers. key: equal for calls with equal work; None if unknown."""
         if isinstance(self._entry, Transfer):
             return
         try:
@@ -232,7 +229,7 @@ class Recording:
             self.record_kernel(replace(operator, is_on_host=True) if is_on_host else operator)
 
     def _record_exchange(self, event: BeginEvent) -> int:
-        """Numbers an exchange or a copy, and returns its number. Records its start if it is in the step."""
+        """Numbers the exchange or copy of `event`, and returns its number. Records `event` if it is in the recorded step."""
         number = len(self._exchanges)
         if self._is_recording:
             self._flush_operators()
@@ -248,10 +245,9 @@ class Recording:
 
 
 def expand_step(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
-    """Returns `step` with the compute actions `actions` instead of its own. Each action gets the events of a recorded action of
-    its kind and chunk, preferably of an action with the same neighbours that is also first or last of its chunk. A wait still
-    refers to an exchange by its distance from the end of the queue. Raises PlanError "estimate-seconds" if no action of that
-    kind and chunk was recorded.
+    """Returns a copy of `step` in which `actions` replace its actions. Each action gets the events of a recorded action of the
+    same kind and chunk, preferably of an action that has the same neighbours and is also the first or the last one of its
+    chunk. Raises PlanError "estimate-seconds" if no action of this kind and chunk was recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step

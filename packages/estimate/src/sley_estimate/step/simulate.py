@@ -26,9 +26,7 @@ from sley_core.errors import PlanError
 
 
 class Compute(NamedTuple):
-    """An instruction to compute for `seconds`. action: None outside the action list. host_s: the host's time to
-    launch it.
-    """
+    """An instruction to compute for `seconds`. action: None outside the action list. host_s: the seconds of its launch."""
 
     seconds: float
     action: Action | None = None
@@ -69,7 +67,7 @@ Program = Sequence[Instruction]
 
 
 class ExposedWait(NamedTuple):
-    """A time span in which a rank waited for the exchange `key` or worked on it, instead of computing."""
+    """A time span in which a rank waited for the exchange `key`, or worked on this exchange, instead of computing."""
 
     rank: int
     channel: str
@@ -80,8 +78,9 @@ class ExposedWait(NamedTuple):
 
 @dataclass
 class _RunningExchange:
-    """An exchange that has not ended. remaining_s: the seconds that it still needs on idle links, as of `updated_s`. share: its
-    share of the full speed. version: counts how often its end was computed. start_s: negative before the start.
+    """An exchange that has not ended. ready_members: the members that have begun it. start_s: negative before the start.
+    remaining_s: the seconds that the transfer would still need on idle links at `updated_s`. share: the share of the full speed
+    at which it runs. version: the number of times that its end was computed.
     """
 
     exchange: Exchange
@@ -129,7 +128,7 @@ class ProgramSimulator:
             raise PlanError("schedule-deadlock", f"the step cannot continue: {reasons}", path=("pipeline", "use"))
 
     def _run_rank(self, rank: int, now_s: float) -> None:
-        """Runs a rank's instructions until one takes time or must wait."""
+        """Runs the instructions of a rank until one takes time or must wait, or until its program ends."""
         program = self.programs[rank]
         while self._next[rank] < len(program):
             instruction = program[self._next[rank]]
@@ -233,6 +232,7 @@ class ProgramSimulator:
             self._finish_wait(exchange, rank, wait_start_s, now_s)
 
     def _schedule(self, time_s: float, event: Callable[[float], None]) -> None:
+        """Makes `run` call `event(time_s)` at this time, after the events that were scheduled earlier for the same time."""
         self._count += 1
         heapq.heappush(self._events, (time_s, self._count, event))
 
@@ -267,7 +267,7 @@ class StepTime:
 
 
 def simulate_programs(programs: Sequence[Program]) -> StepTime:
-    """Returns the simulated step of `programs`, one per stage. Raises PlanError "schedule-deadlock" if one waits forever."""
+    """Returns the simulated step of one program per stage. Raises PlanError "schedule-deadlock" if a program waits forever."""
     simulator = ProgramSimulator(programs)
     simulator.run()
     computing, updating = [0.0] * len(programs), [0.0] * len(programs)

@@ -4,8 +4,8 @@ An operator takes as long as its matrix product or its memory traffic, whichever
 On a GPU the host launches kernels ahead of the device. For measured layers the times of device and host are known, and a step
 takes as long as the slower of the two. In a counted layer, each phase takes as long as the slower of the two.
 
-A variant of a layer (another policy or number of samples) that was not measured takes its counted time, multiplied by the ratio
-of measured to counted time of the measured variant. Without this, measured and counted variants could not be compared.
+If only another variant of a layer (another policy or number of samples) was measured, the layer takes its counted time times
+the ratio of measured to counted time of that variant. Without this factor, measured and counted variants could not be compared.
 
 Each policy is traced on one sample and on two. Bytes and FLOPs are linear in the number of samples, so two traces determine the
 work on any number of samples. A slice of a sequence over n ranks counts as 1/n of a sample: 1/n of its positions, or of its
@@ -39,8 +39,9 @@ Source = Literal["measured", "in proportion", "counted"]
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """The seconds of a layer on one microbatch, as in `LayerTable`. The backward includes recomputation. host_*: the seconds to
-    launch each part; 0 if the host does not run ahead. input_gradient, weight_gradient: 0 if they were not measured.
+    """The seconds of a layer on one microbatch, as in `LayerTable`. The backward includes recomputation. input_gradient,
+    weight_gradient: the first and the second half of a split backward; 0 if they were not measured. host_*: the seconds that
+    the host needs to launch each part; 0 if the host does not run ahead of the device.
     """
 
     forward: float
@@ -59,8 +60,8 @@ class LayerSeconds:
 
     @classmethod
     def from_operators(cls, work: LayerWork, device: DeviceTable, *, with_host: bool = False) -> "LayerSeconds":
-        """Returns the seconds of a layer's operators on `device`. with_host: whether to also set the host's seconds, on a GPU.
-        Raises the errors of `operators_s`.
+        """Returns the seconds of a layer's operators on `device`. with_host: whether to also set the host's seconds if `device`
+        is a GPU. Raises the errors of `operators_s`.
         """
         backward = operators_s(work.recompute, device) + operators_s(work.backward, device)
         seconds = cls(operators_s(work.forward, device), backward)
@@ -79,16 +80,16 @@ class LayerSeconds:
         backward is proportional to the backward without recomputation, and the first half has the rest. The host's seconds are
         proportional to the number of operators. Raises the errors of `operators_s`.
         """
-        price = partial(device_operators_s if measured.host_forward else operators_s, device=device)
-        recompute_s, backward_s = price(work.recompute), price(work.backward)
-        baseline_recompute_s, baseline_backward_s = price(baseline.recompute), price(baseline.backward)
-        forward_ratio = _ratio(measured.forward, price(baseline.forward))
+        seconds_of = partial(device_operators_s if measured.host_forward else operators_s, device=device)
+        recompute_s, backward_s = seconds_of(work.recompute), seconds_of(work.backward)
+        baseline_recompute_s, baseline_backward_s = seconds_of(baseline.recompute), seconds_of(baseline.backward)
+        forward_ratio = _ratio(measured.forward, seconds_of(baseline.forward))
         ratio = _ratio(measured.backward, baseline_recompute_s + baseline_backward_s)
         backward = recompute_s * (ratio if baseline.recompute else forward_ratio) + backward_s * ratio
         growth = _ratio(backward_s, baseline_backward_s)
         host_growth = _ratio(len(work.recompute) + len(work.backward), len(baseline.recompute) + len(baseline.backward))
         return cls(
-            price(work.forward) * forward_ratio,
+            seconds_of(work.forward) * forward_ratio,
             backward,
             max(0.0, backward + growth * (measured.input_gradient - measured.backward)),
             growth * measured.weight_gradient,
@@ -108,25 +109,26 @@ class LayerSeconds:
 
     @property
     def total_s(self) -> float:
-        """Returns the seconds of forward plus backward. For each, the device or the host counts, whichever takes longer."""
+        """Returns the seconds of the forward plus the backward. In each, the slower one of device and host counts."""
         return max(self.forward, self.host_forward) + max(self.backward, self.host_backward)
 
 
 def _ratio(measured: float, counted: float) -> float:
+    """Returns `measured` / `counted`, or 1 if `counted` is 0."""
     return measured / counted if counted > 0 else 1.0
 
 
 def operators_s(operators: Sequence[Operator], device: DeviceTable) -> float:
-    """Returns the seconds of consecutive operators with their launches: on CUDA the longer of launches and work, on a CPU their
-    sum. Raises PlanError "machine-matmul" for a matrix product in a dtype that the machine file does not list.
+    """Returns the seconds of consecutive operators: on a CPU, the sum of launches and work; on CUDA, the longer of the two.
+    Raises PlanError "machine-matmul" for a matrix product in a dtype that the machine file does not list.
     """
     host_s, device_s = device.launch_s * len(operators), device_operators_s(operators, device)
     return max(host_s, device_s) if device.kind == "cuda" else host_s + device_s
 
 
 def host_operators_s(operators: Sequence[Operator], machine: MachineFile) -> float:
-    """Returns the seconds of operators on the host's cores, from its memory bandwidth. Raises PlanError "machine-host" if the
-    machine file of a CUDA device does not have this bandwidth.
+    """Returns the seconds of operators on the host's cores. If the device is a GPU, they follow from the host's memory
+    bandwidth. Raises PlanError "machine-host" if the machine file of a GPU does not have this bandwidth.
     """
     if machine.device.kind == "cpu":
         return operators_s(operators, machine.device)
@@ -156,7 +158,9 @@ Result = TypeVar("Result")
 
 
 def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes `method` compute each result once for equal positional arguments. The object keeps results and SleyErrors."""
+    """Returns `method` with a cache in its object. A call with the positional arguments of an earlier call, which must
+    be hashable, returns the cached result, or raises the cached SleyError.
+    """
 
     @wraps(method)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -177,7 +181,9 @@ def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
 @dataclass(frozen=True)
 class Variant:
-    """The conditions under which layers run: policy, samples in a microbatch, and number of ranks that share a sequence."""
+    """The conditions under which layers run. policy: the activation policy. micro_size: the number of samples in a microbatch.
+    sp: the number of ranks that split each sequence.
+    """
 
     policy: Choice
     micro_size: int
@@ -186,7 +192,7 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredVariant:
-    """The measured seconds of a layer in `variant`, from the machine file. index: the index of the first layer with its key."""
+    """The measured seconds of a layer in `variant`. index: the index in the model of the first layer with the same key."""
 
     variant: Variant
     index: int
@@ -194,9 +200,10 @@ class MeasuredVariant:
 
 
 @dataclass(eq=False)
-class LayerPrices:
-    """Computes the seconds of the layers of `model`, which is on meta, in any variant. Each policy is traced when first used.
-    policies: the policies under which the layers in `machine` may have been measured, always with whole sequences.
+class LayerTimes:
+    """Computes the seconds of the layers of `model`, which is on meta, in any variant. Traces the layers under an activation
+    policy when the policy is first used. policies: the policies under which the layers in `machine` may have been measured,
+    always with whole sequences.
     """
 
     plan: Plan
@@ -213,49 +220,52 @@ class LayerPrices:
     @memoize
     def policy(self, choice: Choice) -> ActivationPolicy:
         """Returns the policy of `choice` for the model's layers. Raises PlanError if it cannot be built."""
-        policy: ActivationPolicy = self._plan(choice, 1).activations.build([layer.name for layer in self.model.layers])
+        policy: ActivationPolicy = self._plan_variant(choice, 1).activations.build([layer.name for layer in self.model.layers])
         return policy
 
     @memoize
-    def layer_works(self, variant: Variant) -> list[LayerWork]:
+    def layer_work(self, variant: Variant) -> list[LayerWork]:
         """Returns the work of each layer in `variant`, with the copies that attention over slices makes; equal layers share one
         object. Raises PlanError for a policy that cannot be built, and "estimate-layer" for a layer that cannot run on meta.
         """
-        pairs = zip(self._whole_works(variant.policy, 1), self._whole_works(variant.policy, 2), strict=True)
+        pairs = zip(self._whole_work(variant.policy, 1), self._whole_work(variant.policy, 2), strict=True)
         samples, has_slices = variant.micro_size / variant.sp, variant.sp > 1
         return [self._scaled_work(single, double, samples, has_slices) for single, double in pairs]
 
-    def price(self, variant: Variant) -> list[tuple[LayerSeconds, Source]]:
-        """Returns the seconds of each layer in `variant`, without exchanges of slices, and their source. Unless all layers were
-        measured in this variant, raises the errors of `layer_works` and `operators_s`.
+    def seconds(self, variant: Variant) -> list[tuple[LayerSeconds, Source]]:
+        """Returns the seconds of each layer in `variant`, without exchanges between the ranks that split a sequence, and their
+        source. If some layer was not measured in this variant, can raise the errors of `layer_work` and `operators_s`.
         """
         measured = self._measured_seconds
         has_keys = measured and variant.sp == 1
         keys = self._keys(variant.policy, variant.micro_size) if has_keys else [""] * len(self.model.layers)
         if measured.keys() >= set(keys):
             return [(measured[key], "measured") for key in keys]
-        layers = zip(self.layer_works(variant), keys, self._measured_variants, strict=True)
-        return [self._price_layer(work, key, measured_variant) for work, key, measured_variant in layers]
+        layers = zip(self.layer_work(variant), keys, self._measured_variants, strict=True)
+        return [self._layer_seconds(work, key, measured_variant) for work, key, measured_variant in layers]
 
     @memoize
-    def _price_layer(self, work: LayerWork, key: str, measured: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
-        """Returns the seconds of a layer and their source. key: its key, or "". measured: its measured variant, if any."""
+    def _layer_seconds(self, work: LayerWork, key: str, measured: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
+        """Returns the seconds of a layer with this `work`, and their source. key: the key under which the machine file may have
+        the layer; "" if it cannot have it. measured: a variant in which it has the layer; None if it has none.
+        """
         if key in self._measured_seconds:
             return self._measured_seconds[key], "measured"
         if measured is not None:
             with suppress(SleyError):  # the operators of the measured variant may not be countable
-                baseline = self.layer_works(measured.variant)[measured.index]
+                baseline = self.layer_work(measured.variant)[measured.index]
                 return LayerSeconds.from_variant(work, baseline, measured.seconds, self.machine.device), "in proportion"
         return LayerSeconds.from_operators(work, self.machine.device, with_host=self.machine.engine is not None), "counted"
 
     @memoize
     def _scaled_work(self, single: LayerWork, double: LayerWork, samples: float, has_slices: bool) -> LayerWork:
+        """Returns the result of `scale_work`, with the copies of attention over slices if `has_slices` is True."""
         work = scale_work(single, double, samples)
         return add_slice_copies(work) if has_slices else work
 
     @cached_property
     def _measured_variants(self) -> list[MeasuredVariant | None]:
-        """Returns the measured variant of each layer, or None. Ignores policies that copy tensors to the host."""
+        """Returns for each layer a variant in which the machine file has it, or None. Ignores policies that offload tensors."""
         measured: list[MeasuredVariant | None] = [None] * len(self.model.layers)
         sizes = {self.plan.batch.micro_size, *(table.micro_size for table in self.machine.layers if table.micro_size)}
         shared: dict[str, MeasuredVariant] = {}
@@ -272,21 +282,21 @@ class LayerPrices:
         return measured
 
     @memoize
-    def _plan(self, policy: Choice, micro_size: int) -> Plan:
+    def _plan_variant(self, policy: Choice, micro_size: int) -> Plan:
         """Returns the plan with this policy, `micro_size` samples in a microbatch, and whole sequences."""
         whole: dict[KeyPath, Any] = {("activations",): policy.table, ("parallel", "sp"): 1}
         return replace_values(self.plan, {**whole, ("batch", "micro_size"): micro_size})
 
     @memoize
     def _keys(self, policy: Choice, micro_size: int) -> list[str]:
-        """Returns the key of each layer under `policy`, with `micro_size` samples and whole sequences."""
-        plan = self._plan(policy, micro_size)
+        """Returns the key of each layer under `policy`, with `micro_size` samples in a microbatch and whole sequences."""
+        plan = self._plan_variant(policy, micro_size)
         return layer_keys(plan, self.model, self.policy(policy), meta_micro_batch(plan, self.dataset))
 
     @memoize
-    def _whole_works(self, policy: Choice, micro_size: int) -> list[LayerWork]:
+    def _whole_work(self, policy: Choice, micro_size: int) -> list[LayerWork]:
         """Returns the work of each layer under `policy` on `micro_size` whole samples."""
-        plan = self._plan(policy, micro_size)
+        plan = self._plan_variant(policy, micro_size)
         # Each trace needs new tensors, since layers cache results by tensor, such as tables of positions.
         fields = meta_micro_batch(plan, self.dataset)
         return trace_layers(plan, self.model, fields, self._keys(policy, micro_size), self._traced)
@@ -326,7 +336,9 @@ def add_slice_copies(work: LayerWork) -> LayerWork:
 
 
 def _scale_operators(single: Sequence[Operator], double: Sequence[Operator], samples: float) -> tuple[Operator, ...]:
-    """Returns `double` scaled to `samples` samples. Pairs operators of the same name if both lists have equal numbers."""
+    """Returns the operators for `samples` samples, by extrapolation from the operators for one sample and for two. Operators of
+    a name that the lists contain in different numbers are proportional to the operators in `double`.
+    """
     firsts: dict[str, list[Operator]] = defaultdict(list)
     for operator in single:
         firsts[operator.name].append(operator)
@@ -344,27 +356,30 @@ def _scale_operators(single: Sequence[Operator], double: Sequence[Operator], sam
 
 
 def _extrapolate(single: int, double: int, samples: float) -> int:
+    """Returns the rounded value at `samples` of the line with the values `single` at 1 and `double` at 2."""
     return round(single + (double - single) * (samples - 1))
 
 
 @dataclass(frozen=True)
-class PricedLayer:
-    """The seconds of a layer, without exchanges of slices, and their source. seconds: None if the source is "counted"."""
+class LayerEstimate:
+    """The seconds of the layer `name`, without exchanges between the ranks that split a sequence, and the source of these
+    seconds. seconds: None if the source is "counted".
+    """
 
     name: str
     seconds: LayerSeconds | None
     source: Source
 
 
-def price_layers(plan: Plan, model: Model, dataset: AnyDataset, machine: MachineFile) -> list[PricedLayer]:
-    """Returns each layer of `model`, on meta, with its seconds if they follow from the measured layers of `machine`."""
-    priced: Sequence[tuple[LayerSeconds, Source] | None] = [None] * len(model.layers)
+def estimate_layers(plan: Plan, model: Model, dataset: AnyDataset, machine: MachineFile) -> list[LayerEstimate]:
+    """Returns an estimate of each layer of `model`, which is on meta, from the layers that were measured in `machine`."""
+    estimates: Sequence[tuple[LayerSeconds, Source] | None] = [None] * len(model.layers)
     if machine.layers:
         policies = list_choices(plan).policies
-        with suppress(SleyError):  # a layer cannot be counted, so no layer is priced here
+        with suppress(SleyError):  # a layer whose operators cannot be counted; then no layer has seconds
             variant = Variant(policies[0], plan.batch.micro_size, plan.parallel.sp)
-            priced = LayerPrices(plan, model, dataset, machine, policies).price(variant)
+            estimates = LayerTimes(plan, model, dataset, machine, policies).seconds(variant)
     return [
-        PricedLayer(layer.name, None, "counted") if pair is None or pair[1] == "counted" else PricedLayer(layer.name, *pair)
-        for layer, pair in zip(model.layers, priced, strict=True)
+        LayerEstimate(layer.name, None, "counted") if pair is None or pair[1] == "counted" else LayerEstimate(layer.name, *pair)
+        for layer, pair in zip(model.layers, estimates, strict=True)
     ]
