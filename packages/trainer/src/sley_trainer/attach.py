@@ -224,12 +224,12 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
     executor, topology = stepper.executor, parts.topology
     whole_sequences = executor.whole_sequences
     loss = executor.loss if executor.has_loss and whole_sequences is None else None
-    slices = SequenceSlicer(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
+    slicer = SequenceSlicer(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
     computes_weight = executor.has_loss and (whole_sequences is None or whole_sequences.is_counted)
     splitter = BatchSplitter(
         dataset.info,
         plan.batch.micro_size,
-        slices,
+        slicer,
         executor.loss,
         computes_weight=computes_weight,
         weight_of_full_sequences=whole_sequences is not None,
@@ -240,14 +240,7 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
     if not has_feed:
         return samples
     if names := getattr(dataset, "sources", ()):
-        sources = SourceSums(
-            names,
-            parts,
-            executor.fields,
-            executor.loss,
-            computes_weight=computes_weight,
-            weight_of_full_sequences=whole_sequences is not None,
-        )
+        sources = SourceSums(names, parts, executor.fields, executor.loss, splitter)
         executor.sources = stepper.update.sources = sources
     config: Any = plan.data.config
     info = dataset.info

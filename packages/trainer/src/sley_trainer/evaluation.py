@@ -192,8 +192,8 @@ def build_evaluation_feeds(
     plan: Plan, parts: Parts, info: DataInfo, build_feed: Callable[..., Feed]
 ) -> dict[str, EvaluationFeed]:
     """Returns the feed of each evaluation set by name; the name of the held-out split is "". All ranks must call it. info: the
-    declaration of the training data. build_feed: `build_feed(dataset, batch_size, shuffle=...)` returns the feed of this
-    rank's rows. Raises PlanError "evaluation-set" if a set is empty, is a stream without `steps`, or has other fields.
+    declaration of the training data. build_feed: `build_feed(dataset, batch_size, shuffle=...)` returns the feed of this rank's
+    rows. Raises PlanError "evaluation-set" if a set is empty, is a stream without `steps`, or has other fields than `info`.
     """
     size, feeds = plan.batch.global_size, dict[str, EvaluationFeed]()
     if plan.evaluation is not None and plan.evaluation.held_out:
@@ -292,7 +292,7 @@ def _build_custom_metric(plan: Plan) -> Metric:
 class BestEvaluation:
     """Tracks the best value of one evaluation metric. The state is the same on all ranks, and checkpoints save it. patience:
     the number of consecutive evaluations without improvement that ends the run; None for no limit. value, step: the best value
-    and its step; None and 0 before the first evaluation. num_since_best: the number of evaluations since the best.
+    and its step; None and 0 before the first finite value. num_since_best: the number of evaluations since the best.
     """
 
     def __init__(self, table: KeepBestTable, patience: int | None) -> None:

@@ -322,7 +322,7 @@ class ChunkState:
     _watched: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def build_input(self, description: Description, tensors: Sequence[Tensor]) -> Any:
-        """Returns the chunk's input, rebuilt from the received `tensors`. The chunk's autograd graph starts at its tensors."""
+        """Returns the chunk's input, rebuilt from the received `tensors`, at which the chunk's autograd graph then starts."""
         self.description = description
         self.inputs = [
             ChunkInput(leaf, tensor.device, tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True)
@@ -336,7 +336,7 @@ class ChunkState:
         return unflatten(tensors_in_graph, description.structure)
 
     def check_inputs_unmodified(self, layer: str) -> None:
-        """Raises RunError "boundary-overlap" if the chunk wrote to an input that overlapped with another on its sender."""
+        """Raises RunError "boundary-overlap" if the chunk wrote to an input that overlaps with another one on the sender."""
         watched, self._watched = self._watched, []
         if any(version_of(tensor) != version for tensor, version in watched):
             message = f"the layer {layer!r}, the first of its stage, writes in place to a received tensor that overlaps with "
@@ -375,7 +375,7 @@ def describe_output(value: Any, layer: str = "") -> tuple[Description, list[Tens
 
 
 def find_gradient_edges(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
-    """Returns the gradient edge of each of `tensors` that gets a gradient in the backward, from which the backward starts."""
+    """Returns the gradient edges at which the backward starts: one for each of `tensors` that gets a gradient."""
     return [get_gradient_edge(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
 
 

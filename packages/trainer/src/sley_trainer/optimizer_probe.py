@@ -246,5 +246,5 @@ def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
 
 
 def _encode_and_decode(value: Any) -> Any:
-    """Returns the value that a checkpoint restores if `value` was saved."""
+    """Returns a copy of `value`, as a checkpoint would restore it."""
     return value.clone() if isinstance(value, Tensor) else decode_value(json.loads(json.dumps(encode_value(value))))

@@ -122,7 +122,7 @@ class RunRestorer:
                 yield f"{name!r} has the shape {list(saved_shape)} in the checkpoint and {list(shape)} here"
 
     def base_mismatches(self) -> Iterator[str]:
-        """Yields the names of the frozen parameters under adapters that had different values in the checkpointed run."""
+        """Yields the name of each frozen parameter under an adapter if the checkpointed run had different values for it."""
         for name, value in self.state.base.items():
             if self.saved.description.values.get(checkpointing.BASE + name) != value:
                 yield name
@@ -137,7 +137,7 @@ class RunRestorer:
         self._restore_extra_states()
 
     def _restore_weights(self) -> None:
-        """Restores weights and master weights, except frozen base weights. Notes a conversion of dtypes."""
+        """Restores weights and master weights, except frozen base weights. Adds a note if dtypes are converted."""
         masters = self.state.update.masters
         dtypes = set()
         for param in self.state.parts.registry:
@@ -152,7 +152,7 @@ class RunRestorer:
             self.notes.append(f"weights of the checkpoint are {', '.join(saved_dtypes)}, and are converted to {master_dtype}")
 
     def _restore_averages(self) -> None:
-        """Restores the averages of weights. Notes if only the checkpoint or only the plan has averages."""
+        """Restores the averages of weights. Adds a note if only the checkpoint or only the plan has averages."""
         update, has_averages = self.state.update, any(name.startswith(checkpointing.AVERAGES) for name in self.names)
         if update.averages is None:
             if has_averages:
@@ -201,7 +201,7 @@ class RunRestorer:
         )
 
     def _restore_stateful_objects(self) -> None:
-        """Restores the states of plugins' objects on this rank; resets and notes the states if the layout has changed."""
+        """Restores the states of plugins' objects on this rank. If the layout has changed, resets them and adds a note."""
         for path, stateful_object in self.state.stateful_objects.items():
             prefix = self.state.rank_name(f"{path}/")
             names = [name for name in self.saved.names if name.startswith(prefix)] if self.is_same_layout else []
@@ -210,7 +210,7 @@ class RunRestorer:
                 self.notes.append(f"the state of {path} is reset, because the checkpoint has a different layout")
 
     def _restore_extra_states(self) -> None:
-        """Restores the extra states of modules: from this rank's states if the layout is the same, else from one rank's."""
+        """Restores the extra state of each module: this rank's state if the layout is the same, else the state of one rank."""
         saved_names = checkpointing.extra_state_names(self.saved)
         if saved_names and not self.is_same_layout:
             self.notes.append("each module gets the extra state of one rank, because the checkpoint has a different layout")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sley_core.data.dataset import IGNORE_INDEX, SOURCE, Batch, DataInfo, Field
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.parts import Parts
-from sley_core.engine.step_batch import BatchCounts, StepBatch
+from sley_core.engine.step_batch import BatchCounts, BatchSplitter, StepBatch
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer
 from sley_core.plan.plan import Plan
@@ -260,23 +260,15 @@ def peak_memory_mb(device: torch.device) -> float:
 
 class SourceSums:
     """Sums the losses and loss weights of each source of samples in one step on this rank. names: the names of the sources.
-    fields: the declared batch fields. computes_weight: whether this rank calls the loss's `weight`.
-    weight_of_full_sequences: whether it calls `weight` with full sequences instead of slices.
+    fields: the declared batch fields. splitter: its options say whether this rank calls the loss's `weight`, and with what.
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        parts: Parts,
-        fields: Mapping[str, Field],
-        loss: Loss,
-        *,
-        computes_weight: bool,
-        weight_of_full_sequences: bool,
+        self, names: Sequence[str], parts: Parts, fields: Mapping[str, Field], loss: Loss, splitter: BatchSplitter
     ) -> None:
         self.names = tuple(names)
-        self.computes_weight = computes_weight
-        self._weight_of_full_sequences = weight_of_full_sequences
+        self.computes_weight = splitter.computes_weight
+        self._weight_of_full_sequences = splitter.weight_of_full_sequences
         self._fields = fields
         self._loss = loss
         self._reduction = parts.store.reduction
@@ -301,7 +293,7 @@ class SourceSums:
 
     @torch.no_grad()
     def add(self, micro: int, output: Any, batch: Mapping[str, Tensor], sources: Tensor, loss: Tensor) -> None:
-        """Adds the loss of a microbatch. If `output` is a collective `SplitLogits`, all ranks that share it must call this.
+        """Adds the loss of a microbatch. If `output` is a collective `SplitLogits`, all ranks that share it must call `add`.
         output: the model's output. batch: the fields that the loss reads, on the device. sources: the source of each sample, on
         the host. loss: the loss of the whole microbatch.
         """
@@ -334,7 +326,7 @@ class SourceSums:
         return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORE_INDEX)
 
     def _select_rows(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
-        """Returns output and batch of the samples in `rows`. Raises RunError "outputs-apart" if a tensor has no batch dim."""
+        """Returns the output and batch of the samples in `rows` (bool). Raises RunError "outputs-apart" without a batch dim."""
         dim = self._fields[SOURCE].batch_dim
         tensors, structure = flatten(output)
         for tensor in tensors:

@@ -56,8 +56,8 @@ class Run(Loop, AbstractContextManager["Run"]):
         """Runs the plan's remaining steps. Returns "interrupted" if a rank has asked to stop, else "finished", also if
         `[evaluation] patience` has ended the run.
 
-        Raises RunError on all ranks: "checkpoint-folder" if a rank cannot use the folder, "not-finite" for the loss or the
-        gradient norm, and "nothing-counts" for a batch whose loss weight is 0. The last two leave the weights unchanged.
+        Raises RunError on all ranks: "checkpoint-folder" if a rank cannot use that folder, "not-finite" if the loss or the
+        gradient norm is not, and "nothing-counts" if a batch has the loss weight 0. The last two do not change the weights.
         """
         with self.device.on_stream():
             self._finish_pending()
@@ -243,12 +243,12 @@ class Run(Loop, AbstractContextManager["Run"]):
 
         Restores weights, master weights, optimizer states, buffers, the loss scale, the position in the data and the number of
         steps, and drops the metrics rows of other steps. path: a checkpoint; a folder, to load its newest intact checkpoint; or
-        "auto", to load the newest checkpoint of this run, or else the checkpoint from which the run started.
-        allow_fresh_start: whether "auto" may drop the rows of a run without a checkpoint.
+        "auto", to load the newest checkpoint of this run, or else the checkpoint from which the run started. allow_fresh_start:
+        whether "auto" may drop the rows of a run without a checkpoint.
 
         Raises on all ranks, with nothing changed: RunError "no-checkpoint", "checkpoint-damaged", or "checkpoint-mismatch" for
-        a different model or optimizer; PlanError "resume-differs" for different data, loss or seed; UsageError "never-anew" if
-        "auto" finds no checkpoint of this run, but its folder has rows or weights.
+        a different model or optimizer; PlanError "resume-differs" or "data-changed" for a different loss, seed or data;
+        UsageError "never-anew" if "auto" finds no checkpoint of this run, but its folder has rows or weights.
         """
         self._finish_pending()
         self.memory.require("loading a checkpoint", RESTORE_PARTS)

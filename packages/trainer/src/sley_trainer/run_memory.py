@@ -98,7 +98,7 @@ class RunMemory:
                 managers[part].require(part, caller)
 
     def update_masters(self, reader: str | None = None) -> None:
-        """Copies weights that a program has written into the master weights, if weights and masters are on the device.
+        """If weights and masters are on the device, copies changes that a program has made to the weights into the masters.
 
         reader: the purpose of a read that follows, such as "a checkpoint", or None. With a reader, raises StateError
         "memory-away" if written weights or masters are offloaded. Raises RunError "weight-replaced" for a replaced weight.
@@ -182,8 +182,8 @@ def summarize_moves(manager: OffloadManager) -> dict[str, float]:
 
 
 class OffloadMetrics:
-    """Adds numbers on transfers to each metrics row of a run that has `[[offload]]`: in total, and for each of `parts` that is
-    copied to the host (`offload/gb`, `offload/weights_gb`, ...). gb: the 10^9 bytes copied in both directions since the
+    """Adds numbers about transfers to each metrics row of a run that has `[[offload]]`: in total, and for each of `parts` that
+    is copied to the host (`offload/gb`, `offload/weights_gb`, ...). gb: the 10^9 bytes copied in both directions since the
     previous row, summed over ranks. s: the mean over ranks of the seconds of finished copies. gb_per_s: their mean rate.
     """
 

@@ -64,7 +64,7 @@ def modules_with_extra_state(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.
 
 
 def encode_extra_state(name: str, module: nn.Module) -> Tensor:
-    """Returns the extra state of `module` as text, uint8 [bytes] on the host. Raises RunError "extra-state" for other data."""
+    """Returns the extra state of `module` as text, uint8 [bytes] on the host. Raises RunError "extra-state" if this fails."""
     try:
         text = json.dumps(encode_value(module.get_extra_state()))
     except TypeError as error:
@@ -204,7 +204,7 @@ class WeightSaver:
         folder: Path,
         metadata: Mapping[str, str],
     ) -> str:
-        """Writes this rank's files; returns the reason of a failure, or "". A rank that failed still joins every collective."""
+        """Writes this rank's files; returns the reason for a failure, or "". A failed rank still joins every collective."""
         files: dict[str, list[Spec]] = {}
         for source in sources if self._writes else ():
             files.setdefault(file_of_tensor[source.spec.name], []).append(source.spec)
@@ -372,7 +372,7 @@ class _WeightLoader:
         return LoadedWeights(missing, unknown)
 
     def _check_value(self, name: str, value: Tensor) -> None:
-        """Checks the name, shape and dtype of `value`; notes a fault, or the checksum that `exchange_reports` compares."""
+        """Checks the name, shape and dtype of `value`. Records a fault, or the checksum that `exchange_reports` compares."""
         registry_name = self.names.parameters.get(name, name)
         self.received_names.add(registry_name)
         if name not in self.names.parameters and name not in self.names.buffers:

@@ -322,7 +322,7 @@ class Stepper:
         return {"loss": mean, **dict(zip(names, means, strict=True))}
 
     def predict(self, batch: StepBatch) -> dict[int, Any]:
-        """Returns {microbatch: the model's output}; {} on ranks without the last layer. All ranks must call it."""
+        """Returns the model's outputs, keyed by microbatch; {} on ranks without the last layer. All ranks must call it."""
         with self._evaluation_mode() as state:
             entries = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}

@@ -80,7 +80,7 @@ class Update:
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
         """Clips the gradients, runs the optimizer, and returns the step's totals. If the loss or norm is not finite, no weight
-        changes on any rank. All ranks must call it. The learning rate counts only steps that change weights.
+        changes on any rank. All ranks must call it. The learning rate depends on the number of steps that changed weights.
 
         loss: this rank's sum of losses, float64 on the device: a scalar, or one per microbatch if the order of sums is fixed; 0
         on ranks without the loss. weight: this rank's share of the batch's loss weight.
@@ -188,7 +188,7 @@ class Update:
             yield
 
     def _add_unfrozen_params(self) -> None:
-        """Adds parameters to the optimizer that a program has unfrozen since the last step."""
+        """Extends the optimizer with the parameters that a program has unfrozen since the last step."""
         if self._num_layouts == self.store.num_layouts:
             return
         self._num_layouts = self.store.num_layouts
