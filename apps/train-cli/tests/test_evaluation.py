@@ -163,7 +163,7 @@ def one_set(**table: Any) -> Tables:
 MIXTURE = {"use": "data.mixture", "sources": [{"name": "a", "weight": 1.0, **SETS["texts"]}]}
 SMOOTHED: Tables = {"loss": {"label_smoothing": 0.1}, "checkpoint": {}}
 REFUSED: dict[str, Tables] = {
-    "no pair of numbers as 'highest'": metric("a pair"),
+    "does not return a pair of numbers for 'highest'": metric("a pair"),
     "writes in place": metric("in place"),
     "the set `mine` has no samples": one_set(factory="test_evaluation:Rows", options={"num_samples": 0}),
     "`mine` is a stream, which has no end": one_set(factory="test_evaluation:Endless", sequence=24),
@@ -171,7 +171,7 @@ REFUSED: dict[str, Tables] = {
     "holds out samples, but the set `mine` is evaluated on all samples": one_set(**{**SETS["texts"], "held_out": 0.1}),
     "none.txt": one_set(**{**SETS["texts"], "files": ["none.txt"]}),
     "[evaluation.sets.mine] needs `use`": one_set(files=["text/a.txt"]),
-    "`mine` cannot be evaluated whole": one_set(**MIXTURE),
+    "`mine` cannot be evaluated on all samples": one_set(**MIXTURE),
     "`evaluation.sets.mine.steps` must be an integer of at least 1": one_set(**{**SETS["texts"], "steps": 0}),
     "there is no data to evaluate": {"evaluation__held_out": False},
     "`patience` needs `keep_best`": {"evaluation__patience": 2},
@@ -179,7 +179,7 @@ REFUSED: dict[str, Tables] = {
     'write keep_best = { metric = "held_out/mine", mode = "max" }': {"evaluation__keep_best": "held_out/mine"},
     "set `mode` to": {"evaluation__keep_best": {"metric": "held_out/mine"}},
     "has no metric `held_out/wiki/loss`": {"evaluation__keep_best": "held_out/wiki/loss"},
-    "of this data and this loss has no metric `held_out/perplexity`": {"evaluation__keep_best": "held_out/perplexity"}
+    "with this data and this loss has no metric `held_out/perplexity`": {"evaluation__keep_best": "held_out/perplexity"}
     | SMOOTHED,
 }
 """The changes of plans whose evaluation is refused, by a part of the message."""

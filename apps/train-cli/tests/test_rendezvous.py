@@ -144,7 +144,7 @@ def test_all_errors_name_a_rank_that_cannot_start(port: int, failing: int) -> No
 
 def test_missing_ranks_are_named(port: int) -> None:
     errors = errors_of({str(rank): agrees(port, rank, 5, timeout_s=1) for rank in (0, 1, 3)})
-    message = "of 5 ranks, these did not connect within 1 s: 2, 4 (hosts that did: host0, host1, host3)"
+    message = "of 5 ranks, these did not connect within 1 s: 2, 4 (hosts of the other ranks: host0, host1, host3)"
     assert all(message in error for error in errors.values()), errors
 
 
@@ -213,7 +213,9 @@ def test_a_rank_that_is_killed_while_it_builds_is_named(port: int) -> None:
         os._exit(1)
     errors = errors_of({str(rank): builds(port, rank, 3, limit_s=1.0) for rank in range(2)})
     os.waitpid(child, 0)
-    message = "of 3 ranks, these did not open their data and build their model within 1 s: 2 (hosts that did: host0, host1)"
+    message = (
+        "of 3 ranks, these did not open their data and build their model within 1 s: 2 (hosts of the other ranks: host0, host1)"
+    )
     assert all(message in error and "collective_timeout_s" in error for error in errors.values()), errors
 
 

@@ -117,7 +117,7 @@ def test_what_is_too_long(table: Any, more: dict[str, Any], count: int, fate: st
 
 
 def test_too_long_can_be_refused(table: Any) -> None:
-    with pytest.raises(PlanError, match=r"chats.jsonl#2.* tokens, more than fit in `sequence`"):
+    with pytest.raises(PlanError, match=r"chats.jsonl#2.* tokens, which is more than `sequence` allows"):
         load(table([chat("a", "b"), chat("a", "z" * 100)], too_long="refuse"))
 
 

@@ -158,7 +158,7 @@ def test_layer_that_reads_values_is_reported() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * 2 if x.sum() > 0 else x
 
-    message = r"layer `it` \(ReadsValues\) cannot run on meta to count its operators: .* aten.*\)"
+    message = r"layer `it` \(ReadsValues\) cannot run on the meta device, so its operators cannot be counted: .* aten.*\)"
     with pytest.raises(PlanError, match=message) as caught:
         work_of(ReadsValues())
     assert "calibrate" in caught.value.diagnostics[0].hint

@@ -183,5 +183,5 @@ def test_linears_beside_experts_have_adapters_and_experts_are_refused_or_trained
 
     assert run() == {"weight"}
     assert run(targets=["q_proj"], train=["*.experts.*"]) == {"weight", "gate_up_proj", "down_proj"}
-    with pytest.raises(PlanError, match=r"experts.gate_up_proj` is one parameter of all experts"):
+    with pytest.raises(PlanError, match=r"experts.gate_up_proj` contains the weights of all experts"):
         run(targets=["q_proj", "gate_up_proj"])

@@ -94,7 +94,7 @@ class Switching(torch.optim.SGD):
 def test_optimizer_with_own_evaluation_weights_is_refused():
     optimizer = {"factory": f"{__name__}:Switching", "lr": 0.05, "scope": "elementwise"}
     with (
-        pytest.raises(PlanError, match="evaluates and saves weights of its own"),
+        pytest.raises(PlanError, match="evaluates and saves its own weights"),
         running(averaging_plan(EMA, optimizer=optimizer)),
     ):
         pass
@@ -218,5 +218,5 @@ def test_averages_on_a_gpu_are_those_of_torch(tmp_path, manager):
 def test_rule_with_an_impossible_weight_is_refused(weight):
     averages = Averages(lambda step, age: weight, "own.rule")
     averages.update([], 0, 0, None)
-    with pytest.raises(RunError, match=r"`own\.rule` returned the weight"):
+    with pytest.raises(RunError, match=r"the weight that `own\.rule` returns must be"):
         averages.update([], 1, 1, None)

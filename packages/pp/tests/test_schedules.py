@@ -171,8 +171,14 @@ def test_any_placement_is_read():
         ("0F0,0X0", "a.csv:1:5 contains `0X0`"),
         ("0F0,0B", "contains `0B`"),
         ("0F" + "9" * 5000, "contains `0F999"),
-        ("0F0,0B0\n2F0,2B0", "must place each chunk of the model, counted from 0, on one rank (rank 0: [0]; rank 1: [2])"),
-        ("0F0,0B0\n0F1,0B1", "must place each chunk of the model, counted from 0, on one rank (rank 0: [0]; rank 1: [0])"),
+        (
+            "0F0,0B0\n2F0,2B0",
+            "must place each chunk of the model, numbered from 0, on exactly one rank (rank 0: [0]; rank 1: [2])",
+        ),
+        (
+            "0F0,0B0\n0F1,0B1",
+            "must place each chunk of the model, numbered from 0, on exactly one rank (rank 0: [0]; rank 1: [0])",
+        ),
         ("0F0,0B0\n\n1F0,1B0", "the same number of chunks on every rank (rank 0: [0]; rank 1: []; rank 2: [1])"),
         ("", "a.csv has no actions"),
         (" , ,", "a.csv has no actions"),

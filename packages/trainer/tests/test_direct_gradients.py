@@ -114,5 +114,5 @@ def test_a_gradient_that_another_branch_writes_is_multiplied_as_it_was(branch):
 
 @pytest.mark.parametrize("branch", [written_later, kept_and_written, input_written])
 def test_what_is_written_without_a_copy_is_refused(branch):
-    with pytest.raises(RunError, match=r"gradient-written.*writes in place to its input"):
+    with pytest.raises(RunError, match=r"gradient-written.*writes in place to the saved input"):
         products(branch)

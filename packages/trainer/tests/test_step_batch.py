@@ -83,9 +83,9 @@ def test_a_batch_is_cut_without_a_copy_and_weighed_in_one_piece() -> None:
         ([a_batch(2) | {"tokens": [[1], [2]]}], "batch-fields", "`tokens` must be a tensor, but is a list"),
         ([], "batch-size", r"list items have \[\] microbatches, but must have 1 each \(\[batch\] micro_size = 2\)"),
         ([a_batch(4)], "batch-size", r"list items have \[2\] microbatches, but must have 1 each"),
-        (a_batch(0), "batch-size", "0 samples of this rank are not a multiple"),
-        (a_batch(3), "batch-size", "3 samples of this rank are not a multiple"),
-        ([a_batch(2), a_batch(1)], "batch-size", "1 samples of this rank are not a multiple"),
+        (a_batch(0), "batch-size", r"must be a multiple of \[batch\] micro_size = 2, but is 0"),
+        (a_batch(3), "batch-size", r"must be a multiple of \[batch\] micro_size = 2, but is 3"),
+        ([a_batch(2), a_batch(1)], "batch-size", r"must be a multiple of \[batch\] micro_size = 2, but is 1"),
         ([a_batch(2), a_batch(2) | {"tokens": a_batch(2)["tokens"] + 99}], "token-out-of-range", "the token id 100"),
     ],
 )

@@ -48,7 +48,7 @@ _DISK_HINTS = {  # by the error number of a failed write
     errno.EROFS: "the file system is read-only; choose another `run.folder`",
 }
 
-BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cli env`; `--traceback` shows where it is"
+BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cli env`; `--traceback` shows where it occurs"
 """The hint of an error that is a bug in Sley."""
 
 
@@ -103,7 +103,7 @@ def _diagnose_error(error: Exception) -> Diagnostic:
         place = Place(place.file, place.line, start + 1, max(1, end - start))
         return Diagnostic("own-code", message, place=place, source_line=source_line, hint=hint)
     if is_foreign(error):
-        hint = "the error is in code that the plan names; use `--traceback` to see the calls"
+        hint = "the error was raised by code that the plan refers to; use `--traceback` to see the calls"
         return Diagnostic("own-code", message, hint=hint)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return Diagnostic("os-error", f"{error.strerror}: `{error.filename}`")

@@ -222,7 +222,9 @@ def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor], info: Dat
         if hasattr(loss, "attach") or not _is_certain(error, _LOSS_ERRORS):
             return f"the loss was not checked: {format_cause(error)}"
         message = f"the loss fails when called with a model output of {_describe_value(output)}: {format_cause(error)}"
-        raise PlanError("loss-fails", message, path=("loss",), hint="its first argument is the last layer's output") from error
+        raise PlanError(
+            "loss-fails", message, path=("loss",), hint="the first argument of the loss is the last layer's output"
+        ) from error
     return None
 
 

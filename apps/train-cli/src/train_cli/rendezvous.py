@@ -246,7 +246,7 @@ class Rendezvous:
         hosts = {0: self.host, **{rank: identity["host"] for rank, identity in identities.items() if identity is not None}}
         missing_ranks = [str(rank) for rank in range(self.size) if rank not in hosts]
         message = f"of {self.size} ranks, these {texts[0]} within {timeout_s:g} s: {shorten_names(missing_ranks, 8)}"
-        return {"message": f"{message} (hosts that did: {', '.join(sorted(set(hosts.values())))})", "hint": texts[1]}
+        return {"message": f"{message} (hosts of the other ranks: {', '.join(sorted(set(hosts.values())))})", "hint": texts[1]}
 
     def _wait_for(self, key: str, description: str, timeout_s: float) -> dict[str, Any]:
         """Returns the value under `key` when a rank has written it. Raises RunError "preflight" after `timeout_s` seconds."""

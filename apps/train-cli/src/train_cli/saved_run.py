@@ -103,7 +103,7 @@ def _load_reader(plan: Plan | None) -> CheckpointFiles:
     reader = _find_reader(plan)
     if reader is None:
         name = plan.checkpoint.name if plan and plan.checkpoint else ""
-        hint = "run `train-cli run` with `--resume PATH`, and use the final weights of that run"
+        hint = "resume it with `train-cli run --resume PATH`, and use the final weights of that run"
         raise UsageError("no-checkpoint-files", f"only a run can read checkpoints of `{name}`", hint=hint)
     return reader
 
@@ -168,7 +168,7 @@ def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tupl
         if best:
             message = f"the run in `{folder}` has written no best checkpoint"
             raise UsageError("no-weights", message, hint="add `[evaluation] keep_best` to the plan")
-        hint = "wait until it ends, or add `[checkpoint]` to its plan; a failed run writes no final weights"
+        hint = "wait until the run ends, or add `[checkpoint]` to its plan; a failed run writes no final weights"
         raise UsageError("no-weights", f"the run in `{folder}` has no weights and no checkpoint", hint=hint)
     return final
 

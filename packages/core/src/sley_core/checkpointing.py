@@ -481,8 +481,8 @@ def base_error(place: str, name: str) -> RunError:
     """Returns RunError "adapters-base" for the parameter `name`, whose value differs from its value in the run that wrote the
     checkpoint `place`.
     """
-    hint = "restore the files and the seed of the base model; a checkpoint of adapters does not contain its weights"
-    message = f"{place} was trained on a different base model: {name!r} has other values"
+    hint = "restore the files and the seed of the base model, whose weights a checkpoint of adapters does not contain"
+    message = f"{place} was trained on a different base model: the values of {name!r} differ"
     return RunError("adapters-base", message, hint=hint)
 
 

@@ -65,8 +65,10 @@ def check_chunks(plan: Plan) -> Iterable[records.Problem]:
     if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
         return
     if not (isinstance(record, records.LossRecord) and record.split_logits):
-        message = f"the loss `{plan.loss.name}` needs all logits"
-        yield records.Problem(("loss", "chunk_tokens"), message, "remove it, or use `core.cross_entropy`", "head-loss")
+        message = f"the loss `{plan.loss.name}` needs all logits at the same time"
+        yield records.Problem(
+            ("loss", "chunk_tokens"), message, "remove `chunk_tokens`, or use `core.cross_entropy`", "head-loss"
+        )
 
 
 class JsonlConfig(Table):

@@ -235,7 +235,7 @@ def test_a_loop_goes_round_and_a_v_turns():
     [
         (lambda: loop(0), "but has none"),
         (lambda: v_placement(2, 3), "a V, which needs two chunks per stage, not 3"),
-        (lambda: Placement((0, 2)), "on each of stages 0, 1, 2, ..., but has 1 on stage 0, 1 on stage 2"),
+        (lambda: Placement((0, 2)), "on each of the stages 0, 1, 2, ..., but has 1 on stage 0, 1 on stage 2"),
         (lambda: Placement((0, 1, 1)), "but has 1 on stage 0, 2 on stage 1"),
         (lambda: Placement((0, -1)), "but has 1 on stage -1, 1 on stage 0"),
         (

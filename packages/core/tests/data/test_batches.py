@@ -44,7 +44,7 @@ def test_parts_join_to_the_batch_along_each_fields_own_dim(dim: str, num_parts: 
 
 @pytest.mark.parametrize(("dim", "num_parts"), [("batch", 3), ("sequence", 4)])
 def test_what_does_not_divide_is_an_error(dim: str, num_parts: int) -> None:
-    with pytest.raises(RunError, match="`tokens` of shape \\(4, 6\\) does not divide"):
+    with pytest.raises(RunError, match="`tokens` of shape \\(4, 6\\) cannot be split into"):
         narrow_batch(a_batch(), FIELDS, 0, num_parts, dim)
 
 
@@ -55,8 +55,8 @@ def test_micro_batches_are_counted_along_each_fields_own_dim() -> None:
 @pytest.mark.parametrize(
     ("changes", "micro_size", "match"),
     [
-        ({}, 3, "4 samples of this rank are not a multiple of \\[batch\\] micro_size = 3"),
-        ({}, 8, "4 samples of this rank are not a multiple"),
+        ({}, 3, "samples of this rank must be a multiple of \\[batch\\] micro_size = 3, but is 4"),
+        ({}, 8, "samples of this rank must be a multiple"),
         ({"time_major": torch.zeros(4, 6, 3)}, 2, "`time_major` has 6 samples, but `tokens` has 4"),
         ({"time_major": torch.zeros(4)}, 2, "`time_major` of shape \\(4,\\) has no dim 1"),
         ({"tokens": [[1], [2], [3], [4]]}, 2, "`tokens` must be a tensor, but is a list"),

@@ -149,7 +149,7 @@ def test_a_builder_must_not_share_what_was_made_outside(builds_first: bool) -> N
         first = (lambda: Holder(shared)) if builds_first else Holder(shared)
         return Model([("first", first), ("second", lambda: Holder(shared))])
 
-    with pytest.raises(PlanError, match=r"'second.inner.weight' and 'first.inner.weight' are one parameter") as raised:
+    with pytest.raises(PlanError, match=r"'second.inner.weight' and 'first.inner.weight' are the same parameter") as raised:
         build_meta_model(layers)
     assert raised.value.diagnostics[0].code == "model-factory"
 

@@ -212,7 +212,7 @@ class FrozenLater(nn.Module):
     ],
 )
 def test_a_parameter_that_is_frozen_in_the_second_run_alone_is_refused(layers: Any, name: str) -> None:
-    with pytest.raises(PlanError, match=rf"'{name}' is first trained, then frozen") as raised:
+    with pytest.raises(PlanError, match=rf"'{name}' is trainable at first, but is later frozen") as raised:
         build_model_with_values(layers)
     assert raised.value.diagnostics[0].code == "model-differs"
 

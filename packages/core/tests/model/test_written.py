@@ -210,7 +210,7 @@ def alias(part: Any) -> None:
     ],
 )
 def test_memory_that_is_partly_the_same_is_refused_by_name(add: Callable[[Any], None], says: str) -> None:
-    with pytest.raises(PlanError, match=f"{says} share a range of memory") as raised:
+    with pytest.raises(PlanError, match=f"{says} overlap in memory") as raised:
         build_model_with_values(lambda _: [Part(add)])
     assert raised.value.diagnostics[0].code == "model-init"
     assert raised.value.diagnostics[0].hint

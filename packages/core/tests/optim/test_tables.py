@@ -94,7 +94,7 @@ def test_every_pattern_without_a_match_is_reported_with_close_names() -> None:
 def test_a_pattern_whose_names_are_all_taken_and_a_model_with_nothing_to_train_are_refused() -> None:
     table = config({"match": "blocks.*", "lr": 0.1}, {"match": "*.bias", "lr": 0.2})
     with pytest.raises(
-        PlanError, match=r"all parameters that `\*\.bias` matches are already in an earlier group, such as `blocks\.\*`"
+        PlanError, match=r"all parameters that `\*\.bias` matches are already in earlier groups, such as the group `blocks\.\*`"
     ) as error:
         frozen_names(NAMES, table)
     assert error.value.diagnostics[0].path == ("optimizer", "groups", 1, "match")

@@ -75,7 +75,7 @@ def test_a_folder_that_does_not_hold_what_it_says_is_refused(folder: Path, fault
 def test_pickled_weights_are_not_read_and_the_hint_says_why(folder: Path) -> None:
     (folder / INDEX_FILE).unlink()
     torch.save({"a": A}, folder / "pytorch_model.bin")
-    with pytest.raises(RunError, match="may run code when it is read"):
+    with pytest.raises(RunError, match="can run code when it is read"):
         WeightFiles(folder)
 
 

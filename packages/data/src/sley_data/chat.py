@@ -76,7 +76,7 @@ def encode_conversations(
             length = len(sample.ids)
             stats.longest = max(stats.longest, length)
             if length > max_length and config.too_long == "refuse":
-                message = f"`{conversation.name}` has {length} tokens, more than fit in `sequence`"
+                message = f"`{conversation.name}` has {length} tokens, which is more than `sequence` allows"
                 hint = 'raise `sequence`, or set `too_long` to "drop" or "cut"'
                 raise PlanError("data-too-long", message, path=("data", "too_long"), hint=hint)
             if length > max_length:
@@ -277,7 +277,7 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
         results = list(template.encode(conversations, config))
         if not any(sample.label_ranges for _, samples, _ in results for sample in samples):
             reasons = ", ".join(dict.fromkeys(reason for _, _, reason in results if reason))
-            message = f"the first {len(results)} conversations have no token with a label{f': {reasons}' if reasons else ''}"
+            message = f"the first {len(results)} conversations have no tokens with labels{f': {reasons}' if reasons else ''}"
             yield Problem(("data", "train_on"), message, None, "chat-mask")
         if evaluates and not config.held_out and not config.held_out_files:
             raise _empty_split_error("held_out")

@@ -124,8 +124,8 @@ def find_copied_tokens(training_files: Sequence[DataFile], held_out_files: Seque
         except OSError:
             continue  # the code that opens the file later reports the error
         if copy is not None:
-            message = f"the tokens of `{held_out.path}` are also in `{copy.path}`, so the run would train on them"
-            hint = "remove the held-out tokens from `files`"
+            message = f"the held-out tokens of `{held_out.path}` are also in `{copy.path}`, so the run would train on them"
+            hint = "remove these tokens from `files`"
             problems.append(Problem(("data", "held_out_files"), message, hint, "held-out-trained"))
     return problems
 

@@ -257,8 +257,8 @@ def find_library_files() -> FilesAndProblems:
     root = sysconfig.get_path("stdlib")
     if files := _walk_library(root):
         return [*files], []
-    message = f"this Python has no source files in `{root}`"
-    return [], [Problem(("data", "source"), message, "name `files` instead", "data-missing")]
+    message = f"Python has no source files of its library in `{root}`"
+    return [], [Problem(("data", "source"), message, "set `files` instead", "data-missing")]
 
 
 @cache
@@ -284,7 +284,9 @@ def find_document_files(config: DocumentsConfig, split: Split) -> FilesAndProble
     has_rows = not isinstance(config, TextConfig) or config.field is not None
     json_files = [file for file in files if _find_content_suffix(file.path) in _JSON_LINES_SUFFIXES]
     if json_files and isinstance(config, TextConfig) and config.field is None and config.separator is None:
-        message = f"`{json_files[0].path}` contains JSON lines, so the run would train on braces, keys and escapes"
+        message = (
+            f"`{json_files[0].path}` contains JSON lines, so the run would also train on braces, keys and escape sequences"
+        )
         hint = 'name the key of the text, such as `field = "text"`; or set `separator = "\\n"` to train on the JSON itself'
         problems.append(Problem(("data", key), message, hint, "data-json"))
     files = [replace(file, format=formats.detect_format(file.path)) for file in files]

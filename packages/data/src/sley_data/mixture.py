@@ -130,7 +130,7 @@ class Mixture:
         if is_stream(dataset) or hasattr(dataset, "collate"):
             reason = "is a stream" if is_stream(dataset) else "has its own `collate`"
             message = f"the source `{table.name}` {reason}"
-            hint = "use a dataset with a length, whose samples can be stacked"
+            hint = "use a dataset that has a length and whose samples can be stacked"
             raise PlanError("mixture-sources", message, path=("data", "sources", number), hint=hint)
         return _Source(table, number, cast(Dataset, dataset), seed, SeededReader(seed, _NUM_PROBES))
 
@@ -148,7 +148,7 @@ class Mixture:
                 if value != expected or SOURCE in info.fields:
                     first, second = _format_value(expected), _format_value(value)
                     values = f"`{self.sources[0]}` has {first}, but `{source.table.name}` has {second}"
-                    message = f"all sources of a mixture need the same {key}: {values}"
+                    message = f"all sources of a mixture must have the same {key}: {values}"
                     raise PlanError("mixture-sources", message, path=("data", "sources", source.number))
         return replace(reference, fields={**reference.fields, SOURCE: Field("int64")})
 

@@ -87,7 +87,7 @@ def _find_differences(config: MixtureConfig) -> Iterator[Problem]:
                 values = f"`{name}` has {expected!r}, but `{source.name}` has {value!r}"
                 if isinstance(value, tuple):
                     values = f"those of `{name}` and `{source.name}` differ"
-                message = f"all sources of a mixture need the same {label}: {values}"
+                message = f"all sources of a mixture must have the same {label}: {values}"
                 yield Problem(("data", "sources", number), message, _HINTS.get(key), "mixture-sources")
                 break
 

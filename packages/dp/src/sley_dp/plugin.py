@@ -118,7 +118,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
             if size % shards:
                 divisors = [str(divisor) for divisor in range(2, size + 1) if size % divisor == 0]
                 message = f"the size of the reduce group `{axis}` must be a multiple of shards = {shards}, but is {size}"
-                hint = f"set shards = {' or '.join(divisors)}, or remove the key to shard over all of its ranks"
+                hint = f"set shards = {' or '.join(divisors)}, or remove the key to shard over all ranks of the group"
                 yield Problem(location, message, hint, "shards-do-not-divide")
                 break
         if plan.parallel.reduction == "canonical" and any(shards < size for size in sizes.values()):

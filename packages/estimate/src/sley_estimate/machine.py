@@ -343,8 +343,8 @@ def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -
     if name == "same_host":
         reason, hint = "ranks of one host exchange tensors", "use `train-cli calibrate --ranks 2` to measure it"
     else:
-        reason = f"ranks are {links.ranks_per_host} to a host, and exchange tensors between hosts"
-        hint = "set its latency and bandwidth, or a larger `ranks_per_host`"
+        reason = f"with {links.ranks_per_host} ranks per host, ranks exchange tensors between hosts"
+        hint = "add this table with the link's latency and bandwidth, or increase `ranks_per_host`"
     raise PlanError("machine-links", f"the machine file has no `[links.{name}]`, but {reason}", hint=hint)
 
 

@@ -133,7 +133,7 @@ def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any
 
 
 def _build_structure_error(message: str) -> PlanError:
-    return PlanError("hf-structure", message, path=("model",), hint="packages/hf/README.md lists families that work")
+    return PlanError("hf-structure", message, path=("model",), hint="use a model of a family that packages/hf/README.md lists")
 
 
 @torch.no_grad()

@@ -142,8 +142,8 @@ def evaluate_tasks(generator: Generator, names: Sequence[str], include: Path | N
         hint = install_hint("hf", "eval")
         raise PluginError("plugin-import", f"`--harness` needs lm-eval: {error}", hint=hint) from error
     if generator.tokenizer is None:
-        message = "lm-eval needs a tokenizer of transformers, which this model does not have"
-        raise UsageError("no-vocabulary", message, hint="train with a tokenizer of Hugging Face, `[data] tokenizer`")
+        message = "lm-eval needs a Hugging Face tokenizer, but this model has none"
+        raise UsageError("no-vocabulary", message, hint="train with a Hugging Face tokenizer (`[data] tokenizer`)")
     manager = TaskManager(include_path=include, include_defaults=include is None)
     for name in names:
         if not manager.match_tasks([name]):

@@ -75,12 +75,12 @@ def find_target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_h
             targets.append(path)
     for path, parameter in layer.named_parameters(name):
         if parameter.ndim == 3 and matches_pattern(path, config.targets):
-            raise _build_target_error(f"`{path}` is one parameter of all experts, which cannot have an adapter")
+            raise _build_target_error(f"`{path}` contains the weights of all experts, and cannot have an adapter")
     return targets
 
 
 def _build_target_error(message: str) -> PlanError:
-    hint = "name linears and embeddings; `train` names parameters that are trained in full"
+    hint = "list only linear layers and embeddings; to train other parameters in full, list them in `train`"
     return PlanError("model-adapters", message, path=("adapters", "targets"), hint=hint)
 
 
@@ -193,7 +193,9 @@ def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], b
             path = path.replace("magnitude_vector.weight", "magnitude_vector")
             tensors[f"base_model.model.{module}{path}"] = source.tensor(name)
         elif BASE_NAME_PART in name or weight not in names:
-            raise _build_format_error(f"{name!r} is trained and has an adapter, or is unknown to transformers")
+            raise _build_format_error(
+                f"{name!r} cannot be exported: it is trained and has an adapter, or transformers has no such parameter"
+            )
         else:
             modules_to_save[names[weight].rpartition(".")[0]] = None
     for name, hf_name in names.items():  # peft saves whole modules

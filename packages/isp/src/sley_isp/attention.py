@@ -186,7 +186,7 @@ class AllToAllAttention(SequenceCommunicator):
             if not submodules:
                 raise PlanError(
                     "sequence-attention",
-                    "the model has no attention that `isp.all_to_all` supports, so no position would see another slice",
+                    "the model has no attention that `isp.all_to_all` supports, so no position could attend to another slice",
                     path=("sequence", "use"),
                     hint="list its attention modules in `modules`, wrap them in sley_isp.attention.SequenceAttention, or "
                     "use sley_core.model.attention.Attention",

@@ -71,7 +71,7 @@ class Communicator(WeightCommunicator):
         for index, pattern in enumerate(group.match for group in self.config.groups):
             if index in matching:
                 continue
-            message = f"`{pattern}` gets no parameter: it matches none, or earlier groups match all of them"
+            message = f"the group `{pattern}` is empty: no parameter matches it, or earlier groups contain all that do"
             hint = suggestion(pattern, names, "use a name that `train-cli show` prints, narrower patterns first")
             raise PlanError("group-unmatched", message, path=("weights", "groups", index, "match"), hint=hint)
 

@@ -43,7 +43,7 @@ def check_module_types(layer: Layer, attention_modules: Collection[nn.Module]) -
         is_convolution = isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
         overlaps = is_convolution and module.dilation[0] * (module.kernel_size[0] - 1) >= module.stride[0]
         if (overlaps or isinstance(module, MIXING_TYPES)) and module not in attention_modules:
-            message = f"`{name}` is a torch {type(module).__name__}, which mixes positions but would see only one slice"
+            message = f"`{name}` is a torch {type(module).__name__}, which mixes positions, but has only one slice of them"
             raise PlanError("sequence-mixing", message, path=("sequence", "use"), hint=UNCHECKED_HINT)
 
 

@@ -144,14 +144,15 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
     config, loss = plan.weights.config, plan.loss.record
     if config.head == "vocabulary" and not (isinstance(loss, LossRecord) and loss.split_logits):
         message = (
-            f'the loss `{plan.loss.name}` needs all logits of a token, but with `head = "vocabulary"` each rank has only some'
+            f'the loss `{plan.loss.name}` needs all logits of a token, but with `head = "vocabulary"` each rank has only '
+            "some of them"
         )
         yield Problem(("weights", "head"), message, 'set `head = "gather"`, or use `core.cross_entropy`', "head-loss")
     if plan.model.config.compile and plan.parallel.wp > 1:
         for key in ("head", "embedding"):
             if (value := getattr(config, key)) != "gather":
                 message = f'compiled layers gather their weights before each call, so `{key} = "{value}"` is not possible'
-                yield Problem(("weights", key), message, "remove it, or remove `[model] compile`", "weights-compiled")
+                yield Problem(("weights", key), message, "remove this key, or remove `[model] compile`", "weights-compiled")
     if plan.parallel.reduction != "canonical" or plan.parallel.wp == 1:
         return
     tables: list[tuple[tuple[str | int, ...], Any]] = [((), config)]

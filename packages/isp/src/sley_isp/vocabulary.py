@@ -127,10 +127,10 @@ def check_embeddings(layers: Sequence[Layer]) -> None:
 
     tables = find_parameter_users(layers, is_table)
     if not tables:
-        raise _embedding_error("no layer has a plain nn.Embedding, whose table could be sharded by columns", "remove the key")
+        raise _embedding_error("no layer has a plain nn.Embedding, so there is no table to shard by columns", "remove the key")
     for table, name in find_parameter_users(layers, lambda *location: not is_table(*location)).items():
         if table in tables:
-            message = f"`{name}` shares the table of `{tables[table]}` and needs its full rows"
+            message = f"`{name}` shares the embedding table of `{tables[table]}`, and needs full rows of it"
             raise _embedding_error(message, "use a separate weight there (in `models.llama`, set `tie_embeddings = false`)")
 
 
@@ -146,8 +146,8 @@ def find_head(layers: Sequence[Layer]) -> HeadChunks:
     head = HeadChunks.find(layers, sys.maxsize, *VocabularyHead.refusal)
     weight = cast(nn.Parameter, layers[-1].module.get_submodule(head.path).weight)
     if (name := find_parameter_users(layers, lambda *location: not is_shardable(*location)).get(weight)) is not None:
-        message = f"`{name}` shares the head's weight, but is not a plain linear or embedding"
-        hint = 'use a copy of the weight or a plain linear there, or set `head = "gather"`'
+        message = f"`{name}` shares the head's weight, but is neither a plain nn.Linear nor a plain nn.Embedding"
+        hint = 'use a copy of the weight or a plain nn.Linear there, or set `head = "gather"`'
         raise PlanError("head-vocabulary", message, path=("weights", "head"), hint=hint)
     return head
 

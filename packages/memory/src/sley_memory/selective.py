@@ -97,7 +97,7 @@ class AttentionResults:
         return RunError(
             "attention-differs",
             f"the recomputation of a layer calls its attention {comparison} than its first forward did ({count} times)",
-            hint="use the same number of attentions in each call of the layer, or use `core.recompute`",
+            hint="call attention the same number of times in each call of the layer, or use `core.recompute`",
         )
 
 

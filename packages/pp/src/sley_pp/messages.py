@@ -181,7 +181,7 @@ class WalkCheck:
         if not torch.equal(digest, self._digest):
             self._sends[peer].wait()  # so that the peer has this stage's digest and raises the same error
             raise stages_differ_error(
-                f"stage {peer} does not run the {self._description[:500]} of stage {self._channels.stage}"
+                f"stage {peer} is not running the {self._description[:500]} of stage {self._channels.stage}"
             )
         self._confirmed_peers.add(peer)
 

@@ -444,7 +444,9 @@ def _build_placement(positions_per_rank: Sequence[set[int]], location: Place) ->
     holders = {position: rank for rank, positions in enumerate(positions_per_rank) for position in positions}
     positions_text = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(positions_per_rank[:8]))
     if len(holders) != sum(map(len, positions_per_rank)) or sorted(holders) != list(range(len(holders))):
-        raise _file_error(f"must place each chunk of the model, counted from 0, on one rank ({positions_text})", location)
+        raise _file_error(
+            f"must place each chunk of the model, numbered from 0, on exactly one rank ({positions_text})", location
+        )
     if len({len(positions) for positions in positions_per_rank}) > 1:
         raise _file_error(f"must place the same number of chunks on every rank ({positions_text})", location)
     return Placement(tuple(holders[position] for position in range(len(holders))))

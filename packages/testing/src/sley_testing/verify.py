@@ -342,7 +342,7 @@ def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
         with safe_open(tensor_file(folder, step, "gradients" if quantity == "gradient" else "weights"), "pt") as tensors:
             if missing := sorted(set(tensors.keys()) - compared_names.get((quantity, step), set())):
                 label = f"{quantity} of step {step}" if step > 1 else quantity
-                message = f"no rank has the {label} of `{missing[0]}` (of {len(missing)} such parameters)"
+                message = f"no rank has the {label} of `{missing[0]}` (the first of {len(missing)} such parameters)"
                 raise RunError("not-compared", message)
 
 

@@ -298,7 +298,10 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
     model = build_on_meta(plan.model, add_positions(info, plan.parallel.sp), plan.run.seed, plan.adapters)
     counts_positions = plan.sequence is not None and plan.parallel.sp > 1 and plan.sequence.config.positions
     if counts_positions and not any(POSITIONS in layer.fields for layer in model.layers):
-        message = f"no layer has the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would start at 0"
+        message = (
+            f"no layer reads the field `{POSITIONS}`, so with `sp = {plan.parallel.sp}` the positions of every slice "
+            "would start at 0"
+        )
         hint = f"add the parameter `{POSITIONS}` to a forward, or set `[sequence] positions = false` if none needs it"
         raise PlanError.from_diagnostics([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
     registry = ParameterRegistry([model.layers])

@@ -156,7 +156,7 @@ def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) ->
         traits = probe_optimizer(plan, parts, model, factor, masters.dtype, optimizer_device)
     averages = None if plan.averaging is None else Averages(plan.averaging.build(plan.run.steps), plan.averaging.name)
     if averages is not None and traits.has_modes:
-        message = f"`{plan.optimizer.name}` evaluates and saves weights of its own, so `{averages.name}` cannot average them"
+        message = f"`{plan.optimizer.name}` evaluates and saves its own weights, so `{averages.name}` cannot average them"
         raise plan.add_locations(PlanError("averaging-modes", message, hint="remove [averaging]", path=("averaging",)))
     optimizer = plan.optimizer.build(groups_of(masters.optimizer_params), optimizer_device)
     return Update(parts, config, masters, optimizer, groups_of, factor, traits, averages)

@@ -135,7 +135,7 @@ class Tally:
             raise _metric_error(f"returns {f'a {type(results).__name__}' if not isinstance(results, Mapping) else 'nothing'}")
         for name, pair in results.items():
             if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(map(_is_number, pair)):
-                raise _metric_error(f"returns no pair of numbers as {name!r}")
+                raise _metric_error(f"does not return a pair of numbers for {name!r}")
             if not _METRIC_NAME.fullmatch(str(name)) or name in BEST_MODES:
                 raise _metric_error(f"returns the name {name!r}, which is {'taken' if name in BEST_MODES else 'not valid'}")
         names = sorted(results)
@@ -234,7 +234,7 @@ def _open_evaluation_set(
     if fields != train_fields:
         message = f"the set `{name}` has the fields {sorted(fields)}, but [data] has {sorted(train_fields)}"
         if fields.keys() == train_fields.keys():
-            message = f"the fields of the set `{name}` have other shapes or dtypes than the fields of [data]"
+            message = f"the fields of the set `{name}` differ in shape or dtype from those of [data]"
         raise PlanError("evaluation-set", message, path=path, hint="use data with the same fields as [data]")
     add_positions(dataset.info, parts.topology.sp)  # may raise
     max_samples = None if keys.steps is None else keys.steps * plan.batch.global_size
@@ -268,8 +268,8 @@ def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool)
     metrics = Metrics(loss_config, custom_metric, whole_sequences)
     names = ["loss", *metrics.builtin_names, *(["perplexity"] if metrics.has_perplexity else [])]
     if evaluation.best is not None and custom_metric is None and parse_metric(evaluation.best.metric) not in names:
-        message = f"an evaluation of this data and this loss has no metric `{evaluation.best.metric}`"
-        hint = f"use one of {', '.join(names)}; perplexity and accuracy need token ids and plain cross-entropy"
+        message = f"an evaluation with this data and this loss has no metric `{evaluation.best.metric}`"
+        hint = f"use one of {', '.join(names)}; perplexity and accuracy require token ids and plain cross-entropy"
         raise plan.add_locations(PlanError("keep-best", message, path=("evaluation", "keep_best"), hint=hint))
     return metrics
 

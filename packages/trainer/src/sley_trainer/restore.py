@@ -64,7 +64,7 @@ def encode_state(value: Any, parameter: str, name: str) -> Any:
     try:
         return encode_value(value)
     except TypeError as error:
-        message = f"a checkpoint cannot have {name!r}, which the optimizer keeps for {parameter}: {error}"
+        message = f"a checkpoint cannot store {name!r}, which the optimizer keeps for {parameter}: {error}"
         hint = "keep tensors, numbers, strings, and lists, tuples and dicts of them"
         raise RunError("optimizer-state", message, hint=hint) from error
 

@@ -112,7 +112,7 @@ class RunState(checkpointing.TrainingState):
         for piece in pieces:
             if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
                 tensor_type = f"{piece.tensor.dtype}, {piece.tensor.layout}"
-                raise RunError("checkpoint-type", f"a checkpoint cannot have {piece.name!r}, which is {tensor_type}")
+                raise RunError("checkpoint-type", f"a checkpoint cannot store {piece.name!r}, which is {tensor_type}")
         return pieces
 
     def _local_tensors(self) -> Iterator[tuple[str, checkpointing.Region, Tensor]]:

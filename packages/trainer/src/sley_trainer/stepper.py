@@ -136,10 +136,10 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     layers_by_position = [(placement.holder(position).stage, layers) for position, layers in enumerate(positions)]
     stage = Stage(lists, layers_by_position)
     if stage.tied_stages and not has_tie_handler(plan):
-        message = f"stages {list(stage.tied_stages[0])} share a parameter, and no gradient handler sums its gradients"
+        message = f"stages {list(stage.tied_stages[0])} share a parameter, but no gradient handler sums its gradients"
         tie_handler = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None
         handler_text = f'`use = "{tie_handler}"`' if tie_handler else '`use = "pp.shared_modules"`, of sley-pp,'
-        hint = f"add [[gradient_handlers]] with {handler_text} behind the reducer"
+        hint = f"add [[gradient_handlers]] with {handler_text} after the reducer"
         raise PlanError.from_diagnostics([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])
     return stage
 
@@ -312,7 +312,7 @@ class Stepper:
             raise exchange_mismatch_error("an evaluation", collect_exchanges(self.groups.values()), self.groups["control"])
         if not weight:
             message = "the loss weight of the evaluated samples is 0, so their mean loss is undefined"
-            raise RunError("nothing-counts", message, hint="check the data: all of its labels are ignored")
+            raise RunError("nothing-counts", message, hint="check the data: all labels are ignored")
         mean = loss / weight
         if not math.isfinite(mean):
             hint = "check whether training diverged, or whether the data contains NaN or infinite values"

@@ -269,7 +269,7 @@ class Averages:
         if self.first_update is not None and index > self.first_update:
             weight = self.rule(step, index - self.first_update)
             if not 0.0 <= weight <= 1.0:
-                message = f"`{self.name}` returned the weight {weight} in step {step + 1}, which must be from 0 to 1"
+                message = f"the weight that `{self.name}` returns must be from 0 to 1, but is {weight} in step {step + 1}"
                 raise RunError("averaging-weight", message, hint="report this to the authors of the rule")
         if weight == 1.0:
             self.first_update = index
@@ -379,9 +379,9 @@ def step_buckets(
                 step()
                 if len(optimizer.param_groups) != len(all_params):
                     message = (
-                        f"{type(optimizer).__name__} changes its groups within a step, so it cannot update bucket by bucket"
+                        f"{type(optimizer).__name__} changes its groups within a step, so it cannot update one bucket at a time"
                     )
-                    hint = 'set `when = "idle"`, or make the groups when the optimizer is built'
+                    hint = 'set `when = "idle"`, or create the groups when the optimizer is built'
                     raise RunError("optimizer-groups", message, hint=hint)
                 changes = optimizers.changed_values(before, optimizers.shared_values(optimizer))
                 for location, value in changes.items():

@@ -72,7 +72,7 @@ def export(
         source = read.merge_adapters(plan, source)
     elif plan.adapters is not None and export_format is ExportFormat.huggingface:
         hint = "use `--merge` for a whole model, or `--format peft` for the adapters"
-        raise UsageError("export-adapters", "a transformers model has no weights of adapters", hint=hint)
+        raise UsageError("export-adapters", "the format of a transformers model cannot store adapters", hint=hint)
     if export_format is ExportFormat.peft:
         _export_adapters(plan, source, Path(run), folder)
         print_line(f"the adapters for peft: {out}")

@@ -138,7 +138,7 @@ def check_launcher_variables(environ: Mapping[str, str]) -> None:
                 "no-ranks",
                 f"{launcher} has started {processes}, but {problem}",
                 hint=f"use a script like those in examples/launch; each {process} needs {required_variables}, and MASTER_ADDR "
-                f"and MASTER_PORT; if each is a separate run, unset {variable}",
+                f"and MASTER_PORT; if each {process} is a separate run, unset {variable}",
             )
 
 

@@ -174,7 +174,7 @@ def _predict_logits(run: "Run", contents: Mapping[str, str], ids: Sequence[int],
     shape = (1, len(ids))
     if not isinstance(output, torch.Tensor) or output.ndim != 3 or output.shape[:2] != shape or output.shape[2] < size:
         actual = f"a tensor of {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
-        message = f"the model must return logits [1, {len(ids)}, {size} or more], but returns {actual}"
+        message = f"the model must return logits of shape [1, {len(ids)}, {size} or more], but returns {actual}"
         raise UsageError("no-logits", message, hint="use a model that returns a logit for each token")
     return output[0, -1, :size].double().cpu()
 

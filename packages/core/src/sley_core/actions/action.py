@@ -180,7 +180,9 @@ class Placement:
         counts = Counter(self.route)
         if sorted(counts) != list(range(len(counts))) or len(set(counts.values())) != 1:
             texts = ", ".join(f"{count} on stage {stage}" for stage, count in sorted(counts.items())[:4])
-            raise placement_error(f"must have equally many chunks on each of stages 0, 1, 2, ..., but has {texts or 'none'}")
+            raise placement_error(
+                f"must have the same number of chunks on each of the stages 0, 1, 2, ..., but has {texts or 'none'}"
+            )
 
     @cached_property
     def stages(self) -> int:

@@ -54,7 +54,7 @@ def open_dataset(component: "Component", context: DataContext) -> AnyDataset:
     if context.split == "held_out":
         factory = import_factory(component.name, component.path, component.document.folder)
         if "context" not in inspect.signature(factory).parameters:
-            message = f"there is no held-out data to evaluate: `{component.name}` has no parameter `context`"
+            message = f"there is no held-out data to evaluate on: `{component.name}` has no parameter `context`"
             hint = 'add a parameter `context`, whose `split` is "train" or "held_out"'
             raise PlanError("held-out", message, path=("evaluation",), hint=hint)
     assert isinstance(component.config, FactoryDataConfig), component.config
@@ -70,7 +70,7 @@ def count_samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
     assert isinstance(config, DataConfig), config
     if is_stream(dataset):
         if config.samples_per_epoch is not None:
-            message = "a stream has no number of samples per epoch"
+            message = "a stream has no fixed number of samples per epoch"
             raise PlanError("data-changed", message, path=("data", "samples_per_epoch"), hint="remove the key")
         return None
     count = len(cast(Any, dataset))
@@ -186,7 +186,7 @@ def narrow_batch(
         if field_dim is not None:
             if field_dim >= value.ndim or value.shape[field_dim] % num_parts:
                 shape = tuple(value.shape)
-                message = f"field `{name}` of shape {shape} does not divide into {num_parts} along dim {field_dim}"
+                message = f"field `{name}` of shape {shape} cannot be split into {num_parts} equal parts along dim {field_dim}"
                 raise RunError("batch-size", message)
             size = value.shape[field_dim] // num_parts
             part[name] = value.narrow(field_dim, index * size, size)
@@ -205,7 +205,9 @@ def count_microbatches(batch: Mapping[str, Tensor], fields: Mapping[str, Field],
             raise RunError("batch-size", f"field `{name}` has {size} samples, but `{first}` has {sizes[first]}")
     num_microbatches, remainder = divmod(sizes[first], micro_size)
     if remainder or not num_microbatches:
-        message = f"{sizes[first]} samples of this rank are not a multiple of [batch] micro_size = {micro_size}"
+        message = (
+            f"the number of samples of this rank must be a multiple of [batch] micro_size = {micro_size}, but is {sizes[first]}"
+        )
         raise RunError("batch-size", message, hint="use one or more microbatches of equal size")
     return num_microbatches
 
@@ -284,7 +286,7 @@ def _token_error(name: str, value: Tensor, field: Field, vocab_size: int, sample
     row = index.pop(field.batch_dim)
     sample = f"row {row} of the batch" if samples is None else f"sample {samples[row]}"
     position = f" at position {index[0] if len(index) == 1 else tuple(index)}" if index else ""
-    message = f"field `{name}` has the token id {token} in {sample}{position}; the vocabulary has {vocab_size}"
+    message = f"field `{name}` has the token id {token} in {sample}{position}; the vocabulary has {vocab_size} tokens"
     hint = "use the tokenizer of the data, or correct `vocab_size` or `dtype` of `[data]`"
     return RunError("token-out-of-range", message, hint=hint)
 

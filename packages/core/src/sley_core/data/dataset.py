@@ -195,7 +195,7 @@ class DataConfig(Table):
         """
         if self.samples_per_epoch not in (None, num_samples):
             counts = f"it has {num_samples} samples per epoch, but the plan expects {self.samples_per_epoch}"
-            hint = "remove `samples_per_epoch` to train on the present data"
+            hint = "remove `samples_per_epoch` to train on the current data"
             raise PlanError("data-changed", f"the data has changed: {counts}", path=(*path, "samples_per_epoch"), hint=hint)
 
 

@@ -465,7 +465,10 @@ def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: 
     for (name, field), version in zip(fields.items(), before, strict=True):
         if version_of(field) != version:
             readers = ", ".join(layer.name for layer in layers if name in layer.fields) or "no layer of this stage"
-            message = f"a layer writes in place to the batch field {name!r} (passed to {readers}), but other stages have copies"
+            message = (
+                f"a layer writes in place to the batch field {name!r} (passed to {readers}), but other stages have "
+                "their own copies of the field"
+            )
             hint = "compute the values in the dataset, or write to a `clone()` that the layer returns"
             raise RunError("field-written", message, hint=hint)
 
@@ -479,5 +482,5 @@ def _weight_written_error(layer: Layer, name: str, reason: str, module: nn.Modul
     hint = "write it between two steps, under `torch.no_grad()`"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         hint = "remove `max_norm`, and scale the rows after the lookup"
-    message = f"the forward of the layer {layer.name!r} modifies the weight {name!r}, but {reason}"
+    message = f"the forward of the layer {layer.name!r} writes to the weight {name!r}, but {reason}"
     return RunError("weight-written", message, hint=hint)

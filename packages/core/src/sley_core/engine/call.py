@@ -217,9 +217,9 @@ class LayerCaller:
             seeded = {id(generator) for generator in self._generators[layer.name]}
             if any(id(generator) not in seeded for generator in find_module_generators(layer.module, layer.name)):
                 message = (
-                    f"the layer {layer.name!r} creates a generator in its forward, whose numbers would depend on the layout"
+                    f"the forward of the layer {layer.name!r} creates a generator, so its numbers would depend on the layout"
                 )
-                hint = "create the generator in the module's constructor; it is seeded again for each microbatch"
+                hint = "create the generator in the module's constructor; Sley then seeds it for each microbatch"
                 raise PlanError("model-random", message, path=("model",), hint=hint)
         return output
 
@@ -240,8 +240,8 @@ class LayerCaller:
     def _acquire_generators(self, label: str) -> None:
         """Acquires `GENERATOR_LOCK` for `label`, a layer or the loss. Raises RunError "data-timeout" after `data_timeout_s`."""
         if not GENERATOR_LOCK.acquire(timeout=self.data_timeout_s):
-            message = f"`{label}` waited {self.data_timeout_s:g} s for the dataset, which draws from the forward's generators"
-            hint = "use a separate generator in the dataset, or raise [limits] data_timeout_s"
+            message = f"`{label}` waited {self.data_timeout_s:g} s for the dataset, because both draw from global generators"
+            hint = "use a separate generator in the dataset, or increase [limits] data_timeout_s"
             raise RunError("data-timeout", message, hint=hint)
 
     def _seed(self, layer: str, micro: MicroStep) -> int:

@@ -88,7 +88,10 @@ class CanonicalReduction(Reduction):
         """
         faults = [*_tie_faults(stages)]
         if per_rank_buffers:
-            message = f"each rank updates its own {', '.join(per_rank_buffers)} from its own samples"
+            message = (
+                f"each rank updates its own {', '.join(per_rank_buffers)} from its own samples, "
+                "so their values depend on the layout"
+            )
             hint = f"{FAST_HINT}, or use modules without such buffers"
             faults.append(Diagnostic("canonical-buffers", message, path=MODEL, hint=hint))
         if faults:
@@ -182,7 +185,8 @@ class CanonicalAccumulator(Accumulator):
         if leaf in self._closed:
             name = self.param.name
             message = (
-                f"the gradient of {name!r} has interleaved contributions of microbatch {leaf.microbatch}, in no fixed order"
+                f"microbatch {leaf.microbatch} adds to the gradient of {name!r} again after another contribution, "
+                "so the order of the additions varies"
             )
             hint = f'{FAST_HINT}, or use `use_reentrant=False` in checkpoints, and `unit = "layer"` in [weights]'
             raise RunError("canonical-again", message, hint=hint)
@@ -295,7 +299,7 @@ def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
         unsupported = [use for use in all_uses if not (is_plain_linear(use.module) or is_plain_embedding(use.module))]
         if unsupported:
             other_name, class_name = unsupported[0].name, type(unsupported[0].module).__name__
-            message = f"{name!r} is also {other_name!r} in a {class_name}, so the order of their gradient sum varies"
+            message = f"the weight {name!r} is also {other_name!r} of a {class_name}, so the order of its gradient sum varies"
             hint = f"{FAST_HINT}, or tie only weights of plain nn.Linear and nn.Embedding"
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=hint)
         elif len({use.stage for use in all_uses}) > 1 and len(by_layer) > 2:

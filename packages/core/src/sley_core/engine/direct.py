@@ -135,8 +135,8 @@ class WeightGradientSink:
         if version_of(inputs) != version_of_inputs or (copied is None and version_of(rows) != version):
             label = f"the parameter {self.param.name!r}" if self.param is not None else "a sharded linear"
             message = (
-                f"the backward of {label} is split into two halves, and a hook or the backward of another layer writes in "
-                "place to its input or to its output's gradient between them"
+                f"between the two halves of the backward of {label}, a hook or the backward of another layer writes in place "
+                "to the saved input or to the gradient of the output"
             )
             hint = "return a new tensor there (`clamp(...)`, not `clamp_`), or use a schedule without splits (`pp.one_f_one_b`)"
             raise RunError("gradient-written", message, hint=hint)

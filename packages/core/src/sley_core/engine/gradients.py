@@ -120,7 +120,7 @@ class GradientStore:
         self._check_not_freed()
         if param in self._buffer_of and not self._buffer_of[param].has_full_gradients:
             message = f"the gradient of the parameter {param.name!r} has been reduced to shards, and this rank has only one"
-            hint = "use `store.part(param)`, which contains the elements `store.elements(param)`"
+            hint = "use `store.part(param)`, the gradient of the elements `store.elements(param)`"
             raise RunError("gradient-sharded", message, hint=hint)
         return self._accumulators[param].view
 

@@ -199,7 +199,7 @@ class StepNumbers:
         whether the row gets the sum over all ranks or its square root.
         """
         if self._is_agreed:
-            message = f"the number {name!r} is added after the plugins are attached"
+            message = f"the number {name!r} was added after the plugins had been attached"
             raise RunError("number-late", message, hint="add it in `attach`")
         if "/" not in name or name in self._shares:
             reason = "is there already" if name in self._shares else "has no slash"

@@ -77,7 +77,7 @@ class Param:
             label = "is gone" if parameter is None else f"became a {type(parameter).__name__} instead of a parameter"
             path = f"{type(holder.module).__name__}.{holder.attribute}"
             message = f"the parameter {self.name!r} {label}: {path} was changed after the run was assembled"
-            hint = "replace weights (weight_norm, parametrizations, pruning) in the model factory, or the optimizer misses them"
+            hint = "replace weights (weight_norm, parametrizations, pruning) in the factory, so that the optimizer updates them"
             raise RunError("weight-replaced", message, hint=hint)
         return parameter
 

@@ -245,7 +245,9 @@ def sharded_read_error(param: Param, label: str) -> RunError:
     """Returns the error `sharded-weight-read`. label: names the reader, such as "`norm` reads"."""
     assert param.shard is not None, f"{param.name} is not sharded"
     part = f"{param.shard.unpadded_size} of {param.shape[param.shard.dim]} {'columns' if param.shard.dim else 'rows'}"
-    message = f"{label} the parameter {param.name!r} outside its module or after its run, but this rank has only {part}"
+    message = (
+        f"{label} the parameter {param.name!r} outside its module or after the run was closed, but this rank has only {part}"
+    )
     hint = (
         "call the layer that owns the parameter while the run is open, or read it in the forward of a subclass. Between steps, "
         "`sley_core.engine.shards.gather_full_tensors` returns full copies, and `run.registry[name].parameter` is the shard"

@@ -247,7 +247,7 @@ def build_refusal(
     if result.is_finite:
         message = f"step {step_number}: the loss weight of the batch is {result.weight:g}, so its mean loss is undefined"
         message += _describe_samples(range(len(reports)), reports)
-        return RunError("nothing-counts", message, hint="check the data of this step: all of its labels are ignored")
+        return RunError("nothing-counts", message, hint="check the data of this step: all labels are ignored")
     message = f"step {step_number}: loss {result.loss}, gradient norm {result.grad_norm}"
     message += f"; the {num_skipped} steps before were skipped" if num_skipped else ""
     message += _describe_nonfinite(parts, reports)

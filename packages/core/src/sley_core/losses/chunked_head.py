@@ -201,7 +201,7 @@ def patch_head(parts: Parts, chunks: HeadChunks) -> Callable[[], None]:
     if layer is not None and parts.registry[f"{chunks.name}.weight"].shard is None:
         return DirectHead(parts, chunks, cast("nn.Linear", layer.module.get_submodule(chunks.path))).patch.undo
     if layer is not None and not chunks.is_patched:
-        message = f"the weight of `{chunks.name}` is sharded in a way that does not allow chunks"
+        message = f"the weight of `{chunks.name}` is sharded in a way that does not support `chunk_tokens`"
         raise PlanError("head-chunks", message, path=CHUNK_TOKENS_PATH, hint="remove `chunk_tokens`, or `[model] compile`")
     return lambda: None
 
@@ -259,11 +259,13 @@ class LazyLogits(SplitLogits):
 
     def _refuse(self, name: str) -> None:
         message = (
-            f"`{name}` is called on logits that only the loss computes; the last layer must return them, at most with a soft "
-            "cap, a scale or a cast"
+            f"`{name}` is called on logits that only the loss computes; the last layer may only cap, scale or cast "
+            "them before it returns them"
         )
         path, hint = self._head().refusal
-        raise RunError("logits-split", message, path=path, hint=f"{hint} if a model or a loss processes its logits")
+        raise RunError(
+            "logits-split", message, path=path, hint=f"{hint} if the model or the loss processes the logits in another way"
+        )
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

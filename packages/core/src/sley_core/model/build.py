@@ -141,7 +141,7 @@ def _check_builders(model: Model) -> None:
         for name, parameter in layer.module.named_parameters(layer.name):
             first_layer, first_name = holders.setdefault(parameter, (layer, name))
             if first_layer is not layer and (layer.builder or first_layer.builder):
-                message = f"{name!r} and {first_name!r} are one parameter that was created outside the builders of their layers"
+                message = f"{name!r} and {first_name!r} are the same parameter, created outside the builders of their layers"
                 hint = f"create the parameter in each builder, and return Model(layers, ties=[({first_name!r}, {name!r})])"
                 raise PlanError("model-factory", message, path=MODEL, hint=hint)
 
@@ -391,8 +391,10 @@ def _check_structure(model: Model, modules: Mapping[str, nn.Module]) -> None:
         locations = (_parameter_locations(layer.name, module) for module in (layer.module, modules[layer.name]))
         for (name, _, _, meta), (_, _, _, real) in zip(*locations, strict=True):
             if name not in declared_ties and meta.requires_grad and not real.requires_grad:
-                message = f"the parameter {name!r} is first trained, then frozen by another name or by `init_weights`"
-                hint = "freeze it in the factory by its module: `module.weight.requires_grad_(False)`"
+                message = (
+                    f"the parameter {name!r} is trainable at first, but is later frozen under another name or by `init_weights`"
+                )
+                hint = "freeze it in the factory through its module: `module.weight.requires_grad_(False)`"
                 raise PlanError("model-differs", message, path=MODEL, hint=hint)
 
 
@@ -415,7 +417,7 @@ def _describe_structure(modules: Iterable[tuple[str, nn.Module]], declared_ties:
 
 def _differs_error(difference: str) -> PlanError:
     message = f"two calls of the factory returned different models: {difference}"
-    hint = "let the factory depend only on its options and the data; it is called once without values and once with values"
+    hint = "make the factory depend only on its options and the data; it is called once without values and once with values"
     return PlanError("model-differs", message, path=MODEL, hint=hint)
 
 

@@ -211,8 +211,8 @@ def check_references(
             if is_parameter and (meta is not None or not reference.is_in_module):
                 raise PlanError(
                     "model-init",
-                    f"`{reference.attribute}` refers to the parameter {name!r}, but does not register it, so it would not "
-                    "follow its training",
+                    f"`{reference.attribute}` refers to the parameter {name!r}, but does not register it, so "
+                    "training would not update the attribute",
                     path=("model",),
                     hint="read the parameter from its module in the forward (`self.linear.weight`), or register it in this "
                     "module too, as a tie",
@@ -261,7 +261,7 @@ def _check_memory(spans: Iterable[_Span]) -> None:
         for earlier in active:
             if span.is_trainable or earlier.is_trainable:
                 names = f"the {earlier.type} {earlier.name!r} and the {span.type} {span.name!r}"
-                message = f"{names} share a range of memory, but a run keeps each parameter in memory of its own"
+                message = f"{names} overlap in memory, but a run needs separate memory for each parameter"
                 hint = "`.clone()` one of them, or register the same nn.Parameter in both modules, as a tie"
                 raise PlanError("model-init", message, path=("model",), hint=hint)
         active.append(span)

@@ -101,13 +101,14 @@ def learning_rate_factor(plan: "Plan") -> Factor:
             value = math.nan
         if not 0 <= value < math.inf:
             raise _rate_error(
-                plan, f"`{name}` must return a finite factor of at least 0, but returned {result!r} at step {step}"
+                plan, f"`{name}` must return a finite factor that is not negative, but returned {result!r} at step {step}"
             )
         return value
 
     if not callable(factor):
         raise _rate_error(
-            plan, f"`{name}` must return a function from the step to a factor of `lr`, but returned a {type(factor).__name__}"
+            plan,
+            f"`{name}` must return a function that maps the step to a factor of `lr`, but returned a {type(factor).__name__}",
         )
     return checked_factor
 

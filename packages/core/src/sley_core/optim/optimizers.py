@@ -54,7 +54,7 @@ def build_from_factory(config: FactoryOptimizerConfig, groups: ParameterGroups, 
         raise _factory_error(f"`{path}` must be a subclass of torch.optim.Optimizer", hint="use the class itself")
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        message = f"`{path}` evaluates the loss again within a step, which a run cannot do"
+        message = f"`{path}` evaluates the loss again within a step, which a run does not support"
         raise _factory_error(message, hint="choose an optimizer whose `step()` needs no closure")
     if reserved := {"params", "lr", "weight_decay"} & config.options.keys():  # the groups' values would silently replace them
         raise _factory_error(f"`{min(reserved)}` must be a key of [optimizer], not of its options", "options")
@@ -167,14 +167,21 @@ def _unmatched_diagnostic(
     if matches:
         first = _first_match(matches[0], groups)
         assert first is not None, matches[0]
-        message = f"all parameters that `{pattern}` matches are already in an earlier group, such as `{groups[first].match}`"
+        message = (
+            f"all parameters that `{pattern}` matches are already in earlier groups, such as the group `{groups[first].match}`"
+        )
         return Diagnostic("group-unmatched", message, path, hint="put the narrower pattern first")
     for alias in aliases:
         if fnmatchcase(alias, pattern):
             message = f"`{pattern}` matches `{alias}`, but groups must use the first name of this weight, `{aliases[alias]}`"
-            return Diagnostic("group-unmatched", message, path, hint=f"match `{aliases[alias]}`, for all copies of the weight")
+            return Diagnostic(
+                "group-unmatched",
+                message,
+                path,
+                hint=f"use a pattern that matches `{aliases[alias]}`; the group then applies to all names of the weight",
+            )
     examples = get_close_matches(pattern, names, n=3, cutoff=0.4) or list(names[:3])
-    hint = "names look like " + ", ".join(f"`{name}`" for name in examples) if examples else None
+    hint = "names of parameters look like " + ", ".join(f"`{name}`" for name in examples) if examples else None
     return Diagnostic("group-unmatched", f"`{pattern}` matches no parameter", path, hint=hint)
 
 

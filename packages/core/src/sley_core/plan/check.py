@@ -110,7 +110,9 @@ def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
 
 
 SCOPE_DESCRIPTIONS = {"per_matrix": "needs whole matrices", "global": "needs all gradients at once"}  # for messages
-SCOPE_HINT = ', or set `scope = "elementwise"` or "matrix" if an update reads only gradients of its element or parameter'
+SCOPE_HINT = (
+    ', or set `scope` to "elementwise" or "matrix" if the update of an element, or of a parameter, reads only its own gradient'
+)
 
 
 def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
@@ -154,13 +156,15 @@ def check_canonical(plan: Plan) -> Iterator[records.Problem]:
         yield _canonical_problem(("model", "compile"), message, "remove `compile`")
     if plan.precision.accumulation == "autograd":
         message = "autograd adds weight gradients in the order of its graph"
-        yield _canonical_problem(("precision", "accumulation"), message, 'use "direct", or remove the key')
+        yield _canonical_problem(("precision", "accumulation"), message, 'set `accumulation = "direct"`')
     config: Any = plan.optimizer.config
     if config.clip_kind not in CANONICAL_NORMS:
-        message = f"kernels round the powers of the {config.clip_kind:g}-norm differently"
-        yield _canonical_problem(("optimizer", "clip_kind"), message, 'use 1, 2 or "inf"')
+        message = f"kernels differ in how they round the powers in the {config.clip_kind:g}-norm"
+        yield _canonical_problem(("optimizer", "clip_kind"), message, 'set `clip_kind` to 1, 2 or "inf"')
     if isinstance(config, FactoryOptimizerConfig) and config.options.get("fused"):
-        message = "a fused optimizer rounds the last elements of a shard or full tensor differently"
+        message = (
+            "a fused optimizer rounds the last elements of a tensor differently, which makes its results depend on the shards"
+        )
         yield _canonical_problem(("optimizer", "options"), message, "remove `fused`")
     for number, handler in enumerate(plan.gradient_handlers):
         record = handler.record
@@ -178,7 +182,7 @@ def check_canonical(plan: Plan) -> Iterator[records.Problem]:
 
 def _canonical_problem(path: KeyPath, message: str, hint: str) -> records.Problem:
     hint = f'{hint}, or set `reduction = "fast"`'
-    return records.Problem(path, f"{message}, so there is no canonical sum", hint, "canonical-unsupported")
+    return records.Problem(path, f'{message}, so `reduction = "canonical"` is not possible', hint, "canonical-unsupported")
 
 
 SCOPE_RANKS = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
@@ -200,7 +204,7 @@ def check_offload(plan: Plan) -> Iterator[records.Problem]:
         supported, needed = record.scope(component.config), scope_of(plan.optimizer.record, plan.optimizer.config)
         if supported != "global" and SCOPE_RANKS[needed] > SCOPE_RANKS[supported]:
             needs = "may need all gradients at once" if needed == "unknown" else "needs all gradients at once"
-            message = f"`{component.name}` steps the optimizer on a few weights at a time, but `{plan.optimizer.name}` {needs}"
+            message = f"`{component.name}` updates a few weights at a time, but `{plan.optimizer.name}` {needs}"
             hint = "use an optimizer such as `core.adamw`" + (SCOPE_HINT if needed == "unknown" else "")
             yield records.Problem(("offload", number, "use"), message, hint, "offload-optimizer")
         if plan.averaging is not None and supported != "global" and not record.steps_on_host:
@@ -323,7 +327,7 @@ def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
     ]
     if best.metric not in (*names, *custom_names):
         hint = suggestion(best.metric, names, f"use one of {', '.join(names)}")
-        yield records.Problem(path, f"an evaluation of this plan has no metric `{best.metric}`", hint, "keep-best")
+        yield records.Problem(path, f"an evaluation with this plan has no metric `{best.metric}`", hint, "keep-best")
 
 
 def _check_batch(batch: BatchTable, dp: int) -> Iterator[records.Problem]:

@@ -337,7 +337,7 @@ def apply_override(tables: dict[str, Any], text: str) -> KeyPath:
         if isinstance(container, list):
             if not part.isdecimal() or int(part) > len(container):
                 indices = f"0 to {len(container)}" if container else "0"
-                raise PlanError("set-invalid", f"`{format_path(path)}` is an array: `{part}` must be a number, {indices}")
+                raise PlanError("set-invalid", f"`{format_path(path)}` is an array, so `{part}` must be an index ({indices})")
             key = int(part)
             container += [{}] if key == len(container) else []
         elif not isinstance(container, dict):

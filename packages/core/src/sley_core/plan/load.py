@@ -126,7 +126,9 @@ class _Resolver:
         if spec.required_table is not None and spec.required_table not in self.tables:
             if spec.key in self.tables:
                 message = f"{spec.header} has no effect without [{spec.required_table}]"
-                self._add_problem("table-without-effect", message, (spec.key,), f"add [{spec.required_table}], or remove it")
+                self._add_problem(
+                    "table-without-effect", message, (spec.key,), f"add [{spec.required_table}], or remove {spec.header}"
+                )
             return None
         default = getattr(self.schedule.record, spec.key, spec.default) if self.schedule else spec.default
         if spec.key not in self.tables and default is None:
@@ -182,7 +184,9 @@ class _Resolver:
                 try:
                     whole = data.config.include_held_out()
                 except ValueError as error:
-                    self._add_problem("set-held-out", f"the set `{name}` cannot be evaluated whole: {error}", path, hint)
+                    self._add_problem(
+                        "set-held-out", f"the set `{name}` cannot be evaluated on all samples: {error}", path, hint
+                    )
                     continue
                 for key in sorted(data.config.model_fields_set):
                     if getattr(data.config, key) != getattr(whole, key):
@@ -196,7 +200,7 @@ class _Resolver:
         """Records a problem for a wrong format number `plan`, and for each unknown key at the top level."""
         version = self.tables.get("plan", FORMAT)
         if version != FORMAT or isinstance(version, bool):
-            message = f"the number `plan` of the format must be {FORMAT}, not {describe_value(version)}"
+            message = f"`plan`, the version of the plan format, must be {FORMAT}, not {describe_value(version)}"
             self._add_problem("plan-format", message, ("plan",))
         for key in [key for key in self.tables if key not in TOP_LEVEL_KEYS]:
             owners = [name for name, model in TABLES.items() if key in model.model_fields]

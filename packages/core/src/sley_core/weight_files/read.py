@@ -109,7 +109,11 @@ def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX_FILE
     if not path.is_file():
         pickle = next((file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(pattern))), None)
-        hint = f"save `{pickle}` again with `safe_serialization`, since it may run code when it is read" if pickle else None
+        hint = (
+            f"save `{pickle}` again with `safe_serialization`, since a pickle file can run code when it is read"
+            if pickle
+            else None
+        )
         raise weight_files_error(f"`{folder}` has neither `{SINGLE_FILE}` nor `{INDEX_FILE}`", hint)
     try:
         if path.stat().st_size > _MAX_INDEX_BYTES:

@@ -205,7 +205,7 @@ def check_replaceable(folder: Path, patterns: Iterable[str] = WEIGHT_FILE_PATTER
         foreign_files = [path for path in folder.iterdir() if not any(map(path.match, patterns))] if is_folder else []
         if not is_folder or foreign_files:
             reason = f"has `{foreign_files[0].name}`, which is not a weight file" if foreign_files else "is not a folder"
-            raise RunError("weights-folder", f"`{folder}` {reason}, and would be replaced", hint="choose another folder")
+            raise RunError("weights-folder", f"`{folder}` would be replaced, but it {reason}", hint="choose another folder")
 
 
 def complete_folder(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:

@@ -358,7 +358,7 @@ def _run_forked(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterato
             yield indices[future], future.result()
     except BrokenProcessPool:
         message = "a process that simulated the steps of a stage ended unexpectedly"
-        hint = "use a machine with more memory, since the system ends processes if there is too little"
+        hint = "use a machine with more memory, since the operating system kills processes if memory runs out"
         raise RunError("estimate-ended", message, hint=hint) from None
     finally:
         pool.shutdown(cancel_futures=True)
