@@ -111,7 +111,7 @@ def _diagnose_error(error: Exception) -> Diagnostic:
 
 
 def _find_user_code(calls: Sequence[tuple[FrameType, int]]) -> tuple[Place | None, str | None]:
-    """Returns the place and source line of the innermost call in user code, else (None, None). calls: the outermost first."""
+    """Returns the place and source line of the innermost user code, or (None, None). calls: (frame, line), outermost first."""
     for frame, line in reversed(calls):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         is_known = package in _SLEY_MODULES | _LIBRARIES | {"__main__"} or package in sys.stdlib_module_names

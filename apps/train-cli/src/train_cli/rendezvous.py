@@ -176,9 +176,7 @@ class Rendezvous:
         return {"host": self.host, "job": self.job, "process": self.process}
 
     def _read_rank_0(self) -> dict[str, Any]:
-        """Waits for the first value of rank 0, and returns it. Raises RunError "preflight" if another run wrote it, or none
-        did.
-        """
+        """Waits for and returns the first value of rank 0. Raises RunError "preflight" if it is missing or of another run."""
         rank_0 = self._wait_for("first", "the data of rank 0", self.timeout_s)
         if rank_0["job"] != self.job:
             hint = "set a different MASTER_PORT for each run on a host, and the same MASTER_PORT on all ranks of a run"
@@ -201,9 +199,7 @@ class Rendezvous:
         return {}
 
     def _record_arrival(self, verdict: Verdict) -> None:
-        """Records that this rank has arrived or, if `verdict` is not empty or another process has the same rank, writes a
-        verdict.
-        """
+        """Records that this rank has arrived, or writes a verdict if `verdict` is not empty or another process has the rank."""
         duplicate = self._write_once(f"rank {self.rank}", self._identity)
         if duplicate is not None and not verdict:
             message = f"two processes, on {duplicate['host']} and {self.host}, have RANK {self.rank}"
@@ -215,7 +211,7 @@ class Rendezvous:
             self._add_count("arrived")
 
     def _end_round(self, texts: tuple[str, str], timeout_s: float) -> None:
-        """Waits for the verdict of this round. Raises RunError "preflight" if it is a failure. texts: for missing ranks."""
+        """Waits for the verdict of this round. Raises RunError "preflight" if it is a failure. texts: as `_ARRIVAL_TEXTS`."""
         num_readers = self.size - 1
         if self.rank == 0:
             for _ in _poll_for(timeout_s):

@@ -178,7 +178,7 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
     """Creates the run folder of `plan` with its `plan.toml`, and locks it until the block ends. Yields the folder. overwrite:
     whether to replace an existing run folder. resume: whether to keep its files. Even without `overwrite`, replaces a folder
     that has failure reports but no results, or that has only work records. Raises the errors of `check_run_folder`. At the end
-    of the block, deletes a folder without results and failure reports.
+    of the block, deletes the folder if it has neither results nor failure reports.
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)

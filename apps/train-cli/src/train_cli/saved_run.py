@@ -187,7 +187,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
         plan = load_run_plan(Path(run))
         path, step = find_newest_weights(Path(run), plan, best=best)
         if isinstance(path, Path):
-            print_line(f"the weights{'' if step is None else f' of step {step}'} in {path}")
+            print_line(f"using the weights{'' if step is None else f' of step {step}'} in {path}")
             return plan, WeightFiles(path)
     elif best:
         raise UsageError("no-run", f"`--best` needs a run folder, but `{run}` is not one")
@@ -197,7 +197,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
         raise UsageError("no-run", f"`{run}` must be a run folder with a `{PLAN_FILE}`, or a checkpoint")
     saved_plan, source = load_plan_and_weights(checkpoint)
     progress = f"step {checkpoint.description.step} of {saved_plan.run.steps}"
-    print_line(f"after {progress} of the run {saved_plan.run.name!r}, from {checkpoint.place}")
+    print_line(f"using the weights after {progress} of the run {saved_plan.run.name!r}, from {checkpoint.place}")
     return plan or saved_plan, source
 
 

@@ -82,8 +82,7 @@ class FaultReport:
     code, message, hint: the rank's error. time: in seconds since the epoch. stage: the rank's pipeline stage; None if the rank
     has not created its groups. step: the optimizer step, from 1; 0 before the first step. finished, pending: the last finished
     and the current entry of the rank's action list. layer: the layer called last. wait: the wait that is in progress or has
-    failed, if any. exchanges: the latest exchanges of each queue, in order. stacks: the lines of each stack, by the name of the
-    thread.
+    failed, if any. exchanges: the latest exchanges of each queue, in order. stacks: the lines of each stack, by thread name.
     """
 
     rank: int

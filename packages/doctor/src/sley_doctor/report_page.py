@@ -55,7 +55,7 @@ class RecordedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Returns the runs in `folders`. Raises UsageError "no-run" if a folder has no run, or its files cannot be read."""
+    """Returns the runs in `folders`. Raises UsageError "no-run" if a folder contains no run, or if its files cannot be read."""
     runs = []
     for folder in folders:
         try:

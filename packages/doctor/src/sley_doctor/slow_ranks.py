@@ -99,9 +99,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The result of `judge`. causes: the worst first. blocks: the examined blocks. no_cause_reason: why no rank was judged, or
-    "".
-    """
+    """The result of `judge` for `blocks`. causes: the worst first. no_cause_reason: why no rank could be judged, or ""."""
 
     causes: tuple[Cause, ...]
     blocks: tuple[Block, ...]
@@ -195,7 +193,7 @@ def find_excesses(block: Block, rank: int) -> list[Excess]:
 
 
 def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess | None:
-    """Returns the excess of `own` at `location` over comparable ranks in `others`, or None if it does not work longer."""
+    """Returns the excess of `own` at `location` over comparable ranks in `others`, or None if there is no excess."""
     own_spread, ratio = own.window.work[location], MAX_RATIO
     peers = [work for work in others if location in _COMMON_LOCATIONS or work.start.stage == own.start.stage]
     if not peers and (location[0] in _CHUNK_PREFIXES or location in (Location.UPDATE, Location.MESSAGES)):

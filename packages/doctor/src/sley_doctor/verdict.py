@@ -45,8 +45,7 @@ the queue of the exchange itself.
 @dataclass(frozen=True)
 class Divergence:
     """A divergence of ranks. kind: see docs/when-it-fails.md. ranks: the ranks that differ from the majority; empty if there is
-    no majority. exchanges: the exchanges that differ, first the one that is most likely the cause. description: a sentence for
-    users.
+    no majority. exchanges: the differing exchanges, the most likely cause first. description: a sentence for users.
     """
 
     kind: DivergenceType
@@ -128,7 +127,9 @@ def _group_by_exchange(exchanges: Mapping[int, ExchangeRecord]) -> list[list[int
 def _describe_mismatch(
     started: Mapping[int, Mapping[int, ExchangeRecord]], number: int, rank_groups: list[list[int]]
 ) -> Divergence:
-    """Returns the divergence at position `number` of a queue. rank_groups: ranks by exchange, the largest group first."""
+    """Returns the divergence at number `number` of a queue. started: each rank's exchanges in the queue, by number.
+    rank_groups: the ranks with the same exchange, the largest group first.
+    """
     usual_rank, odd_rank = rank_groups[0][0], rank_groups[1][0]
     usual_exchanges, odd_exchanges = started[usual_rank], started[odd_rank]
     has_majority = len(rank_groups[0]) > len(rank_groups[1])
@@ -224,9 +225,9 @@ MAX_CLOCK_DIFFERENCE_S = 2.0  # the largest difference between the clocks of hos
 class RunState:
     """The progress of a run.
 
-    state: RUNNING; the outcome in the run's summary; KILLED if the run ended without a summary; UNKNOWN if it may be running on
-    another host. step: the last step that all ranks have finished; 0 if no such step is known. time: when the row of this step
-    was written, in seconds since the epoch; None if the time is not known.
+    state: RUNNING, the outcome in the run's summary, KILLED if the run ended without a summary, or UNKNOWN if it may be running
+    on another host. step: the last step that all ranks have finished; 0 if no such step is known. time: when the row of this
+    step was written, in seconds since the epoch; None if the time is not known.
 
     The row of a step is written when all ranks have reached the end of the step, where they sum the loss. So the last row shows
     how far all ranks got, even if all were killed at once and none could write a report.

@@ -184,8 +184,7 @@ MIN_WINDOW_STEPS, MAX_WINDOW_STEPS = 8, 256  # limits of the steps in a window; 
 @contextmanager
 def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> Iterator[None]:
     """Records the steps of a run in the run's folder `folder` within the block. Ranks do not wait for each other. feed: the
-    feed for which the steps wait, or None. notes: the run's notes. If the file cannot be written, recording ends, and a note is
-    added.
+    feed for which the steps wait, or None. notes: the run's notes. If the file cannot be written, recording ends with a note.
     """
     start = Start(
         parts.world.rank,
@@ -306,8 +305,8 @@ def compute_quartiles(values: Iterable[float]) -> Spread:
 
 
 class WorkFile:
-    """Appends lines to a file. If a write fails, adds the reason to `notes`, and writes no more. The file is created with its
-    first line, so a run that fails earlier leaves a folder that the next run may use.
+    """Appends `start`, and then lines, to a file. If a write fails, adds the reason to `notes`, and writes no more. The file is
+    created with its first line, so a run that fails earlier leaves a folder that the next run may use.
     """
 
     def __init__(self, path: Path, start: Start, notes: list[str]) -> None:

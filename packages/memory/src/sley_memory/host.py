@@ -148,7 +148,7 @@ class OffloadedStorage:
         return True
 
     def storage(self) -> torch.UntypedStorage:
-        """Returns the storage on the device, where it must be, and makes later device work wait for its contents."""
+        """Returns the storage on the device, and makes device work wait for its contents. The storage must not be away."""
         if self._source is not None:
             return self._source
         assert self._fetched is not None, "used before it was fetched"
@@ -265,7 +265,7 @@ class LayerCall:
         self.over_budget_ids: set[int] = set()
 
     def list_live_storages(self) -> list[OffloadedStorage]:
-        """Returns the storages that autograd still holds, last saved first, which is the order of the backward."""
+        """Returns the storages that autograd still holds, in the order of the backward, that is, the last saved first."""
         return [storage for reference in reversed(self.storages) if (storage := reference()) is not None]
 
 
@@ -298,7 +298,7 @@ class HostActivations(ActivationPolicy):
         )
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Discards the storages of a failed step, frees host memory beyond twice the peak of use, and records the addresses of
+        """Discards the storages of a failed step, frees host memory beyond twice the peak use, and records the addresses of
         parameters and buffers, which are not offloaded.
         """
         if self._parts is None:
@@ -404,8 +404,8 @@ class HostActivations(ActivationPolicy):
         return False
 
     def _unpack(self, packed: SavedTensorHandle | KeptTensor | Tensor) -> Tensor:
-        """Returns the saved tensor on the device, as often as autograd asks. Fetches its storage if it is still away. Raises
-        RunError `saved-in-place` if the tensor was written since autograd saved it.
+        """Returns the saved tensor on the device. Autograd may call this several times. Fetches the tensor's storage if it is
+        still away. Raises RunError `saved-in-place` if the tensor was written since autograd saved it.
         """
         if isinstance(packed, Tensor):
             return packed

@@ -151,8 +151,7 @@ class OptimizerBucket(NamedTuple):
 
 class HostOptimizer(movers.Mover):
     """Keeps master weights and optimizer states on the host, and steps the optimizer there, bucket by bucket. Weights and
-    gradients stay on the device. counters: the counters of "masters" and "optimizer_states". All weights must have the same
-    dtype.
+    gradients stay on the device. counters: the counters of "masters" and "optimizer_states". All weights must have one dtype.
 
         gradients to the host   0 | 1 | 2 | ...
         optimizer on the host       0 | 1 | 2 | ...

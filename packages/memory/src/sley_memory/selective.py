@@ -213,7 +213,7 @@ def _choose_policy(_context: Any, operator: Any, *_args: Any, **_options: Any) -
 
 class SelectiveRecompute(Recompute):
     """The policy `memory.selective`: recomputes chosen layers like `core.recompute`, but keeps the outputs of their attention.
-    layer_names: all layers of the model.
+    layer_names: the names of all layers of the model, in order.
     """
 
     def __init__(self, config: SelectiveConfig, layer_names: Sequence[str]) -> None:
@@ -222,8 +222,8 @@ class SelectiveRecompute(Recompute):
         self._compiled_names: set[str] = set()
 
     def compiled_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `forward` within a checkpoint, which is compiled with it. Its backward recomputes everything except the
-        attention. Returns `forward` itself if the policy does not recompute the layer `name`.
+        """Returns a function that calls `forward` in a checkpoint, to be compiled as a whole. Its backward recomputes
+        everything except the attention. Returns `forward` itself if the policy does not recompute the layer `name`.
         """
         if name not in self.names:
             return forward

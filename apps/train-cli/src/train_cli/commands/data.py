@@ -92,7 +92,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder for train.bin and val.bin.")],
     overrides: SetOption = None,
 ) -> None:
-    """Write the plan's tokens as nanoGPT does: raw little-endian uint16, or uint32 for a large vocabulary."""
+    """Write the plan's tokens as nanoGPT does: raw little-endian uint16, or uint32 if the vocabulary exceeds 65,536 tokens."""
     resolved = load_plan(plan, overrides or [])
     config = resolved.data.config
     has_held_out = getattr(config, "held_out", 0) or getattr(config, "held_out_files", ())
@@ -160,9 +160,9 @@ def _load_text_ids(data: Component) -> TextIds | None:
 
 
 def format_documents(fields: Mapping[str, Sequence[int]], ids: TextIds | None) -> Iterator[str]:
-    """Yields the positions of each document of a sample, and then its text, with brackets around tokens that are labels. Yields
-    only the positions of padding. fields: the fields of the sample as flat lists, by name. ids: converts token ids to text; if
-    None, the text consists of the token ids.
+    """Yields the positions of each document of a sample, and then its text, with brackets around tokens that are labels. For
+    padding, yields only the positions. fields: the fields of the sample as flat lists, by name. ids: converts token ids to
+    text; if None, the text consists of the token ids.
     """
     tokens, labels = fields["tokens"], fields["labels"]
     starts = sorted({*fields.get("cu_seqlens", (0,)), len(tokens)})
@@ -177,7 +177,7 @@ def format_documents(fields: Mapping[str, Sequence[int]], ids: TextIds | None) -
 
 
 def _mark_labels(values: Sequence[int], are_labels: Sequence[bool], ids: TextIds | None) -> Iterator[str]:
-    """Yields the text of each group of consecutive tokens that are all labels, in brackets, or that are all no labels."""
+    """Yields the text of each group of consecutive tokens: labels in brackets, and other tokens without brackets."""
     for is_label, group in groupby(zip(values, are_labels, strict=True), key=itemgetter(1)):
         tokens = [token for token, _ in group]
         text = "".join(ids.decode(tokens)) if ids is not None else " ".join(map(str, tokens)) + " "

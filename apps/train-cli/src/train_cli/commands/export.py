@@ -107,7 +107,7 @@ def _export_hugging_face(plan: Plan, source: read.TensorReader, out: Path, *, ch
 
 
 def _make_generation_config(plan: Plan, model: read.HuggingFaceModel) -> dict[str, Any]:
-    """Returns the content of `generation_config.json`: that of the initial weights, if it exists, with all end tokens added."""
+    """Returns the content of `generation_config.json`: that of the initial weights' file, if any, with all end tokens added."""
     content: dict[str, Any] = {}
     folder = read.start_folder(plan)
     if folder is not None and (folder / read.GENERATION_CONFIG_FILE).is_file():

@@ -144,7 +144,7 @@ def format_ranks(topology: Topology, rank: int | None) -> Iterator[str]:
 
 
 def format_groups(entries: Sequence[GroupEntry]) -> Iterator[str]:
-    """Yields a line for each axis and channel with its groups. If it has more than 4, shows the first two and the last."""
+    """Yields a line for each axis and channel with its groups. If there are more than 4, shows the first two and the last."""
     groups_by_channel: dict[tuple[str, str], list[GroupEntry]] = {}
     for entry in entries:
         groups_by_channel.setdefault((entry.axis, entry.channel), []).append(entry)
@@ -157,8 +157,8 @@ def format_groups(entries: Sequence[GroupEntry]) -> Iterator[str]:
 
 
 def _format_timeline(plan: Plan, topology: Topology) -> Iterator[str]:
-    """Yields a title, a drawing of the schedule, in which a backward takes as long as two forwards, and a line for each stage
-    with its idle share and the most microbatches that it holds at once. Raises PlanError "no-pipeline" if the plan has no
+    """Yields a title, a drawing of the schedule, in which a backward takes as long as two forwards, and a line for each stage:
+    its idle share, and the maximum number of microbatches that it holds. Raises PlanError "no-pipeline" if the plan has no
     pipeline, and the errors of its schedule.
     """
     if plan.pipeline is None:

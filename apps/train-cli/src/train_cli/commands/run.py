@@ -149,7 +149,7 @@ def check_world_size(plan: Plan, world_size: int) -> None:
 
 
 def count_devices(plan: Plan) -> int | None:
-    """Returns the number of CUDA devices if the plan takes one rank per device; else, or if there is no device, None."""
+    """Returns the number of CUDA devices, or None if there are none or if the plan does not take one rank per device."""
     if plan.parallel.dp != "auto" or plan.run.device == "cpu":
         return None
     import torch

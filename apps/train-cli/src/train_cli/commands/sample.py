@@ -240,7 +240,7 @@ def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system:
         if generator.max_length is None or len(ids) < generator.max_length or len(messages) <= num_system + 1:
             return ids
         del messages[num_system : num_system + 2]
-        print_line("the conversation exceeds the model's positions; its oldest turn is removed")
+        print_line("the conversation has more tokens than the model has positions, so its oldest turn is removed")
 
 
 def limit_tokens(generator: Any, prompt_length: int, max_new_tokens: int) -> int:
@@ -281,7 +281,7 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
 
 def load_text_ids(plan: Plan | None, tokenizer: Path | None) -> TextIds:
     """Returns the mapping between text and token ids of the tokenizer at the path `tokenizer`, or, if it is None, of the plan's
-    data. One of the arguments must not be None. Raises UsageError "no-vocabulary" if the plan's data has no such mapping, and
+    data. At least one argument must not be None. Raises UsageError "no-vocabulary" if the plan's data has no such mapping, and
     PluginError if sley-data is needed and not installed.
     """
     if plan is None or tokenizer is not None:
