@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from sley_estimate.search.find import SearchResult, VerifiedLayout
     from sley_estimate.step.estimate import PlanEstimate
 
-UNCOMPILED_NOTE = "the layers are estimated as if they were not compiled"
-TENSORS_NOTE = (
+UNCOMPILED_NOTE = "the layers are estimated as if they were not compiled"  # printed if the plan compiles the model
+TENSORS_NOTE = (  # printed after the memory of the stages
     "the figures count only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
 )
 

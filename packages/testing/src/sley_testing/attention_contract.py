@@ -36,8 +36,9 @@ BATCH, LENGTH, WIDTH = 2, 8, 3  # rows, positions per row, elements per head
 BOUNDS = torch.tensor([[0, 3, 7, 8], [0, 6, 8, 8]], dtype=torch.int32)
 """The document bounds `cu_seqlens` of each row. One document of each row lies in both halves."""
 
-# Every attention must accept these cases.
 DIVISIBLE_CASES: list[Case] = [(*heads, packed) for heads, packed in itertools.product([(4, 4), (4, 2), (4, 1)], [False, True])]
+"""The cases that every attention must accept."""
+
 INDIVISIBLE_CASES: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]  # head counts that two ranks cannot split evenly
 
 

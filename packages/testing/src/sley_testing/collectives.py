@@ -131,6 +131,7 @@ def _assert_equal_calls(description: str, members: Mapping[int, list[Collective]
 
 
 def _format_site(call: Collective) -> str:
+    """Returns the lines of `call.site` for a message, each with a newline before it."""
     return "".join(f"\n      {'at' if index == 0 else 'from'} {line}" for index, line in enumerate(call.site))
 
 

@@ -238,7 +238,7 @@ class Assigned(Block):
         return hidden + Fused.apply(hidden, self.one.weight, self.one, False) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]
 
 
-_CLASSES: tuple[type[nn.Module], ...] = (
+_CLASSES: tuple[type[nn.Module], ...] = (  # the classes of `HABITS`
     InPlace,
     Adaptive,
     AdaptiveAgain,

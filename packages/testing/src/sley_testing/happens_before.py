@@ -178,6 +178,7 @@ class RaceDetector:
             )
 
     def _memory_of(self, storage: torch.UntypedStorage) -> _Accesses:
+        """Returns the accesses to `storage`, which are new and empty at the first call."""
         memory = self._memory.get(storage._cdata)
         if memory is None:
             memory = self._memory[storage._cdata] = _Accesses(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
@@ -244,9 +245,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
 
     def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
-        """Checks the operation `name` before it runs. accesses: its accesses; a view has none. Raises AssertionError if the
-        memory of a tensor was freed.
-        """
+        """Raises AssertionError if one of the accesses of the operation `name` uses freed memory. A view has no accesses."""
         for access in accesses:
             needed, allocated = needed_and_allocated_bytes(access.tensor)
             assert allocated >= needed, (

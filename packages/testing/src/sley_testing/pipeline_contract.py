@@ -373,9 +373,7 @@ class Walker:
         ]
 
     def _output(self, position: int, microbatch: int) -> tuple[Description, list[torch.Tensor]]:
-        """Returns the output of the chunk at `position`: tensors of several dtypes, including an empty tensor, a repeated
-        tensor, and two tensors that overlap in memory.
-        """
+        """Returns the output of the chunk at `position`. Its tensors have several dtypes; some are empty, equal or overlap."""
         generator, length = self._generator(position, microbatch, 0), self._lengths[microbatch]
         hidden = torch.randn(length + 2, 3, generator=generator)
         counts = torch.randint(0, 99, (2,), generator=generator)
@@ -392,4 +390,5 @@ class Walker:
         return [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in description.leaves]
 
     def _generator(self, position: int, microbatch: int, stream: int) -> torch.Generator:
+        """Returns a generator whose seed differs between walks and arguments. stream: 0 for outputs, 1 for gradients."""
         return torch.Generator().manual_seed(((self._walk_number * 64 + position) * 64 + microbatch) * 2 + stream)

@@ -173,9 +173,7 @@ class _World:
                 print(f"[rank {rank}] {line}")
 
     def start(self, ranks: Ranks, call: bytes) -> None:
-        """Starts a process for each rank with the environment of a local launch. The first call also starts the fork server,
-        to which no time limit applies.
-        """
+        """Starts a process for each rank. The first call also starts the fork server, to which no time limit applies."""
         context = preloaded_server()
         filters = pickle.dumps(list(warnings.filters))
         size, store = str(ranks.size), Path(self.folder, "store").as_uri()

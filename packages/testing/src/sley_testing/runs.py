@@ -209,9 +209,7 @@ def assert_resumed_parity(reference: RunRecord, layouts: Sequence[RunRecord], pr
 
 
 def assert_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
-    """Asserts that each rank has the whole model, and matches the one-process `reference` within the tolerances of
-    `precision`. layouts: the records of the ranks.
-    """
+    """Asserts that each rank has the whole model, and matches the one-process `reference` within the limits of `precision`."""
     for layout in layouts:
         unmatched = layout.initial_weights.keys() ^ reference.initial_weights.keys()
         assert not unmatched, sorted(unmatched)

@@ -32,7 +32,6 @@ QUANTITIES: tuple[Quantity, ...] = ("first value", "loss", "gradient", "gradient
 """The compared quantities in causal order within a step."""
 
 _MAX_NAMES = 5  # the maximum number of parameters that a line of the report names
-# For each quantity, the hint that the report gives if this quantity is the first that differs.
 _LIKELY_CAUSES: dict[Quantity, str] = {
     "first value": "the initial weights of ranks differ from those of one process",
     "loss": "the forward computes something else, or uses other samples",
@@ -42,6 +41,7 @@ _LIKELY_CAUSES: dict[Quantity, str] = {
     "weight": "the gradient agrees, and only the update differs: check the optimizer, its state, and other code that writes to "
     "the weight; if the weight agrees with `--set precision.compute=fp64`, the optimizer amplifies rounding errors",
 }
+"""The hint that the report gives if a quantity is the first that differs."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ An example is the bias of a key projection, which softmax cancels. Adam turns no
 so the weight of such a gradient cannot be compared. In a fused weight of queries, keys and values, only some elements of the
 gradient may be noise."""
 
-# Maps the keys of a step's row of metrics to quantities.
 _ROW_QUANTITIES: dict[str, Quantity] = {"loss": "loss", "grad_norm": "gradient norm", "held_out_loss": "held-out loss"}
+"""The compared quantities, by their keys in a step's row of metrics."""
 
 
 def compute_limits(plan: Plan, tolerance: float | None = None) -> Limits:
@@ -404,4 +404,5 @@ def tensor_file(folder: Path, step: int, file_name: str) -> str:
 
 
 def _norm(tensor: torch.Tensor) -> float:
+    """Returns the Euclidean norm, computed in float64."""
     return float(tensor.detach().double().norm())

@@ -68,9 +68,7 @@ class Inspection:
 
 
 def inspect_run(plan: Tables) -> Inspection:
-    """Takes NUM_STEPS steps of `plan` on this rank, evaluates, closes the run, and returns the findings. Raises AssertionError
-    if the communicator's `counts` communicates.
-    """
+    """Takes NUM_STEPS steps on this rank, evaluates, and returns the findings. Asserts that `counts` does not communicate."""
     inspection = Inspection()
     with World.join("cpu") as world, collectives() as inspection.calls:
         with assemble(plan_from_dict(plan), world) as run:

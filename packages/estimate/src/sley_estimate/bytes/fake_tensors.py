@@ -196,6 +196,7 @@ class Ledger:
             self._free(key)
 
     def _free(self, key: int) -> None:
+        """Ends the live allocation of the storage with the identifier `key`, at the current position."""
         allocation = self._live_allocations.pop(key)
         self.num_events += 1
         allocation.freed_at, allocation.free_position = self.num_events, self.locate()
@@ -207,8 +208,8 @@ MAX_CONSTANT_NUMEL = 1 << 20  # elements of the largest tensor that keeps values
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default  # the operator that returns a tensor's device
 _SET_STORAGE_OPS = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset}  # give a tensor another storage
-# Arguments of these types are part of a call's key.
 _PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""The types of arguments whose values are part of the key of a call."""
 _UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}  # one reads a value, one changes a shape in place
 
 

@@ -179,6 +179,7 @@ class FakeWork(Work):
         self.wait()
 
     def _sum(self) -> None:
+        """Allocates the scratch memory at the first call. Does nothing at later calls."""
         allocate_scratch, self._allocate_scratch = self._allocate_scratch, lambda: None
         allocate_scratch()
 

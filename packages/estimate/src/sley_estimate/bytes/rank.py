@@ -369,6 +369,7 @@ _calls: Sequence[Callable[[], Any]] = ()
 
 
 def _start_worker(calls: Sequence[Callable[[], Any]]) -> None:
+    """Prepares a forked process to run `calls`, of which `_run_call` then runs one at a time."""
     global _calls
     _calls = calls
     gc.freeze()  # otherwise the garbage collector would write to inherited pages, and so copy them

@@ -30,8 +30,9 @@ from sley_estimate.machine import EngineTable
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
-# The dtypes of the matrix products to measure, by their names in a machine file.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""The dtypes of the matrix products to measure, by their names in a machine file."""
+
 SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}  # the edges of the square matrices to multiply
 
 MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes of each tensor in the addition that measures bandwidth; exceed caches

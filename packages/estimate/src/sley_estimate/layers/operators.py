@@ -63,8 +63,8 @@ class LayerWork:
 
 aten = torch.ops.aten
 
-# The names of the dtypes of matrix products, as in the tables `[device.matmul]`.
 DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The names of the dtypes of matrix products, as in the tables `[device.matmul]`."""
 
 FREE_OPS = {
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view,
@@ -222,6 +222,7 @@ def moved_bytes(tensor: Tensor) -> int:
 
 
 def _tensors(values: Any) -> list[Tensor]:
+    """Returns the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 

@@ -58,8 +58,8 @@ class Hint:
 
 NO_HINT = Hint()  # the hint for a record to which no plugin gives one
 
-# The hints for the records of core. A search tries each of these three records with its default options.
 CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep", "recompute")}
+"""The hints for the records of core. A search tries each of these three records with its default options."""
 
 
 def plugin_hints(plugin: Plugin) -> Mapping[str, Hint]:

@@ -113,6 +113,7 @@ class _ProgramBuilder:
         yield Compute(waited_s, None, self._engine_s(stage, self.num_microbatches))
 
     def _engine_s(self, stage: int, num_microbatches: int) -> float:
+        """Returns the seconds of the stage's host outside the layers; 0 if the machine file has no `[engine]`."""
         engine = self.machine.engine
         return engine.seconds(self.records[stage].num_trained, num_microbatches) if engine else 0.0
 
@@ -210,9 +211,7 @@ def list_instructions(
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """The estimate of a plan. step: the simulated step. layers: the layers in model order. stage_bytes: the bytes of each stage
-    whose steps ran, in order.
-    """
+    """The estimated step of a plan, its layers in the order of the model, and the bytes of each stage whose steps ran."""
 
     step: StepTime
     layers: Sequence[times.LayerEstimate]

@@ -239,6 +239,7 @@ class Recording:
         return number
 
     def _flush_operators(self) -> None:
+        """Records the operators since the last event as one ComputeEvent, if there are any."""
         if self._operators:
             self._events.append(ComputeEvent(tuple(self._operators)))
             self._operators = []
