@@ -27,7 +27,7 @@ from sley_core.protocols import Collective
 from sley_core.table import Array, Table, ValueDescription
 from sley_core.topology import AXES, TIE_PREFIX, Topology
 
-MACHINE_FORMAT = 1  # the version of the file format
+MACHINE_FORMAT = 1  # the version of the format of machine files
 CopyDirection = Literal["to_host", "to_device"]
 Bandwidth = Annotated[float, Field(ge=1e3, le=1e15), ValueDescription("bytes per second, from 1e3 to 1e15")]
 Latency = Annotated[float, Field(ge=0, le=10), ValueDescription("seconds, from 0 to 10")]
@@ -47,7 +47,7 @@ class MatmulTable(Table):
 
 
 class MatmulsTable(Table):
-    """The speed of matrix products by the dtype of their inputs, as in `[device.matmul.bf16]`. None means not measured."""
+    """The speed of matrix products by the dtype of their inputs, as in `[device.matmul.bf16]`; None if not measured."""
 
     fp64: MatmulTable | None = None
     fp32: MatmulTable | None = None  # includes the effect of TF32 where torch uses it

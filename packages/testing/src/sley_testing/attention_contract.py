@@ -37,7 +37,7 @@ BOUNDS = torch.tensor([[0, 3, 7, 8], [0, 6, 8, 8]], dtype=torch.int32)
 """The document bounds `cu_seqlens` of each row. One document of each row lies in both halves."""
 
 DIVISIBLE_CASES: list[Case] = [(*heads, packed) for heads, packed in itertools.product([(4, 4), (4, 2), (4, 1)], [False, True])]
-"""The cases that every attention must accept."""
+"""The cases (see `Case`) that every attention must accept."""
 
 INDIVISIBLE_CASES: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]  # head counts that two ranks cannot split evenly
 

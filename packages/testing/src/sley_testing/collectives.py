@@ -37,7 +37,7 @@ from sley_trainer import assemble
 from sley_trainer.assemble import build_meta_model
 
 _POINT_TO_POINT_OPS = ("send", "recv", "recv_any")  # operations of two ranks
-_UNEVEN_OPS = ("all_to_all", "all_to_all_single")  # the ranks may have inputs of different sizes
+_UNEVEN_OPS = ("all_to_all", "all_to_all_single")  # operations in which ranks may have inputs of different sizes
 _ROOT_PREPOSITIONS = {"send": "to", "recv": "from"}  # the word before the peer's rank in messages, by operation
 
 
@@ -149,7 +149,7 @@ _TORCH_NAMES = {
     "isend": "send",
     "irecv": "recv",
 }
-"""The names in `torch.distributed` of operations that torch dispatches under other names."""
+"""The names of operations in `torch.distributed`, by the other names under which torch dispatches them."""
 
 
 _HIDDEN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))  # messages omit frames in these folders

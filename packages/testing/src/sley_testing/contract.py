@@ -32,12 +32,12 @@ from sley_testing.ranks import Ranks
 from sley_testing.runs import RunRecord, assert_same_runs, fail_once, record
 from sley_trainer.run import Run
 
-EACH: Tables = {"use": "core.each"}  # the reference reducer
+EACH: Tables = {"use": "core.each"}  # the table of the reducer with which other reducers are compared
 NUM_STEPS = 3  # optimizer steps per run
 MICRO_SIZE = 2  # samples per microbatch
 WIDTH = 6  # features of each layer's input and output
-LR = 1e-6  # so small that the weights of compared runs stay almost equal
-UNREDUCED_LAYER = "first"  # its gradients are reduced over a group of one rank
+LR = 1e-6  # the learning rate, which is so small that the weights of compared runs stay almost equal
+UNREDUCED_LAYER = "first"  # the layer whose gradients are reduced over a group of one rank
 
 
 class Samples:
@@ -134,7 +134,7 @@ def observe(
     handlers: list[Tables], num_microbatches: int, fails: bool, has_unreduced_layer: bool = True, reduction: str = "fast"
 ) -> RunRecord:
     """Runs the contract's plan on this rank and returns its record. Raises AssertionError if autograd hooks are left on
-    parameters. fails: whether a failing step precedes the first and the last step. It raises in its last backward after
+    parameters. fails: whether a failing step precedes the first and the last step. This step raises in its last backward, after
     handlers have received the gradients of the second layer, so that reductions are in flight or pending. has_unreduced_layer:
     whether gradients of UNREDUCED_LAYER are reduced over a group of one rank.
     """

@@ -56,7 +56,7 @@ class DrawnDevice(Device):
         return DrawnStream(self.copies)
 
     def host_memory(self, num_bytes: int) -> HostMemory:
-        """Returns host memory of `num_bytes` bytes. The host may use it only after a `wait`."""
+        """Returns host memory of `num_bytes` bytes. The host may use it only after a `wait` for its copies."""
         memory = HostMemory(num_bytes, lock=False)
         self.copies.detector.mark_host_memory(memory.data)
         return memory

@@ -252,7 +252,7 @@ _CLASSES: tuple[type[nn.Module], ...] = (  # the classes of `HABITS`
     Hooked,
     WrittenGradients,
 )
-HABITS: dict[str, Any] = {cls.__name__: cls for cls in _CLASSES}  # each class is called with the width of the model
+HABITS: dict[str, Any] = {cls.__name__: cls for cls in _CLASSES}  # the habits by name; the class gets the width
 
 FULL_GRADIENT_HABITS: dict[str, Any] = {cls.__name__: cls for cls in (HookedWeights, Assigned)}
 """Habits that need full weight gradients. Runs with sharded weights refuse models with these habits."""

@@ -100,7 +100,7 @@ class Figure(NamedTuple):
 
 
 def note(figure: Figure) -> None:
-    """Appends a line to the file that the environment variable SLEY_FIGURES names, if it is set. `nox -s gpu` prints it."""
+    """If the environment variable SLEY_FIGURES is set, appends a line to the file that it names, which `nox -s gpu` prints."""
     if path := os.environ.get("SLEY_FIGURES"):
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(f"{figure}\n")

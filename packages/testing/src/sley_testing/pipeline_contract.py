@@ -182,7 +182,7 @@ def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_microbatch
 
 
 ROUTES = {"two stages": (0, 1), "a wave": (0, 1, 1, 0, 0, 1, 1, 0), "three stages in random order": (2, 0, 1, 1, 0, 2)}
-"""The tested placements. Each is the tuple of the stages that hold position 0, 1 and so on."""
+"""The tested placements, by name. Element i of a tuple is the stage that holds position i of the pipeline."""
 
 LENGTHS = ((3, 5, 1, 3), (5,), (1, 1, 8), (3, 3, 3, 3))
 """The lengths of microbatches: walk number i uses the tuple i, modulo the number of tuples."""
@@ -239,8 +239,8 @@ def time_aborts(link: Tables, timeout_s: float) -> float:
 
 
 class StageLinkContract:
-    """Tests a stage link. Subclass it, and set `link` to the table `[link]`. num_walks: the number of walks per placement.
-    abort_timeout_s: the time limit in seconds of a collective in the test of aborts.
+    """Tests a stage link. Subclass it, and set `link` to the table `[link]`. num_walks: the number of walks, which
+    execute random action lists, per placement. abort_timeout_s: the time limit of a collective in the test of aborts.
     """
 
     link: ClassVar[Tables]
@@ -330,7 +330,7 @@ class Walker:
             self._send("forward", action, *self._output(position, microbatch))
 
     def _backward(self, action: Action) -> None:
-        """Receives the gradients of the chunk's output and sends the gradients of its input, if they exist."""
+        """Receives the gradients of the chunk's output and sends the gradients of its input, except at the ends."""
         position, microbatch = self.placement.position(self.stage, action.chunk), action.micro
         if position + 1 < self.placement.num_positions:
             self._receive("backward", action, position + 1)
@@ -339,7 +339,7 @@ class Walker:
             self._send("backward", action, description, self._gradients(position, microbatch, description))
 
     def _receive(self, flow: Flow, action: Action, origin: int) -> Description:
-        """Receives the message of the chunk at position `origin`, checks its content, and returns its description."""
+        """Receives the message that the chunk at position `origin` sent, checks its content, and returns its description."""
         description, tensors = self._boundaries.receive(flow, action.chunk, action.micro)
         is_sent = self.placement.holder(origin).stage != self.stage
         label = f"stage {self.stage}, walk {self._walk_number}, {flow} of {action}"
@@ -373,7 +373,7 @@ class Walker:
         ]
 
     def _output(self, position: int, microbatch: int) -> tuple[Description, list[torch.Tensor]]:
-        """Returns the output of the chunk at `position`. Its tensors have several dtypes; some are empty, equal or overlap."""
+        """Returns the output of the chunk at `position`: tensors of several dtypes, some empty, repeated or overlapping."""
         generator, length = self._generator(position, microbatch, 0), self._lengths[microbatch]
         hidden = torch.randn(length + 2, 3, generator=generator)
         counts = torch.randint(0, 99, (2,), generator=generator)

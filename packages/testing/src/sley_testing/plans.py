@@ -71,7 +71,7 @@ def write_texts(folder: Path) -> None:
         (folder / "text" / f"{name}.txt").write_text("\n\n".join(documents), "utf-8")
 
 
-_TOKEN_FIELD = Field("int64", sequence_dim=1)  # one int64 number per token
+_TOKEN_FIELD = Field("int64", sequence_dim=1)  # a field with one int64 number per token
 TOKENS = DataInfo(
     {"tokens": _TOKEN_FIELD, "labels": _TOKEN_FIELD, "positions": _TOKEN_FIELD, "cu_seqlens": Field("int32")},
     vocab_size=97,

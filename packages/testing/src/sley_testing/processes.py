@@ -171,7 +171,7 @@ def _run_forked_program(
 
 _MAX_FILES = 65536  # a forked child closes all file descriptors from 3 to this number
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # private
-_EXECUTE_PARAMETERS = list(inspect.signature(_execute_child).parameters)  # the names of its parameters, in order
+_EXECUTE_PARAMETERS = list(inspect.signature(_execute_child).parameters)  # the names of the parameters, in order
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # the parameters of `Popen._close_pipe_fds`
 
 

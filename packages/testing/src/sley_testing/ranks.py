@@ -257,7 +257,7 @@ def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
 
 
-_CONTEXT = multiprocessing.get_context("forkserver")  # all ranks and forked programs share its server
+_CONTEXT = multiprocessing.get_context("forkserver")  # its fork server starts all ranks and forked programs
 
 
 def preloaded_server() -> ForkServerContext:

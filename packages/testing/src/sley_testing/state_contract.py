@@ -34,7 +34,7 @@ from sley_trainer.loop import Row
 from sley_trainer.run import Run
 
 NUM_STEPS = 2  # optimizer steps of a run; checkpoints are saved after this number of steps
-PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # two microbatches
+PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # a plan with two microbatches
 
 
 class OffloadManagerContract:

@@ -399,7 +399,7 @@ def _undo_clipping(
 
 
 def tensor_file(folder: Path, step: int, file_name: str) -> str:
-    """Returns the path of the tensors after `step`; step 0 is before the first step. file_name: `gradients` or `weights`."""
+    """Returns the path of the tensors of `step`, which is 0 for initial weights. file_name: `gradients` or `weights`."""
     return str(folder / f"{file_name}-{step}.safetensors")
 
 

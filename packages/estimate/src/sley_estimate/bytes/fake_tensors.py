@@ -203,14 +203,17 @@ class Ledger:
         self.current_bytes -= allocation.num_bytes
 
 
-MAX_CONSTANT_NUMEL = 1 << 20  # elements of the largest tensor that keeps values computed only from the batch, such as positions
+MAX_CONSTANT_NUMEL = 1 << 20  # the most elements of a fake tensor that keeps its values, since they follow from the batch alone
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default  # the operator that returns a tensor's device
-_SET_STORAGE_OPS = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset}  # give a tensor another storage
+_SET_STORAGE_OPS = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset}
+"""The operators that give a tensor another storage."""
+
 _PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 """The types of arguments whose values are part of the key of a call."""
-_UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}  # one reads a value, one changes a shape in place
+_UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}
+"""Operators whose calls are not cached: the first one reads a value, and the second one changes a shape in place."""
 
 
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]

@@ -51,10 +51,10 @@ from train_cli.main import disable_gc
 from train_cli.meta_model import meta_micro_batch, micro_batch
 
 STEPS = 3
-"""The number of steps to run. The first step creates the optimizer states. Steps before the last have as few microbatches as
-the schedule allows. If the first step has the highest peak, all steps run again, and the first has as many as the last."""
+"""The number of steps that an estimate runs. The first step creates the optimizer states. Steps before the last have as few
+microbatches as possible. If the first step has the highest peak, all steps run again, and it has as many as the last."""
 
-OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # parts of memory on the host if the optimizer runs there
+OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # memory that is on the host if the optimizer runs there
 BATCHES = 2  # the number of batches in memory: the batch of the step, and the next one, which the feed has loaded
 
 MIN_MICROBATCHES = 3
@@ -62,8 +62,8 @@ MIN_MICROBATCHES = 3
 gradients, the last one reduces them, and one runs in between."""
 
 MIN_MICROBATCHES_BETWEEN_STAGES = 12
-"""The same minimum with several positions. It suffices to fill a link between stages, which allows eight pending messages,
-while further messages are written and used."""
+"""The minimum number of microbatches in the last step if stages exchange messages. They suffice to fill a link, which allows
+eight pending messages, while further messages are written and used."""
 
 
 @dataclass(frozen=True)

@@ -42,13 +42,13 @@ from sley_trainer.execute import ChunkState, describe_output, find_gradient_edge
 from train_cli.meta_model import meta_micro_batch
 
 NUM_CALLS, NUM_CALIBRATION_CALLS = 5, 15  # timed calls of each layer, for a partition and for a machine file
-NUM_HOST_CALLS = 3  # calls on an idle device, which show how long a lead must keep the device busy
+NUM_HOST_CALLS = 3  # calls on an idle device, which show how long the host needs to launch a call
 
 HOST_S = 0.03  # seconds of timing the host per timed call; other programs can slow a host by a third for a tenth of a second
 
 HOST_BOUND_SHARE = 0.5
-"""The host is timed in rows if it needs more than this share of the device's seconds. Otherwise, the layer is so large that
-memory may not have room for a row."""
+"""If the host needs more than this share of the device's seconds for a layer, it is timed over rows of calls (`_time_rows`).
+Otherwise, the layer is so large that memory may not have room for a row."""
 
 ROW_LENGTH = 4  # the number of calls in a row, which runs all forwards and then all backwards
 NUM_EMPTY_BACKWARDS = 20  # the number of timed backwards without operators
@@ -65,7 +65,7 @@ class PartSeconds(NamedTuple):
 Parts = Sequence[PartSeconds]
 """The three parts of a call: the forward; the backward, or the first half of a split backward; the second half, or 0."""
 
-NO_LEAD = (0.0, 0.0, 0.0)  # the minimum seconds of the leads of a call's three parts, if leads only need to clear the caches
+NO_LEAD = (0.0, 0.0, 0.0)  # the seconds of the `Lead` before each part of a call, if leads only need to clear caches
 
 
 class LayerBench:

@@ -37,7 +37,7 @@ SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}  # t
 
 MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes of each tensor in the addition that measures bandwidth; exceed caches
 NUM_LAUNCHES = 200  # the number of tiny operators whose launches are timed
-MAX_FIGURE_S = 0.5  # the seconds of measuring one figure after which no further repetition starts
+MAX_FIGURE_S = 0.5  # after this number of seconds of measuring a figure, no further repetition starts
 
 REPETITIONS = 7  # the maximum number of timed calls for one figure
 
@@ -47,16 +47,16 @@ NUM_BUCKETS, BUCKET_NUMEL = 4, 1 << 24
 """The number of buckets of an optimizer on the host, and of elements per bucket: 64 MiB of fp32, as in a run. Together, the
 buckets exceed the caches."""
 
-RING = 2  # the number of buckets whose gradients are on the host at the same time
+RING = 2  # the number of buckets of `HostOptimizerBench` whose gradients are on the host at the same time
 
 STEP_BYTES = 7 * 4 + 6
-"""The bytes that a step moves per fp32 element: it reads the weight, the gradient and two states, writes all of them except the
-gradient, and rounds the weight to bf16 (reads 4 bytes, writes 2)."""
+"""The bytes that an AdamW step moves per fp32 element: it reads the weight, the gradient and two states, writes all of them
+except the gradient, and rounds the weight to bf16 (reads 4 bytes, writes 2)."""
 
 WRITTEN_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 """The bytes of one write of a `Lead`. They exceed the caches, which in a run hold data of other layers when a layer starts."""
 
-LEAD_FACTOR = 1.5  # seconds of a lead per second that the host needs to launch work; the margin covers a slower launch
+LEAD_FACTOR = 1.5  # seconds of a `Lead` per second that the host needs to launch work; the margin covers slower launches
 
 
 def measure_device(device: Device) -> dict[str, Any]:
@@ -256,8 +256,8 @@ def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, ten
     return device.seconds_between(*moments[:2]), device.seconds_between(*moments[1:])
 
 
-WEIGHT_COUNTS = 8, 128  # the numbers of weights in the measured runs
-MICROBATCH_COUNTS = 1, 5  # the numbers of microbatches per step in the measured runs
+WEIGHT_COUNTS = 8, 128  # the numbers of one-element weights in the runs that measure the engine
+MICROBATCH_COUNTS = 1, 5  # the numbers of microbatches per step in the runs that measure the engine
 
 # Each turn times this number of steps of each run. The figures are medians over turns, since other work may slow a host.
 STEPS_PER_TURN, NUM_TURNS = 4, 7

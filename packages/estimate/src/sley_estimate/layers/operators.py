@@ -32,7 +32,7 @@ from sley_core.model.tensors import assume_device_type
 PhaseName = Literal["forward", "recompute", "backward"]
 """The phase of an operator. `recompute` is the recomputation within a backward; it counts as running before `backward`."""
 
-PHASES: tuple[PhaseName, ...] = get_args(PhaseName)  # in the order in which they run
+PHASES: tuple[PhaseName, ...] = get_args(PhaseName)  # all phases, in the order in which they run
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def moved_bytes(tensor: Tensor) -> int:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Returns the tensors in nested containers."""
+    """Returns the tensors in `values`, which may be nested containers."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
