@@ -190,7 +190,7 @@ def _read_split_digests(config: DocumentsConfig, split: Split) -> list[bytes]:
 
 
 def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> str:
-    """Returns a sentence about the held-out documents of the table `evaluation` on which the table `training` trains, or "" if
+    """Returns a sentence with the number of held-out documents of `evaluation` on which a run with `training` trains, or "" if
     there are none. Compares the contents of all documents. If a comparison is not possible, for example because the training
     files have more than 1 GiB, the sentence says so.
     """

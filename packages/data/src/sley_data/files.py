@@ -247,7 +247,7 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
         hint = "use `hf auth login` for a private dataset; without a network, copy the files to this host and use their paths"
         raise PlanError("data-hub", f"the dataset `{repo}` cannot be downloaded: {reason}", hint=hint) from None
     if not paths:
-        hint = f"its files are {', '.join(names[:5])}"
+        hint = f"the dataset contains, for example, {', '.join(names[:5])}"
         raise PlanError("data-hub", f"no file of the dataset `{repo}` matches `{pattern}`", hint=hint)
     return Path(paths[0]).parents[matches[0].count("/")]
 

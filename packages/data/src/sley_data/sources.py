@@ -135,7 +135,7 @@ def load_text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
 
 
 def describe_overlap(training: MixtureConfig, evaluation: MixtureConfig) -> str:
-    """Returns sentences about the held-out documents of `evaluation` on which `training` trains; "" if there are none."""
+    """Returns sentences about sources of `training` that train on held-out documents of `evaluation`; "" if there are none."""
     sentences = []
     for number, source in list_sources(evaluation, "held_out"):
         record = source.component.record

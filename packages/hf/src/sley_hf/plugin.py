@@ -115,7 +115,7 @@ def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Pro
     if original is not None and sequence > original:
         message = f"sequences of {sequence} tokens exceed the model's original context of {original}, beyond which its rotary "
         message += f"frequencies ({rope_type!r}) depend on the longest document of a microbatch"
-        yield Problem(("data", "sequence"), message, f"use a sequence of at most {original}")
+        yield Problem(("data", "sequence"), message, f"use a `sequence` of at most {original}")
 
 
 class LoraConfig(Table):

@@ -28,8 +28,9 @@ from sley_hf.structure import ModuleNames, UnsupportedModelError
 
 
 class RoutedStates(NamedTuple):
-    """The output of a block in a model with experts. hidden: [b, s, hidden]. probabilities: the sum of p over the layers up to
-    this block, [E], at least fp32. counts: c of each of these layers that has experts, concatenated, int64 [layers x E].
+    """The output of a block in a model with experts. hidden: [b, s, hidden]. probabilities: the router probabilities, summed
+    over tokens and over the layers up to this block, [E], at least fp32. counts: the number of tokens of each expert, for each
+    of these layers that has experts, int64 [layers x E].
     """
 
     hidden: Tensor
@@ -57,9 +58,9 @@ class Routers:
                 yield module
 
     def add_terms(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> RoutedStates:
-        """Returns the output of a block: `hidden`, and the router statistics so far. `probabilities` is the sum of p over the
-        blocks up to this one, and `counts` concatenates c of their routers. before: the output of the previous layer. logits:
-        the logits [tokens, E] of each router in the block.
+        """Returns `hidden` with the router statistics so far: the probabilities in `before` plus the probabilities of this
+        block's routers, summed over tokens; and the counts in `before`, followed by the number of tokens of each expert for
+        each router of this block. before: the output of the previous layer. logits: the logits [tokens, E] of each router.
         """
         probabilities, counts = [], []
         if isinstance(before, RoutedStates):
@@ -74,7 +75,7 @@ class Routers:
 
     def compute_loss(self, probabilities: Tensor, counts: Tensor) -> Tensor:
         """Returns the load-balancing loss without its coefficient. If `probabilities` [E] cover only some of the tokens,
-        returns the share of these tokens. counts: the counts of all tokens, [layers x E].
+        returns the share of these tokens. counts: the number of all tokens per expert, [layers x E].
         """
         per_expert = counts.view(-1, self.num_experts).sum(0).to(probabilities.dtype)
         num_tokens = per_expert.sum() / self.top_k

@@ -118,7 +118,7 @@ class Loop:
             if inputs is not None:
                 batch, wait_s, numbers = self.samples.splitter.split_input(inputs), 0.0, tuple[int, ...]()
             else:
-                assert self.feed is not None, "a fake world takes no steps"
+                assert self.feed is not None, "a simulated world takes no steps"
                 batch = self.samples.splitter.split_feed(self.feed.next())
                 wait_s, numbers = self.feed.wait_s, self.feed.samples
             if profiler is not None:

@@ -215,13 +215,13 @@ def try_optimizer(
             is_elementwise = not is_checked or is_same(Trial(build, toys, is_split=True).run())
         except Exception as error:
             reason = "" if isinstance(error, RunError) else f": {format_cause(error)}"
-            message = f"cannot step its parameters one by one, or parts of them{reason}"
+            message = f"cannot update its parameters one by one, or in parts{reason}"
             return traits, [*faults, OptimizerFault(message, 'set `scope = "global"`', "scope")]
         if not is_separable:
-            message = "updates a parameter by more than its own gradients, so it depends on other parameters"
+            message = "does not update each parameter from its own gradients alone, so an update depends on other parameters"
             faults.append(OptimizerFault(message, 'set `scope = "global"`', "scope"))
         elif not is_elementwise:
-            message = "updates an element by more than its own gradients, so it depends on other elements of the parameter"
+            message = "does not update each element from its own gradient alone, so an update depends on other elements"
             faults.append(OptimizerFault(message, 'set `scope = "matrix"`', "scope"))
     return traits, faults
 
