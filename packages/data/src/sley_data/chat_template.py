@@ -33,8 +33,8 @@ from sley_data.tokenizer import PromptTokenizer, Tokenizer
 
 _BATCH_SIZE = 64  # the number of conversations whose texts are tokenized in one call
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the start of a block around an assistant's turn
-_CURRENT_DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")  # group 2 is the format
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # matches the start of a block around an assistant's turn
+_CURRENT_DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")  # finds the current date; group 2 is its format
 _FIXED_DATE = date(2024, 7, 26)
 """The date that replaces the current date in templates: the default date of Llama 3.1's template."""
 

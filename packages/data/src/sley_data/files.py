@@ -27,8 +27,9 @@ from sley_core.records import Problem
 from sley_data import formats
 from sley_data.plugin import TOKEN_BYTES, DocumentsConfig, TextConfig, TokensConfig
 
-# A hub name. It has one slash after `hf:` if it was a `Path`.
 _HUB_URL_PATTERN = re.compile(r"hf:/+datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<path>.+)")
+"""Matches a hub name. `Path` shortens the two slashes after `hf:` to one."""
+
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 """The names of folders that `find_library_files` skips: installed packages, tests and bytecode."""
 
@@ -107,7 +108,7 @@ class _BadPathError(Exception):
         self.code, self.message, self.hint = code, message, hint
 
 
-_ESCAPED = re.compile(r"\[([*?\[])\]")  # a wildcard in brackets, which matches only itself
+_ESCAPED = re.compile(r"\[([*?\[])\]")  # matches a wildcard in brackets, which stands only for itself
 
 
 def _unescape(pattern: str) -> str:

@@ -63,8 +63,8 @@ _OPENERS: dict[bytes, Callable[[Path], BufferedIOBase]] = {
 }
 """The readers of compressed files, keyed by the signature at the start of the file (a regular expression)."""
 
-# The errors of the readers for damaged content, besides EOFError and OSError.
 _DECOMPRESSION_ERRORS = (zlib.error, lzma.LZMAError, *([zstd.ZstdError] if zstd is not None else []))
+"""The errors that the readers raise for damaged content, besides EOFError and OSError."""
 
 COMPRESSED_SUFFIXES = frozenset({".gz", ".bz2", ".xz", ".zst"})
 """The suffixes of compressed files. The suffix before such a suffix names the content, as in `.jsonl.gz`."""
@@ -74,8 +74,8 @@ _ARROW_FILE_SIGNATURE = rb"ARROW1\x00\x00"
 _ARROW_STREAM_SIGNATURE = rb"\xff{4}..\x00\x00\x10\x00\x00\x00"  # the schema follows, in a message of less than 64 KiB
 _TABLE_SIGNATURES = re.compile(b"|".join((_PARQUET_SIGNATURE, _ARROW_FILE_SIGNATURE, _ARROW_STREAM_SIGNATURE)), re.DOTALL)
 
-_UNPACK_HINT = "unpack it, and name the unpacked files"  # for archives
-_COLUMN_HINT = 'name its column of texts, such as `field = "text"`'  # for tables in `data.text`
+_UNPACK_HINT = "unpack it, and name the unpacked files"  # the hint for archives
+_COLUMN_HINT = 'name its column of texts, such as `field = "text"`'  # the hint for tables in `data.text`
 _UNSUPPORTED = {
     rb"PK\x03\x04": ("a zip archive", _UNPACK_HINT),
     _ZSTD_SIGNATURE: ("compressed by zstd", install_hint("data", "zstd")),
@@ -160,7 +160,7 @@ def _match_signature(head: bytes, signatures: dict[bytes, T]) -> T | None:
     return next((value for signature, value in signatures.items() if re.match(signature, head, re.DOTALL)), None)
 
 
-_BLOCK_BYTES = 1 << 13
+_BLOCK_BYTES = 1 << 13  # the size of a block that `read_blocks` reads
 _NUM_BLOCKS = 16  # the number of blocks of `_BLOCK_BYTES` bytes that `read_blocks` reads: 128 KiB in total
 
 _MIN_IDS = 64
@@ -271,7 +271,7 @@ def read_index(path: Path, num_bytes: int) -> MegatronIndex:
     return MegatronIndex(_DTYPES_BY_CODE[code], bounds[ends])
 
 
-_WHITESPACE = b" \t\r\n"  # of JSON
+_WHITESPACE = b" \t\r\n"  # the whitespace characters of JSON
 _BOM = b"\xef\xbb\xbf"  # the byte order mark that may begin a UTF-8 file
 _BATCH_ROWS = 256  # the number of table rows that are in memory at a time
 

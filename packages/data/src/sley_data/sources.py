@@ -92,7 +92,7 @@ def _find_differences(config: MixtureConfig) -> Iterator[Problem]:
                 break
 
 
-_HINTS = {  # by the key of the property that differs
+_HINTS = {  # the hint for a property that differs between sources, by its key
     "documents": 'set the same `documents` in all sources; `data.chat` always uses "pack"',
     "vocab_size": "use one tokenizer in all sources; set the `vocab_size` of `data.tokens` to the size of its vocabulary",
     "ids": "use one tokenizer in all sources",

@@ -140,10 +140,10 @@ MIN_PART_BYTES = 1 << 25
 """The minimum size in bytes of the text of a cached part, except for the last part. A part ends once it reaches this size."""
 
 MIN_CACHED_BYTES = 1 << 23
-"""The minimum size in bytes of text that is cached with a tokenizer. Tokenizing less text takes only about a second."""
+"""The size in bytes from which text is cached if there is a tokenizer. Tokenizing smaller text takes about a second."""
 
 MAX_BYTES_IN_MEMORY = 1 << 27
-"""The minimum size in bytes of text that is cached without a tokenizer. Each rank holds less text in memory instead."""
+"""The size in bytes from which text is cached if there is no tokenizer. Each rank holds smaller text in memory."""
 
 _REPORT_INTERVAL_S = 5.0  # the minimum time in seconds between two progress lines
 

@@ -224,7 +224,7 @@ def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None =
     return ModelFlops(matrices, attention, has_only_linears and not attention, reads_documents)
 
 
-_EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag)  # look up rows, without a matrix product
+_EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag)  # modules that look up rows, without a matrix product
 _MATRIX_NAMES = ("weight", "in_proj_weight")  # the parameters of linears, convolutions and nn.MultiheadAttention
 
 

@@ -12,11 +12,10 @@ from sley_core.engine.weights import MasterWeights
 from sley_core.errors import StateError, UsageError
 from sley_core.memory import COPIED_PARTS, PARTS, MemoryInventory, Moved, OffloadManager, Part, Where, view_in_copy
 
-# The parts of the memory that must be on the device for an operation.
-STEP_PARTS = PARTS  # to take a step
-EVALUATION_PARTS: tuple[Part, ...] = ("weights", "buffers", "pools")  # to evaluate or to predict
-LOAD_PARTS: tuple[Part, ...] = ("weights", "buffers", "masters")  # to load weights
-RESTORE_PARTS: tuple[Part, ...] = (*LOAD_PARTS, "optimizer_states", "handlers")  # to restore a checkpoint
+STEP_PARTS = PARTS  # the parts of the memory that must be on the device to take a step
+EVALUATION_PARTS: tuple[Part, ...] = ("weights", "buffers", "pools")  # must be on the device to evaluate or predict
+LOAD_PARTS: tuple[Part, ...] = ("weights", "buffers", "masters")  # must be on the device to load weights
+RESTORE_PARTS: tuple[Part, ...] = (*LOAD_PARTS, "optimizer_states", "handlers")  # must be there to restore a checkpoint
 SAVE_PARTS: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": LOAD_PARTS}
 """The parts of the memory that must be on the device to save weights, keyed by the `precision` of the saved weights."""
 
