@@ -254,10 +254,10 @@ HEADER_BYTES = 192
 """The size of the header that encodes a `Mark`, in bytes: two int64 (the mark's checksum and size), and a text."""
 _HEADER_FORMAT = struct.Struct(f"<qq{HEADER_BYTES - 16}s")  # checksum, size, text
 MISMATCH_HINT = (
-    "ranks that share weights must run the same modules in the same order. Does a forward depend on "
-    "its data, or skip layers at random (LayerDrop, stochastic depth)? Random draws are seeded per "
-    "microbatch and differ between ranks. To skip a layer, multiply its output by 0 or 1, or draw "
-    "from your own generator with the same seed on all ranks"
+    "ranks that share weights must run the same modules in the same order. A forward must not choose "
+    "modules by its data or at random (LayerDrop, stochastic depth), because ranks have different data "
+    "and random numbers. To skip a layer, multiply its output by 0 or 1, or draw from your own "
+    "generator with the same seed on all ranks"
 )
 """The hint of the error `ranks-differ` for different exchanges."""
 

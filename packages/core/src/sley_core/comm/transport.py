@@ -345,7 +345,9 @@ def installed_transports() -> tuple[TransportRecord, ...]:
             records.append(point.load())
         except Exception as error:
             message = f"the transport `{point.name}` ({point.value}) cannot be imported: {type(error).__name__}: {error}"
-            raise PluginError("transport-import", message, hint="reinstall its package, or uninstall it") from error
+            raise PluginError(
+                "transport-import", message, hint="reinstall or uninstall the package of the transport"
+            ) from error
     return tuple(records)
 
 

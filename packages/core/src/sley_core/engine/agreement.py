@@ -479,7 +479,7 @@ def _fingerprint(tensor: Tensor | None) -> int:
 
 
 def _weight_written_error(layer: Layer, name: str, reason: str, module: nn.Module | None = None) -> RunError:
-    hint = "write it between two steps, under `torch.no_grad()`"
+    hint = "write the weight between two steps, under `torch.no_grad()`"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         hint = "remove `max_norm`, and scale the rows after the lookup"
     message = f"the forward of the layer {layer.name!r} writes to the weight {name!r}, but {reason}"

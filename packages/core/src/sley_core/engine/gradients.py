@@ -372,8 +372,8 @@ class GradientStore:
             return
         param = accumulator.param
         if self.reduction.has_fixed_order or accumulator.state is State.REPORTED:
-            reason = "after it was complete or although its sum needs a fixed order"
-            message = f"a backward assigns the gradient of the parameter {param.name!r} itself (`weight.grad = ...`), {reason}"
+            reason = "although the gradient is complete or its sum needs a fixed order"
+            message = f"a backward itself assigns the gradient of the parameter {param.name!r} (`weight.grad = ...`), {reason}"
             hint = "return the gradient from the backward, and pass the weight as an argument of `apply`"
             raise RunError("gradient-assigned", message, hint=hint)
         if param.shard is not None:

@@ -139,7 +139,9 @@ class BatchSplitter:
         whole = [batch] if isinstance(batch, Mapping) else _require_microbatches(batch)
         counts = [self._count(piece) for piece in whole]
         if whole is batch and set(counts) != {1}:  # it came in microbatches
-            message = f"list items have {counts} microbatches, but must have 1 each ([batch] micro_size = {self.micro_size})"
+            message = (
+                f"the list's items have {counts} microbatches, but each must have 1 ([batch] micro_size = {self.micro_size})"
+            )
             raise RunError("batch-size", message, hint="pass one or more microbatches of that size")
         for piece in whole:
             check_tokens(piece, self.info)

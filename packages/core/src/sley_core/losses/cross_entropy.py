@@ -69,7 +69,7 @@ class CrossEntropy(Loss):
         labels = self._labels(batch)
         if not isinstance(output, Tensor | SplitLogits):
             message = f"cross-entropy needs a tensor of logits, but the last layer returned `{type(output).__name__}`"
-            hint = "return only the logits from the last layer, or set your own loss by `factory`"
+            hint = "return only the logits from the last layer, or use a loss of your own with `[loss] factory`"
             raise RunError("loss-output", message, hint=hint)
         if not output.dtype.is_floating_point or not output.shape or output.shape[:-1] != labels.shape:
             message = f"logits of shape {list(output.shape)} and {output.dtype} do not fit labels of shape {list(labels.shape)}"
