@@ -42,9 +42,8 @@ class AnyLayoutCheckpointer(Checkpointer):
         return dict(self._counts)
 
     def save(self, path: str | Path | None, step: int) -> str:
-        """Writes a checkpoint at `path`, or in the run's checkpoint folder if `path` is None. Returns the path or URL of the
-        checkpoint once all ranks have written their parts. All ranks call it. Raises RunError `checkpoint-failed` on all ranks
-        if the save fails.
+        """Writes a checkpoint at `path`, or in the run's checkpoint folder if `path` is None. Returns its path or URL once all
+        ranks have written their parts. All ranks call it. Raises RunError `checkpoint-failed` on all ranks if the save fails.
         """
         self.finish()
         writer = self._prepare(path, step)
@@ -60,9 +59,8 @@ class AnyLayoutCheckpointer(Checkpointer):
         return writer.target.uri
 
     def probe(self) -> None:
-        """Checks the run's checkpoint folder before the first step. All ranks call it. Raises the same RunError
-        `checkpoint-folder` on all ranks if a rank cannot write to the folder, the ranks see different folders, or another run
-        uses the folder.
+        """Checks the run's checkpoint folder before the first step. All ranks call it. Raises RunError `checkpoint-folder` on
+        all ranks if a rank cannot write to the folder, the ranks see different folders, or another run uses the folder.
         """
         if self.table is None or self.folder is None:
             return
@@ -124,9 +122,7 @@ class AnyLayoutCheckpointer(Checkpointer):
 
     @contextmanager
     def _tolerate_failure(self, count: str) -> Iterator[None]:
-        """Turns the error of a failed save in the block into a note, and adds the duration of the block in seconds to the count
-        `count`.
-        """
+        """Turns the error of a failed save in the block into a note. Adds the duration of the block, in s, to `count`."""
         start = time.perf_counter()
         try:
             yield

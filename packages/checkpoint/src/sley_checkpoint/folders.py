@@ -84,15 +84,11 @@ class LocalFolder:
         (self.path / name).unlink()
 
     def staging_folder(self, token: str) -> "LocalFolder":
-        """Returns the temporary folder of a save, whose method `publish` renames the temporary folder to this folder. token: a
-        text that is unique to the save.
-        """
+        """Returns a temporary folder for a save, which `publish` renames to this folder. token: unique to the save."""
         return LocalFolder(self.path.parent / f"{STAGING_PREFIX}{self.path.name}-{token}")
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
-        """Returns whether the subfolder `name` is an unfinished checkpoint. last_file: the file that is written last; in an
-        object store, a checkpoint without this file is unfinished.
-        """
+        """Returns whether the subfolder `name` is an unfinished checkpoint: in an object store, one without `last_file`."""
         return name.startswith(STAGING_PREFIX)
 
     def publish(self, target: "Folder") -> None:

@@ -16,9 +16,7 @@ class AnyLayoutConfig(CheckpointConfig):
     """The number of optimizer steps between checkpoints."""
 
     every_minutes: PositiveFloat | None = None
-    """The number of minutes between checkpoints. If `every_steps` is also set, a save is due whenever either interval has
-    passed.
-    """
+    """The number of minutes between checkpoints. With `every_steps`, a save is due whenever either interval has passed."""
 
     keep: PositiveInt = 2
     """The number of checkpoints to keep. Older checkpoints are deleted once a newer one is verified."""

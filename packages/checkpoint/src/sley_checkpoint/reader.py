@@ -184,9 +184,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return self[name]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the value of each parameter, for `run.load_weights`. The value has full precision, even if the
-        run computed with a narrower copy.
-        """
+        """Yields the name and the full-precision value of each parameter, for `run.load_weights`."""
         return ((name.removeprefix(state.WEIGHTS), self[name]) for name in self.names if name.startswith(state.WEIGHTS))
 
     def __getitem__(self, name: str) -> Tensor:

@@ -100,9 +100,7 @@ class RankWriter:
             raise RunError("checkpoint-failed", "the run ended during the save")
 
     def _publish(self) -> None:
-        """Waits for the notes of all ranks, checks the file sizes, writes the index, renames the folder, and calls
-        `on_publish`.
-        """
+        """Waits for all ranks' notes, checks the file sizes, writes the index, renames the folder and calls `on_publish`."""
         notes = self._wait_for_notes()
         files = {name: FileDigest(*digest) for note in notes for name, digest in note["files"].items()}
         for name, digest in files.items():
@@ -340,9 +338,7 @@ class SavePreparation:
                     folder.child(name).remove()
 
     def _collect_state(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
-        """Returns the tensors of this rank, the other state of this rank, and an error message if the rank cannot save, else
-        "".
-        """
+        """Returns this rank's tensors and other state, and an error message if this rank cannot save, else ""."""
         try:
             values = self.state.rank_values()
             return self.state.pieces(), values, ""
@@ -354,9 +350,7 @@ class SavePreparation:
             return [], {}, format_cause(error)
 
     def _choose_target(self, folder: Folder, step: int, attempt: Attempt, *, is_run_folder: bool) -> list[str]:
-        """Deletes unfinished saves. Returns the folder for the checkpoint, a token that is unique to the save, and an error
-        message or "".
-        """
+        """Deletes unfinished saves. Returns a folder for the checkpoint, a unique token, and an error message or ""."""
         try:
             names = folder.names()
             token = f"{attempt.id}.{secrets.token_hex(8)}"
@@ -374,9 +368,7 @@ class SavePreparation:
             return ["", "", f"the folder {folder.uri} cannot be read: {format_cause(error)}"]
 
     def _agree_on_assignment(self, digests: list[str], infos: "list[PieceInfo]") -> "WriteAssignment":
-        """Returns the assignment of pieces to ranks. infos: this rank's pieces. digests: the digest of `infos` on each rank.
-        All ranks call it.
-        """
+        """Returns the assignment of pieces to ranks. digests: the digest of each rank's pieces. infos: this rank's."""
         if self._assignment is None or self._assignment[0] != digests:
             # All ranks join this exchange or none: they compare the same digests with those of the last save.
             lists = self._control.gather_objects(infos, label="the tensors of all ranks")
@@ -385,9 +377,7 @@ class SavePreparation:
 
 
 def _find_writing_attempt(folder: Folder, name: str) -> str:
-    """Returns the id of the attempt that wrote the checkpoint `name`; DELETED_SUFFIX if the checkpoint is partly deleted, and
-    "" if the attempt is unknown.
-    """
+    """Returns the id of the attempt that wrote `name`: DELETED_SUFFIX if `name` is partly deleted, "" if it is unknown."""
     if name.startswith(STAGING_PREFIX):
         return name.rpartition("-")[2].partition(".")[0]
     with suppress(Exception):  # an object store has no staging folders; a file system may raise any error
@@ -477,9 +467,7 @@ def _split_into_files(pieces: Sequence[PieceInfo], indices: Sequence[int]) -> li
 
 
 def _check_pieces(holders: dict[PieceInfo, list[tuple[int, int]]]) -> None:
-    """Raises RunError `checkpoint-ranks` if the pieces of a tensor differ in dtype or full shape. Asserts that the pieces of
-    each tensor have as many elements as the tensor. holders: the (rank, index) pairs of each piece.
-    """
+    """Raises RunError if the pieces of a tensor differ in dtype or shape. Asserts that they have all of its elements."""
     first_pieces: dict[str, PieceInfo] = {}
     numel: dict[str, int] = {}
     for piece, piece_holders in holders.items():

@@ -158,9 +158,7 @@ class Region(NamedTuple):
         return shape if self.elements is None else self.elements.optimizer_shape(shape)
 
     def split(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        """Yields each rectangle of the whole tensor that `shard` holds, with the view of `shard` that has its values. Skips the
-        padding. shard: a tensor of `local_shape`.
-        """
+        """Yields each rectangle of the whole tensor that `shard` holds, and its view in `shard`. Skips the padding."""
         assert tuple(shard.shape) == self.local_shape, f"a tensor of {list(shard.shape)} for {self}"
         for rectangle, view in self._split_shard(shard):
             if self.shard is None:
@@ -217,9 +215,7 @@ class SavedRun:
 
     def with_ranks(self, rank_values: Sequence[Mapping[str, Any]]) -> Self:
         """Returns the description with its last three fields set. rank_values: the result of `TrainingState.rank_values` on
-        each rank, in rank order.
-
-        Raises RunError "checkpoint-ranks" if two ranks have different values for a name.
+        each rank, in rank order. Raises RunError "checkpoint-ranks" if two ranks have different values for a name.
         """
         values, trees = (_merge_mappings([rank[part] for rank in rank_values]) for part in ("values", "trees"))
         return replace(self, values=values, trees=trees, ranks=[rank["rank"] for rank in rank_values])
@@ -274,7 +270,6 @@ class WholeTensors:
 
 class TrainingState(Protocol):
     """The state of a run on one rank, which a checkpointer saves and restores. All methods must be called between two steps.
-
     attempt: the present attempt of the run. folder: the path or URL of the checkpoint folder, or None if the run has none.
     notes: messages for the user, to which the checkpointer may add.
     """
@@ -341,9 +336,7 @@ def checkpoint_files(loader: PluginLoader, plan: Plan | None = None) -> Checkpoi
 
 def open_run_weights(path: Path, run: Path) -> TensorReader:
     """Returns a reader of the final weights in the run folder `run` if `path` equals it, or else of the weights in the
-    checkpoint `path`. Adapters are merged into the weights.
-
-    Raises RunError "weight-files" if there is no checkpoint in `path`.
+    checkpoint `path`. Adapters are merged into the weights. Raises RunError "weight-files" if there is no checkpoint in `path`.
     """
     plan = resolve_plan(use_copied_files(read_file(run / PLAN_FILE), run), PluginLoader())
     source: TensorReader
@@ -371,9 +364,7 @@ def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
 
 
 def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointReader, name: str) -> None:
-    """Restores the saved state of the parameter `name` into `optimizer`, whose only parameter is this one, whole and on the
-    CPU.
-    """
+    """Restores the saved state of the parameter `name` into `optimizer`, which has only this parameter, whole, on the CPU."""
     (parameter,) = optimizer.param_groups[0]["params"]
     values = saved.description.values
     leaves = {
@@ -389,17 +380,13 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointRead
 
 
 def shared_states(saved: CheckpointReader) -> optimizers.SharedValues:
-    """Returns the optimizer's saved values that belong to no parameter, by their path in the optimizer. Options of groups are
-    not included.
-    """
+    """Returns the optimizer's saved values that belong to no parameter and no group, by their path in the optimizer."""
     pairs = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
     return {tuple(path): value for path, value in pairs}
 
 
 def state_names_by_parameter(saved: CheckpointReader) -> dict[str, dict[str, str]]:
-    """Returns the name in the checkpoint of each value of the optimizer states: `result[parameter][value]`, such as
-    `result["norm.weight"]["exp_avg"]`.
-    """
+    """Returns the name in the checkpoint of each value in the optimizer states: `result[parameter][value]`."""
     names: dict[str, dict[str, str]] = {}
     for name in (*saved.names, *saved.description.values):
         if name.startswith(OPTIMIZER):
@@ -478,18 +465,15 @@ class BaseWeights:
 
 
 def base_error(place: str, name: str) -> RunError:
-    """Returns RunError "adapters-base" for the parameter `name`, whose value differs from its value in the run that wrote the
-    checkpoint `place`.
-    """
+    """Returns RunError "adapters-base" for the parameter `name`, whose base value is not that of the checkpoint `place`."""
     hint = "restore the files and the seed of the base model, whose weights a checkpoint of adapters does not contain"
     message = f"{place} was trained on a different base model: the values of {name!r} differ"
     return RunError("adapters-base", message, hint=hint)
 
 
 def load_plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
-    """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights.
-
-    If the checkpoint is in the run's folder, the plan names the copies of its files in this folder instead of the originals.
+    """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights. If the checkpoint is in the
+    run's folder, the plan names the copies of its files in this folder instead of the originals.
     """
     document = read_text(saved.description.plan, saved.place, Path())
     plan = resolve_plan(use_copied_files(document, Path(saved.place).parent.parent), PluginLoader())

@@ -100,9 +100,7 @@ class StateError(RunError):
 
     @staticmethod
     def offloaded_error(part: str, caller: str) -> "StateError":
-        """Returns StateError "memory-away". part: the offloaded part of the memory, such as "weights". caller: the operation
-        that needs this part, such as "a step".
-        """
+        """Returns StateError "memory-away". part: the offloaded part. caller: the operation, such as "a step"."""
         message = f"{caller} needs the run's {part.replace('_', ' ')}, but they are offloaded"
         hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
         return StateError("memory-away", message, hint=hint)
@@ -135,9 +133,8 @@ _FOREIGN = "sley_is_foreign"  # the attribute by which `note_origin` marks an er
 
 
 def note_origin(error: BaseException, origin: str, component: object = None) -> None:
-    """Adds the note "in `origin`" to `error`, and marks for `is_foreign` whether the class of `component`, which raised it, is
-    outside Sley; the default, None, counts as outside. Does nothing for a SleyError, or if an earlier call has marked the
-    error.
+    """Adds the note "in `origin`" to `error`, and marks for `is_foreign` whether the class of `component` (default: code
+    outside Sley), which raised it, is outside Sley. Does nothing for a SleyError, or if an earlier call has marked the error.
     """
     if isinstance(error, SleyError) or hasattr(error, _FOREIGN):
         return

@@ -34,9 +34,7 @@ _LEAF_TYPES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.d
 
 
 def seed_host(seed: int) -> None:
-    """Seeds torch's default CPU generator, `random` and, if numpy is imported, numpy's legacy generator. seed: an integer in
-    [0, 2**63).
-    """
+    """Seeds torch's default CPU generator, `random` and, if imported, numpy's legacy generator. seed: in [0, 2**63)."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -161,9 +159,7 @@ def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[i
 
 
 def iterate_leaves(value: Any, visited: set[int], depth: int = 6) -> Iterator[Any]:
-    """Yields the generators, modules and tensors that `value` reaches by fewer than `depth` references. Skips objects whose id
-    is in `visited`, and adds the ids of the other objects to it.
-    """
+    """Yields the generators, modules and tensors within `depth` references of `value`. Skips ids in `visited`, adds new ids."""
     if id(value) in visited or depth == 0:
         return
     visited.add(id(value))

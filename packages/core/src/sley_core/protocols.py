@@ -242,9 +242,7 @@ class Loss(Protocol):
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Returns the weight of the samples in `batch`, computed on the CPU. For cross-entropy, this is the number of labels
-        that are not ignored.
-        """
+        """Returns the weight of these samples, computed on the CPU: for cross-entropy, the number of labels to predict."""
         ...
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -273,8 +271,8 @@ class SplitLogits(Protocol):
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
         """Returns the sum of the cross-entropy over this rank's `labels` int64 [...], computed in fp32 or wider. The options
-        have the same meaning as in `core.cross_entropy`. In the backward, the gradient of the result is 1 / (the weight of the
-        global batch).
+        have the same meaning as in `core.cross_entropy`. In the backward, the gradient of the result is 1 / weight of the
+        global batch.
         """
         ...
 
@@ -343,9 +341,7 @@ class Stateful(Protocol):
         ...
 
     def restore_saved_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores `state`, a result of `saved_state` on the CPU; if it is {}, resets the object. Called on all ranks, between
-        two steps.
-        """
+        """Restores a result of `saved_state`, on the CPU; {} resets the object. All ranks call it, between two steps."""
         ...
 
 
@@ -461,9 +457,7 @@ class CheckpointFiles(Protocol):
         ...
 
     def describe(self, path: str) -> SavedRun | None:
-        """Returns the description of the checkpoint `path`, or None if there is no checkpoint. Raises RunError
-        "checkpoint-damaged" if the description cannot be read.
-        """
+        """Returns the description of the checkpoint `path`, or None if there is none. Raises RunError "checkpoint-damaged"."""
         ...
 
     def is_intact(self, path: str) -> bool:

@@ -43,10 +43,8 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlWriter(MetricsWriter):
-    """The metrics writer `core.jsonl`. When `write` returns, the row is in the file, so a killed run keeps its rows.
-
-    Appends to an existing file. If the last line of this file is incomplete, ends the line first. Infinities and NaN become
-    null.
+    """The metrics writer `core.jsonl`. When `write` returns, the row is in the file, so a killed run keeps its rows. Appends to
+    an existing file. If the last line of this file is incomplete, ends the line first. Infinities and NaN become null.
     """
 
     def __init__(self, config: JsonlConfig, folder: Path) -> None:
@@ -125,9 +123,7 @@ def parse_lineage(pairs: Iterable[Sequence[Any]]) -> Lineage:
 
 
 def count_common_steps(first: Lineage, second: Lineage) -> int:
-    """Returns the number of steps, from the first step on, that the same attempts ran in both lineages; `sys.maxsize` if the
-    lineages are equal.
-    """
+    """Returns the number of steps, counted from the first, that two lineages share; `sys.maxsize` if they are equal."""
     count = 0
     while count < min(len(first), len(second)) and first[count] == second[count]:
         count += 1
@@ -137,12 +133,10 @@ def count_common_steps(first: Lineage, second: Lineage) -> int:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Describes the present attempt of a run.
-
-    lineage: the attempts that ran its steps. abandoned_ids: the ids of earlier attempts of this run that have no step in the
-    lineage. requested_path: the checkpoint path that the user passed, or "". loaded_path: the path of the checkpoint that was
-    loaded for this path, or "". saved_step: the step of the newest checkpoint, or -1. slurm_job_id, torchrun_id: the ids of the
-    SLURM job and of the torchrun agent that started the attempt, or "".
+    """Describes the present attempt of a run. lineage: the attempts that ran its steps. abandoned_ids: the ids of earlier
+    attempts of this run that have no step in the lineage. requested_path: the checkpoint path that the user passed, or "".
+    loaded_path: the path of the checkpoint that was loaded for this path, or "". saved_step: the step of the newest checkpoint,
+    or -1. slurm_job_id, torchrun_id: the ids of the SLURM job and of the torchrun agent that started the attempt, or "".
     """
 
     lineage: Lineage
@@ -248,9 +242,7 @@ class AttemptTracker:
 
     @property
     def latest(self) -> Attempt | None:
-        """The attempt of this process, or else the attempt in the folder; None if there is neither. Raises RunError "attempt"
-        if the attempt file is damaged.
-        """
+        """The attempt of this process, or else of the attempt file, if any. Raises RunError "attempt" if it is damaged."""
         return self.current or (None if self.folder is None else read_attempt(self.folder))
 
     def begin(self, step: int) -> None:

@@ -39,17 +39,13 @@ GATHER, REDUCE = "gather", "reduce"
 """The names of the channels of the axis `wp`, one for gathers of weights and one for reductions of gradients."""
 
 CHANNELS = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
-"""The names of the channels of an axis. Each channel has a communicator, so a posted receive does not block a later send, and a
-gather does not block a reduction.
-"""
+"""The channels of each axis. Each has a communicator, so that, for example, a posted receive does not block a later send."""
 
 DEFAULT_CHANNEL = "main"
 """The only channel of every axis that is not in `CHANNELS`."""
 
 TIE_PREFIX = "tie["
-"""The beginning of the name of a tie's axis. A tie is a parameter that several stages share; only the ranks that hold the
-parameter have a group on this axis.
-"""
+"""The prefix of a tie's axis. A tie is a parameter of several stages; only the ranks that hold it are in a group."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +62,9 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """One communicator, which `axis`, `channel` and `ranks` identify.
-
-    ranks: the members, ascending. backend: "gloo", or "device" for the backend of the run's device. cross_memory: for an axis
-    of a plugin, whether members may read each other's memory (cross-memory attach).
+    """One communicator, which `axis`, `channel` and `ranks` identify. ranks: the members, ascending. backend: "gloo", or
+    "device" for the backend of the run's device. cross_memory: for an axis of a plugin, whether members may read each other's
+    memory (cross-memory attach).
     """
 
     axis: str
@@ -90,11 +85,9 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class Topology:
-    """The sizes of the parallel axes of a world. `from_sizes` checks that the sizes fit.
-
-    pp: the number of pipeline stages. sp: the number of ranks that split each sequence. wp: the number of ranks that shard each
-    weight. The ranks of a stage form a dp x sp grid for the data and, independently, a wdp x wp grid for the weights, so `dp`
-    and `wdp` follow from the other sizes.
+    """The sizes of the parallel axes of a world. pp: the number of pipeline stages. sp: the number of ranks that split each
+    sequence. wp: the number of ranks that shard each weight. The ranks of a stage form a dp x sp grid for the data and,
+    independently, a wdp x wp grid for the weights, so `dp` and `wdp` follow. `from_sizes` checks that the sizes fit.
     """
 
     world_size: int
@@ -104,9 +97,7 @@ class Topology:
 
     @classmethod
     def from_sizes(cls, world_size: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> "Topology":
-        """Returns the topology of `world_size` ranks. Raises ValueError if the sizes do not fit. dp: the expected number of
-        ranks that split the samples; None to accept any number.
-        """
+        """Returns the topology of `world_size` ranks. Raises ValueError if the sizes do not fit. dp: None for any number."""
         if dp is not None and world_size != pp * dp * sp:
             raise ValueError(f"the world size must be pp x dp x sp = {pp} x {dp} x {sp}, but is {world_size}")
         for axis, size in (("sp", sp), ("wp", wp)):
@@ -153,9 +144,7 @@ class Topology:
                     yield GroupEntry(axis, channel, ranks, backend)
 
     def partition(self, axis: str, stage: int | None = None) -> list[tuple[int, ...]]:
-        """Returns the ranks of each group of `axis`, ordered by first rank. stage: if it is not None, only the groups that
-        contain ranks of this stage are returned.
-        """
+        """Returns the ranks of each group of `axis`, ordered by first rank. stage: if set, only groups with its ranks."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for coordinates in map(self.coordinates, range(self.world_size)):
             shared = tuple(getattr(coordinates, name) for name in SHARED_COORDINATES[axis])

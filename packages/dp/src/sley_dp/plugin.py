@@ -58,16 +58,12 @@ WEIGHTS_CHANNEL = "weights"
 
 
 def shards_axis(reduce_group: str) -> str:
-    """Returns the name of the axis whose groups share one copy of the optimizer states. reduce_group: the axis over which the
-    gradients are reduced; each of its groups is divided into such groups.
-    """
+    """Returns the name of the axis whose groups divide each group of `reduce_group` and share a copy of optimizer states."""
     return f"dp.shards.{reduce_group}"
 
 
 def copies_axis(reduce_group: str) -> str:
-    """Returns the name of the axis on which all ranks of a group hold the same shard of the optimizer states. reduce_group: the
-    axis over which the gradients are reduced.
-    """
+    """Returns the name of the axis whose groups hold the same shard. They divide each group of the axis `reduce_group`."""
     return f"dp.copies.{reduce_group}"
 
 

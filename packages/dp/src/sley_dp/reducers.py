@@ -80,16 +80,12 @@ class BucketedReducer(GradientHandler):
 
 
 def find_last_params(buffers: Iterable[GradientBuffer]) -> set[Param]:
-    """Returns the parameters whose gradients are the last in their bucket to be complete. Each has the lowest index in the
-    bucket.
-    """
+    """Returns the last parameter of each bucket to get its gradient, which is the parameter with the lowest index."""
     return {min(buffer.params, key=lambda param: param.index) for buffer in buffers}
 
 
 def split_by_family(params: Iterable[Param], groups: Mapping[str, Group]) -> tuple[list[list[Param]], list[Param]]:
-    """Returns the families, which are lists of parameters that may share a bucket, and the parameters whose reduce group has
-    only one rank.
-    """
+    """Returns lists of parameters that may share buckets, and the parameters whose reduce group has only one rank."""
     families: dict[tuple[object, ...], list[Param]] = {}
     unreduced: list[Param] = []
     for param in params:

@@ -167,9 +167,7 @@ class ShardSums(Sums):
 
 
 class _ShardSum:
-    """The sum of one bucket: a reduce-scatter and, if several ranks hold the same shard, an all-reduce over these ranks by the
-    transport that `copies_transport` returns.
-    """
+    """The sum of one bucket: a reduce-scatter, and an all-reduce by `copies_transport` if several ranks hold the same shard."""
 
     def __init__(self, buffer: GradientBuffer, scatter: Work, copies_transport: Callable[[], Transport] | None) -> None:
         self.buffer = buffer

@@ -73,9 +73,7 @@ def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[.
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwargs: Any) -> Tensor:
-    """Returns the output of the attention for this rank's slice. Runs outside of compiled graphs, since exchanges cannot be
-    compiled.
-    """
+    """Returns the context of this rank's slice. Runs outside of compiled graphs, since exchanges cannot be compiled."""
     tensors, probe = _select_tensors(args, group.size), RUNNING_PROBE.get()
     call = partial(_exchange_and_attend, attention, group, tensors, args[len(tensors) :], kwargs)
     return call() if probe is None else probe.attend(tensors, call)
@@ -143,9 +141,7 @@ def _checksum_call(attention: Callable[..., Tensor], options: Sequence[Any], kwa
 
 
 class AllToAllAttention(SequenceCommunicator):
-    """The communicator `isp.all_to_all`. Makes attentions work on slices: core's `Attention`, `SequenceAttention`, and modules
-    that the plan names.
-    """
+    """Makes attentions work on slices: core's `Attention`, `SequenceAttention`, and modules that the plan names."""
 
     def __init__(self, config: AllToAllConfig, group: Group) -> None:
         self.patterns = config.modules
@@ -206,9 +202,7 @@ class AllToAllAttention(SequenceCommunicator):
 
 
 class _Exchange(torch.autograd.Function):
-    """The differentiable all-to-all between tensors split by position and tensors split by head. Forward and backward wait for
-    their exchange.
-    """
+    """The differentiable all-to-all between tensors split by position and tensors split by head. Blocks in both passes."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, to_heads: bool, label: str, checksum: int, *tensors: Tensor) -> tuple[Tensor, ...]:

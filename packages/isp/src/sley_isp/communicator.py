@@ -33,9 +33,7 @@ BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 
 
 class Communicator(WeightCommunicator):
-    """The communicator `isp.communicator`. Gathers sharded weights before each use, and reduces their gradients. action: the
-    action that runs now, or None between actions.
-    """
+    """Gathers sharded weights before each use, and reduces their gradients. action: the running action, or None."""
 
     def __init__(self, config: CommunicatorConfig) -> None:
         self.config = config
@@ -84,9 +82,7 @@ class Communicator(WeightCommunicator):
         return int(self.config.embedding == "hidden" and isinstance(locations[0][0], nn.Embedding))
 
     def attach(self, parts: Parts) -> None:
-        """Replaces the forwards of all sharded modules, and replaces their weights with stand-ins, which refuse reads. If this
-        fails, restores the forwards.
-        """
+        """Replaces the forwards of all sharded modules, and their weights with stand-ins. An error restores the forwards."""
         config = self.config
         self._parts = parts
         self._group = parts.groups["wp"]
@@ -251,9 +247,7 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def unshard_layer(self, layer: ShardedLayer) -> Iterator[list[UnshardedGroup]]:
-        """Unshards the groups of `layer`, waits for them, and holds them during the block. If `open_layer` has opened another
-        layer, closes that layer first.
-        """
+        """Unshards the groups of `layer`, waits for them, and holds them in the block. Closes another open layer first."""
         if self._open_layer is not None and self._open_layer[0] is not layer:
             self._close_layer()
         with ExitStack() as stack:
@@ -296,9 +290,7 @@ class Communicator(WeightCommunicator):
             self.counters.change("unsharded_groups", 1)
 
     def _all_gather(self, group: ParamGroup) -> UnshardedGroup:
-        """Waits until the weights of the group's layer are current, and starts to gather the group. Without `overlap`, also
-        waits for the end of the gather.
-        """
+        """Waits until the weights of the layer are current, then gathers `group`. Blocks only without `overlap`."""
         has_waited = self._parts.waits.wait_for(group.layer)
         unsharded = self._published.gather(group, is_unchanged=self.action is not None and not has_waited)
         if not self.config.overlap:

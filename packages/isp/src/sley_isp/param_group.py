@@ -110,10 +110,9 @@ class ParamGroup:
 
 class UnshardedGroup:
     """Holds the full weights of `group` in a buffer that is leased until `reshard`. The constructor starts to gather the
-    weights, which are complete after `wait`. Local shards must not be written before `wait_sent` returns.
-
-    source: gathers the shards. shards: the result of `ParamGroup.shards_to_send`. size: the number of ranks. full_tensors: the
-    full parameters without padding, valid from `wait` until `reshard`.
+    weights, which are complete after `wait`. Local shards must not be written before `wait_sent` returns. source: gathers the
+    shards. shards: the result of `ParamGroup.shards_to_send`. size: the number of ranks. full_tensors: the full parameters
+    without padding, valid from `wait` until `reshard`.
     """
 
     def __init__(self, group: ParamGroup, source: Transport | Published, shards: Sequence[Tensor], size: int) -> None:
@@ -187,8 +186,8 @@ class PublishedShards:
 
     def gather(self, group: ParamGroup, *, is_unchanged: bool) -> UnshardedGroup:
         """Starts the all-gather of `group`, and returns the object that will hold the full weights. Uses the published shards
-        if version and data are unchanged. is_unchanged: whether an equal version proves that the data are unchanged. All ranks
-        of `wp` must make the same choice.
+        if the data are unchanged. is_unchanged: whether an equal version proves this. All ranks of `wp` must make the same
+        choice.
         """
         version, shards = self._shards.get(group, (None, []))
         if is_unchanged and self._published is not None and version == group.version:

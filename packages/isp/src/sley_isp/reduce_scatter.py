@@ -25,8 +25,7 @@ WriteGradient = Callable[[torch.Tensor, bool], None]
 """A function `(full, accumulate)` that writes a gradient into the tensor `full`, or, if `accumulate`, adds it to `full`."""
 
 MAX_IN_FLIGHT = 2
-"""The maximum number of reductions that overlap with the backward. This includes a bucket that gradients are still written to.
-"""
+"""The maximum number of reductions that overlap with the backward, including the reduction that is being written."""
 
 
 class Counters(SentBytes):
@@ -60,7 +59,6 @@ class Counters(SentBytes):
 @dataclass(eq=False)
 class Bucket:
     """Describes parameters whose gradients are reduced in one exchange, and holds their gradients until the exchange starts.
-
     number: the index in layer order. chunks: the model chunks that use the parameters, if gradients are reduced once per step,
     else empty. users: the groups whose backwards add to each parameter's gradient. full_gradients: the gradients with padding
     while the bucket is open. written_params: the parameters whose gradients this rank has written. lease: ends the use of the
@@ -88,11 +86,9 @@ class Reduction(NamedTuple):
 
 
 class GradientReducer:
-    """Reduces full gradients over `group`, and adds this rank's rows to the store of `parts`.
-
-    max_in_flight: the maximum number of reductions in flight, or 0 to wait for each reduction immediately. If gradients are
-    reduced once per step, a parameter that several groups share is in a bucket of only the first group, and otherwise in a
-    bucket of each.
+    """Reduces full gradients over `group`, and adds this rank's rows to the store of `parts`. max_in_flight: the maximum number
+    of reductions in flight, or 0 to wait for each reduction immediately. If gradients are reduced once per step, a parameter
+    that several groups share is in a bucket of only the first group, and otherwise in a bucket of each.
     """
 
     def __init__(self, max_in_flight: int, parts: Parts, group: Group, counters: Counters) -> None:
@@ -183,9 +179,7 @@ class GradientReducer:
             self._release(self._reductions.popleft())
 
     def _ordered_buckets(self) -> list[Bucket]:
-        """Returns the open buckets in the same order on all ranks, later layers first. Ranks may have opened them in other
-        orders.
-        """
+        """Returns the open buckets, later layers first. Ranks may open buckets in different orders."""
         return sorted(self._open_buckets, key=lambda bucket: -bucket.number)
 
     def _is_complete(self, bucket: Bucket) -> bool:

@@ -69,10 +69,9 @@ def find_parameter_users(layers: Sequence[Layer], is_user: Callable[[nn.Module, 
 
 
 class ShardedModule:
-    """Replaces the forward of the linear or embedding `module` while the run is open.
-
-    weight, bias: the module's parameters; `bias` is None if there is none. sink: a function of the output's gradient and the
-    input, which computes and reduces the weights' gradients.
+    """Replaces the forward of the linear or embedding `module` while the run is open. weight, bias: the module's parameters;
+    `bias` is None if there is none. sink: a function of the output's gradient and the input, which computes and reduces the
+    weights' gradients.
     """
 
     def __init__(
@@ -111,9 +110,7 @@ class ShardedModule:
         return out
 
     def compute(self, x: Tensor, *, num_holds: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns the module's output for the input `x`, and the tensor that the backward needs in place of `x`. num_holds: as
-        in `Communicator.unshard`.
-        """
+        """Returns the output for the input `x`, and the tensor that the backward needs. num_holds: as in `unshard`."""
         with self.communicator.unshard(self.group, num_holds=num_holds) as unsharded:
             unsharded.wait()
             weight = unsharded.full_tensors[self.weight]
@@ -226,10 +223,8 @@ class _Position(NamedTuple):
 
 
 class ShardedLayer:
-    """Gathers `params` for each call of `layer`, and again for its backward.
-
-    params: the parameters by group. A group may also contain parameters of `ShardedModule`s. sinks: for each parameter, the
-    function that reduces its full gradient.
+    """Gathers `params` for each call of `layer`, and again for its backward. params: the parameters by group. A group may also
+    contain parameters of `ShardedModule`s. sinks: for each parameter, the function that reduces its full gradient.
     """
 
     def __init__(

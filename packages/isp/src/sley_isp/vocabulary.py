@@ -183,9 +183,7 @@ class GatheredHead(LogitsHead):
             yield unsharded.full_tensors[sharded.weight], None if sharded.bias is None else unsharded.full_tensors[sharded.bias]
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
-        """Adds the gradients of the weight and the bias for a chunk of c tokens. gradient: the gradient of their logits [c,
-        classes]. inputs: the inputs of the head [c, h].
-        """
+        """Adds the gradients of weight and bias for c tokens. gradient: the logits' gradient [c, classes]. inputs: [c, h]."""
         self.sharded.sink(gradient, inputs)
 
 
@@ -331,9 +329,7 @@ def logits_to_gradient(
 
 
 def _local_targets(targets: Tensor, classes: ClassRange) -> tuple[Tensor, Tensor]:
-    """Returns whether the slice contains each target, bool [n], and the index of the target within the slice, int64 [n, 1],
-    which is clamped to the slice for other targets.
-    """
+    """Returns whether the slice contains each target, bool [n], and the clamped index of each in the slice, int64 [n, 1]."""
     indices = targets - classes.start
     is_local = (indices >= 0) & (indices < classes.size)
     return is_local, indices.clamp(0, classes.size - 1).unsqueeze(-1)

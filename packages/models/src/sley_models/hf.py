@@ -82,10 +82,7 @@ class FileInitializer:
         self._files, self._folder = files, config.weights
 
     def __call__(self, module: nn.Module, name: str) -> None:
-        """Sets the parameters of `module`, without submodules, in place. name: the name of `module` in the model. Raises
-        RunError "weight-files" if a file cannot be read, or if the shape of a tensor has changed since the constructor checked
-        it.
-        """
+        """Reads the parameters of `module` in place, without submodules. Raises RunError "weight-files" if that fails."""
         for attribute, parameter in module.named_parameters(recurse=False):
             if (stored_name := self._stored_names.get(f"{name}.{attribute}")) is not None:
                 value = self._files.tensor(stored_name)

@@ -210,9 +210,8 @@ class Rotary(nn.Module):
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Returns `frequencies` scaled as in Llama 3.1: divides low frequencies by `scaling.factor`, does not change high
-    frequencies, and interpolates for the frequencies in between. The number of rotations within the original context determines
-    whether a frequency is low or high.
+    """Returns `frequencies` scaled as in Llama 3.1: divides low frequencies by `scaling.factor`, keeps high frequencies, and
+    interpolates in between. The number of rotations within the original context determines whether a frequency is low or high.
     """
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     weight = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

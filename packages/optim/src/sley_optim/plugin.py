@@ -27,9 +27,7 @@ class EMAConfig(AveragingConfig):
     """The factor of the old average. The average covers about the last `1 / (1 - decay)` weights that entered it."""
 
     warmup: bool = False
-    """Whether the decay is at most `(1 + n) / (10 + n)` when the n-th weights enter, so that the first weights are soon
-    forgotten.
-    """
+    """Whether the decay is at most `(1 + n) / (10 + n)` for the n-th weights, so that the first weights are soon forgotten."""
 
 
 class MeanConfig(AveragingConfig):

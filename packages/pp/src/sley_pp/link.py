@@ -49,9 +49,7 @@ class _PendingReceive:
 
 
 class Link:
-    """The stage link `pp.link`. Exchanges at most one message per boundary and microbatch with other stages, over this rank's
-    group `pp`.
-    """
+    """Exchanges messages with other stages over the group `pp` of this rank: at most one per boundary and microbatch."""
 
     def __init__(self, config: LinkConfig) -> None:
         self._descriptions: dict[tuple[str, int, int, int], dict[BatchKey, Description]] = {}
@@ -170,9 +168,8 @@ class Link:
         self._walk_check.discard()
 
     def _send(self, transfer: Transfer, expected: Description, actual: Description, tensors: list[Tensor]) -> None:
-        """Sends `tensors`, which `actual` describes, in a message with the layout of `expected`; sends nothing if `expected`
-        has no tensors. If `actual` does not fit, sends a message that reports the mismatch, and raises RunError
-        `boundary-mismatch`.
+        """Sends `tensors`, which `actual` describes, in a message with the layout of `expected`, or nothing if `expected` has
+        no tensors. If `actual` does not fit, sends a message with the mismatch, and raises RunError `boundary-mismatch`.
         """
         label = self._label(transfer)
         fault = "" if actual.fits(expected) else f"{label}: expected {expected}, but got {actual}"

@@ -101,9 +101,7 @@ class Channels:
         return self._start_message("send", pieces, peer, label)
 
     def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
-        """Starts to receive a message from stage `peer` into `pieces`, which have the sizes of the sent pieces. Returns handles
-        as `send` does.
-        """
+        """Starts to receive a message from stage `peer` into `pieces` of the sent sizes. Returns handles as `send` does."""
         return self._start_message("receive", pieces, peer, label)
 
     def send_host(self, tensor: Tensor, peer: int, label: str) -> Work:
@@ -122,9 +120,7 @@ class Channels:
         return pending
 
     def _start(self, operation: Operation, tensor: Tensor, peer: int, label: str, *, on_host: bool) -> Work:
-        """Starts to send or receive `tensor`, and returns the handle. on_host: whether `tensor` is on the host or travels
-        through the host.
-        """
+        """Starts to send or receive `tensor`; returns the handle. on_host: whether it is on the host or travels through it."""
         sender, receiver = (self.stage, peer) if operation == "send" else (peer, self.stage)
         if on_host and self.separate_header:
             group, channel, coord = self._control, "main", self._control.ranks.index(self.group.ranks[peer])
@@ -205,8 +201,7 @@ def stages_differ_error(fault: str) -> RunError:
 
 
 HEADER_BYTES = 1024
-"""The size in bytes of the first part of a header, which has the numbers and the error text. The flags of each tensor follow.
-"""
+"""The size in bytes of the first part of a header, with the numbers and the error text. The flags of each tensor follow."""
 
 _NUMBERS = struct.Struct("<III")
 """The header's numbers: the walk, the microbatch, and the size of the error text in bytes."""
@@ -276,9 +271,7 @@ class Message:
         self._num_owned = _num_users(self._storage)
 
     def aliases(self) -> list[Tensor]:
-        """Returns an alias of each tensor. Each alias has its own version counter, so autograd does not take a write to one
-        tensor for a write to another.
-        """
+        """Returns an alias of each tensor. Each has its own version counter, so a write to one is not a write to another."""
         return [tensor.data for tensor in self.tensors]
 
     def write_header(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
@@ -308,9 +301,7 @@ def boundary_mismatch_error(fault: str) -> RunError:
 
 
 def send_description(channels: Channels, description: Description, peer: int, label: str) -> list[Work]:
-    """Starts to send `description` to stage `peer`: first the length of its JSON text in bytes, then the text. Returns the
-    handles of both sends.
-    """
+    """Starts to send `description` to stage `peer`: the length of its JSON text, then the text. Returns both handles."""
     leaves = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.has_gradient] for leaf in description.leaves]
     json_text = json.dumps({"leaves": leaves, "structure": description.structure})
     content = torch.frombuffer(bytearray(json_text.encode()), dtype=torch.uint8)

@@ -25,15 +25,11 @@ class InterleavedConfig(Table):
     """
 
     chunks: Annotated[int, Field(ge=2)] = 2
-    """The number of model chunks per stage. The stages get the chunks of the model in turn: with P stages, stage s holds the
-    chunks s, s + P, s + 2P and so on.
-    """
+    """The number of model chunks per stage. With P stages, stage s holds the chunks s, s + P, s + 2P, ... of the model."""
 
 
 class ZeroBubbleH1Config(Table):
-    """Runs 1F1B, but computes weight gradients when a stage would idle. Its bubble is a third as long as with 1F1B, and its
-    peak of memory is the same.
-    """
+    """Runs 1F1B, but computes weight gradients in idle time. It has a third of 1F1B's bubble and needs as much memory."""
 
 
 class ZeroBubbleVConfig(Table):

@@ -49,9 +49,8 @@ def uniform_boundaries(num_layers: int, num_positions: int) -> Boundaries:
 
 
 def balanced_boundaries(costs: Sequence[float], num_positions: int) -> Boundaries:
-    """Returns the boundaries for which the cost of the most expensive position is minimal; of several such boundaries, those
-    with the least sum of squared costs. costs: a non-negative cost per layer. Raises PlanError "partition-empty" if there are
-    fewer layers than positions.
+    """Returns the boundaries with the least cost of the most expensive position and, among these, the least sum of squared
+    costs. costs: a non-negative cost per layer. Raises PlanError "partition-empty" if there are fewer layers than positions.
     """
     check_num_layers(len(costs), num_positions)
     prefix_sums = [0.0, *accumulate(costs)]
@@ -59,9 +58,7 @@ def balanced_boundaries(costs: Sequence[float], num_positions: int) -> Boundarie
 
 
 def _least_maximum(prefix_sums: Sequence[float], num_positions: int) -> float:
-    """Returns the least possible cost of the most expensive position. prefix_sums: the total costs of the first 0, 1, ...
-    layers.
-    """
+    """Returns the least possible cost of the most expensive position. prefix_sums: the costs of the first 0, 1, ... layers."""
 
     def fits(limit: float) -> bool:
         """Returns whether the layers fit into the positions if no position costs more than `limit`."""
@@ -108,9 +105,8 @@ def build_uniform(config: plugin.UniformConfig) -> Partitioner:
 
 
 def build_balanced(config: plugin.BalancedConfig | plugin.MeasuredConfig) -> Partitioner:
-    """Returns a partitioner that balances `config.layer_costs`, or the partitioner's argument `costs` if `layer_costs` is None.
-    The partitioner raises PlanError "partition-length" if `layer_costs` does not have one number per layer, and the error of
-    `balanced_boundaries`.
+    """Returns a partitioner that balances `config.layer_costs`, or its argument `costs` if `layer_costs` is None. The
+    partitioner raises PlanError "partition-length" if `layer_costs` has another length, and the error of `balanced_boundaries`.
     """
 
     def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
@@ -125,8 +121,8 @@ def build_balanced(config: plugin.BalancedConfig | plugin.MeasuredConfig) -> Par
 
 def build_explicit(config: plugin.ExplicitConfig) -> Partitioner:
     """Returns a partitioner that gives position i `config.layers[i]` layers. The partitioner raises PlanError
-    "partition-length" if `layers` does not have one number per position, and "partition-layers" if the numbers do not add up to
-    the number of layers.
+    "partition-length" unless `layers` has one number per position, and "partition-layers" unless the numbers add up to the
+    number of layers.
     """
 
     def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
@@ -222,9 +218,8 @@ def interleaved(num_stages: int, num_chunks: int, num_microbatches: int) -> list
 
 
 def round_sizes(num_stages: int, num_microbatches: int) -> list[int]:
-    """Divides the microbatches into as many rounds of at least `num_stages` microbatches as possible, and returns the number of
-    microbatches in each round, in descending order. The numbers differ by at most one. If there are fewer microbatches than
-    stages, returns one round.
+    """Returns the sizes of as many rounds of at least `num_stages` microbatches as possible, but at least one round, in
+    descending order. The sizes differ by at most one, and add up to `num_microbatches`.
     """
     num_rounds = max(1, num_microbatches // num_stages)
     size, num_larger = divmod(num_microbatches, num_rounds)

@@ -14,9 +14,7 @@ from sley_pp.plugin import SharedModulesConfig
 
 
 class SharedModules(GradientHandler):
-    """The handler `pp.shared_modules`. Sums the gradients of each tie (a parameter that several stages hold) over these stages,
-    with one all-reduce for all ties that the same stages hold.
-    """
+    """Sums the gradients of ties over the stages that hold them, with one all-reduce for all ties with the same stages."""
 
     def __init__(self, config: SharedModulesConfig) -> None:
         self._sent = SentBytes()

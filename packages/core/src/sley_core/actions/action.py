@@ -52,9 +52,7 @@ INPUT_GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 class Action(NamedTuple):
-    """An action in a rank's list. chunk: the number of the chunk on this rank, from 0. micro: the number of the microbatch,
-    from 0; -1 for CHUNK_DONE.
-    """
+    """An action in a rank's list. chunk: its number on the rank, from 0. micro: the microbatch, from 0; -1 for CHUNK_DONE."""
 
     kind: Kind
     chunk: int
@@ -66,8 +64,7 @@ class Action(NamedTuple):
 
 
 Flow = Literal["forward", "backward"]
-"""The content of a transfer: the output of a chunk for the next ("forward"), or a gradient for the previous one ("backward").
-"""
+"""The content of a transfer: outputs of a chunk for the next ("forward"), or gradients for the previous ("backward")."""
 
 Direction = Literal["up", "down"]
 """The direction of a transfer: "up" if the receiving stage has the higher number, or else "down". Each has a communicator."""
@@ -132,9 +129,7 @@ _KIND_TEXTS = {  # names for messages
 
 
 def describe_action(entry: str) -> str:
-    """Returns `entry`, which starts with an action, in words: `the forward of chunk 0 on microbatch 3 (F0.3)` for `F0.3`. Text
-    after the action stays before the parenthesis. Returns any other `entry` unchanged.
-    """
+    """Returns an action in words: `the forward of chunk 0 on microbatch 3 (F0.3)` for `F0.3`. Returns other text unchanged."""
     match = re.match(r"(([FBIWC])(\d+)(?:\.(\d+))?)(.*)$", entry)
     if match is None:
         return entry
@@ -143,9 +138,7 @@ def describe_action(entry: str) -> str:
 
 
 class Delivery(NamedTuple):
-    """Identifies a value that a chunk computes for the next or previous chunk. position: the place of the receiving chunk in
-    the model, from 0. micro: the microbatch.
-    """
+    """Identifies a value that a chunk computes for a neighbouring chunk. position: the position of the receiving chunk."""
 
     flow: Flow
     position: int
@@ -167,11 +160,9 @@ class StageChunk(NamedTuple):
 @dataclass(frozen=True)
 class Placement:
     """Assigns the positions of a model to stages. A position is a run of consecutive layers, which one stage computes. A stage
-    numbers its positions in model order, and calls them chunks 0, 1, ...
-
-    route: the stage of each position, in model order. Neighbouring positions may be on any two stages, or on the same one. The
-    constructor raises PlanError "placement-wrong" unless the stages are 0, 1, 2, ... without a gap, and each of them holds
-    equally many positions.
+    numbers its positions in model order, and calls them chunk 0, chunk 1 and so on. route: the stage of each position, in
+    order. Neighbouring positions may be on any two stages, or on the same one. The constructor raises PlanError
+    "placement-wrong" unless the stages are 0, 1, 2, ... without a gap, and each of them holds equally many positions.
     """
 
     route: tuple[int, ...]
@@ -213,16 +204,12 @@ class Placement:
         return self._holders[position]
 
     def previous(self, stage: int, chunk: int) -> StageChunk | None:
-        """Returns the chunk, possibly on the same stage, whose output is the input of chunk `chunk` of `stage`; None if there
-        is none, because this chunk is at the first position.
-        """
+        """Returns the chunk whose output is the input of chunk `chunk` of `stage`, or None at the model's first position."""
         position = self.position(stage, chunk)
         return self.holder(position - 1) if position > 0 else None
 
     def next(self, stage: int, chunk: int) -> StageChunk | None:
-        """Returns the chunk, possibly on the same stage, whose input is the output of chunk `chunk` of `stage`; None if there
-        is none, because this chunk is at the last position.
-        """
+        """Returns the chunk whose input is the output of chunk `chunk` of `stage`, or None at the model's last position."""
         position = self.position(stage, chunk)
         return self.holder(position + 1) if position + 1 < self.num_positions else None
 
@@ -261,9 +248,7 @@ def loop(stages: int, chunks: int = 1) -> Placement:
 
 
 def v_placement(stages: int, chunks: int = 2) -> Placement:
-    """Returns the placement in which a sample passes through all stages upwards, then downwards. Raises PlanError
-    "placement-wrong" unless `chunks` is 2.
-    """
+    """Returns the V-shaped placement: up through all stages, then down. Raises PlanError "placement-wrong" if `chunks` != 2."""
     if chunks != 2:
         raise placement_error(f"is a V, which needs two chunks per stage, not {chunks}")
     return Placement((*range(stages), *reversed(range(stages))))

@@ -130,11 +130,10 @@ def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
 
 
 class _TransferEnd(NamedTuple):
-    """One end of a transfer in one stage's list.
-
-    order: the index from `order_transfers`. action_index: the index of the action that computes or uses the value. post: the
-    entry to insert; None for a send, whose position is fixed. latest_index: the index of the last action before which the post
-    may be inserted, which is the first action that needs this transfer or a later one.
+    """One end of a transfer in one stage's list. order: the index from `order_transfers`. action_index: the index of the action
+    that computes or uses the value. post: the entry to insert; None for a send, whose position is fixed. latest_index: the
+    index of the last action before which the post may be inserted, which is the first action that needs this transfer or a
+    later one.
     """
 
     order: int
@@ -173,10 +172,8 @@ def schedule_posts(
 
 def _place_posts(ends: Sequence[_TransferEnd]) -> Iterator[tuple[int, Transfer]]:
     """Yields each post with the index of the action before which it is inserted. ends: the ends in one direction, sorted by
-    `order`.
-
-    The backward loop over `ends` puts a post `NUM_AHEAD` actions before its use, but not after its latest index or a later end.
-    The forward loop moves a post after all earlier ends.
+    `order`. The backward loop over `ends` puts a post `NUM_AHEAD` actions before its use, but not after its latest index or a
+    later end. The forward loop moves a post after all earlier ends.
     """
     indices: list[int] = []
     following = max((end.action_index for end in ends), default=0)

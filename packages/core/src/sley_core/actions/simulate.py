@@ -26,11 +26,9 @@ from sley_core.errors import PlanError
 
 
 class ScheduleSimulator:
-    """Simulates one step, in which each stage runs its list in `lists`.
-
-    is_lowered: whether the lists have sends and posts. If not, a value arrives when the action that computes it ends. spans:
-    the actions that have run. sent_s: the time at which each value was sent. posted_s: the time at which its receive was
-    posted. Times are in seconds since the start of the step.
+    """Simulates one step, in which each stage runs its list in `lists`. is_lowered: whether the lists have sends and posts. If
+    not, a value arrives when the action that computes it ends. spans: the actions that have run. sent_s: the time at which each
+    value was sent. posted_s: the time at which its receive was posted. Times are in seconds since the start of the step.
     """
 
     def __init__(self, lists: Sequence[Sequence[Step]], placement: Placement, costs: "Costs", *, is_lowered: bool) -> None:
@@ -121,12 +119,10 @@ class ScheduleSimulator:
 
 
 class Peaks(NamedTuple):
-    """The peak counts and bytes of one stage. The peaks may occur at different times.
-
-    pairs: the number of (chunk, microbatch) pairs with a graph (which a forward saves for its backward) or a queue (which an
-    input-gradient action saves for the weight gradients). 1F1B on P stages with M microbatches reaches min(P - s, M) pairs on
-    stage s. graphs: the number of pairs with a graph. receives: the number of receive buffers. num_bytes: the bytes of all
-    graphs, queues and buffers.
+    """The peak counts and bytes of one stage. The peaks may occur at different times. pairs: the number of (chunk, microbatch)
+    pairs with a graph (which a forward saves for its backward) or a queue (which an input-gradient action saves for the weight
+    gradients). 1F1B on P stages with M microbatches reaches min(P - s, M) pairs on stage s. graphs: the number of pairs with a
+    graph. receives: the number of receive buffers. num_bytes: the bytes of all graphs, queues and buffers.
     """
 
     pairs: int
@@ -175,8 +171,7 @@ class SimulatedStep:
 
 def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: "Costs") -> SimulatedStep:
     """Returns the predicted timeline and memory peaks of a step in which each stage runs its lowered list. A transfer takes the
-    time in `costs.link_s`, and overlaps with the actions of both stages. Raises PlanError "schedule-deadlock" if stages wait
-    for each other.
+    time in `costs.link_s`, and overlaps with actions. Raises PlanError "schedule-deadlock" if stages wait for each other.
     """
     simulator = ScheduleSimulator(lists, placement, costs, is_lowered=True)
     simulator.run()
@@ -195,10 +190,9 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timed actions of one step, sorted by stage and then by start. The spans of a stage do not overlap.
-
-    stages: the number of stages. end_s: the end of the step, in seconds, if sums and an update follow the last action, else 0.
-    computing_s: the seconds for which each stage computes; if it is empty, a stage computes during all of its spans.
+    """The timed actions of one step, sorted by stage and then by start. The spans of a stage do not overlap. stages: the number
+    of stages. end_s: the end of the step, in seconds, if sums and an update follow the last action, else 0. computing_s: the
+    seconds for which each stage computes; if it is empty, a stage computes during all of its spans.
     """
 
     stages: int
@@ -252,9 +246,7 @@ class Costs:
         weight_gradient: float = 1.0,
         link: float = 0.0,
     ) -> "Costs":
-        """Returns costs that are equal at all of the `positions` positions, with 0 bytes of memory. The other arguments are
-        times in seconds; a full backward takes the sum of `input_gradient` and `weight_gradient`.
-        """
+        """Returns costs with 0 bytes and equal times, in seconds, at all positions. A full backward takes both halves."""
         seconds = {
             Kind.FORWARD: forward,
             Kind.BACKWARD: input_gradient + weight_gradient,

@@ -62,10 +62,8 @@ def open_dataset(component: "Component", context: DataContext) -> AnyDataset:
 
 
 def count_samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
-    """Returns `len(dataset)`, which may load the data, or None for a stream.
-
-    config: the table of the data. Raises PlanError "data-changed" if `samples_per_epoch` in `config` is not this number, or is
-    set for a stream.
+    """Returns `len(dataset)`, which may load the data, or None for a stream. config: the table of the data. Raises PlanError
+    "data-changed" if `samples_per_epoch` in `config` is not this number, or is set for a stream.
     """
     assert isinstance(config, DataConfig), config
     if is_stream(dataset):

@@ -159,9 +159,7 @@ class Feed:
         return item.batch
 
     def state(self) -> dict[str, Any]:
-        """Returns the position after the last batch that `next` returned, which is equal on all ranks and in all layouts. It
-        may contain a digest of the data.
-        """
+        """Returns the position after the last batch of `next`, which is equal in all layouts. It may contain a digest."""
         is_read = self._prefetch is not None and self._state["samples"] > 0
         digest = self.digest if is_read and (self._will_save or self.has_exact_digest) else None
         return deepcopy(self._state) | ({} if digest is None else {"digest": digest})
@@ -172,9 +170,7 @@ class Feed:
         self._state = deepcopy(dict(state))
 
     def describe_change(self, state: Mapping[str, Any]) -> str:
-        """Returns how the data differ from the data that gave `state`, a result of the method `state`, as a clause for a
-        message; "" if the data are equal or cannot be compared.
-        """
+        """Returns how the data differ from the data of `state`, for a message; "" if they are equal or not comparable."""
         old, new = state.get("digest"), None if "digest" not in state else self.digest
         if None in (old, new) or old == new:
             return ""
@@ -416,9 +412,7 @@ class StreamReader:
             self._epoch += 1
 
     def _read_epoch(self) -> Iterator[Sample]:
-        """Yields the samples of one epoch. Raises RunError "data-sample" instead of SystemExit. Adds a note that names the
-        stream to any other error.
-        """
+        """Yields the samples of one epoch. Adds a note to errors; raises RunError "data-sample" instead of SystemExit."""
         try:
             yield from self._stream
         except SystemExit as error:  # would end this process without a message

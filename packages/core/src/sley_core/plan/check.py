@@ -45,9 +45,7 @@ NEEDED_TABLES = {
     "wp": ("weights", "a weight communicator", '`use = "isp.communicator"` of sley-isp'),
     "sp": ("sequence", "an attention over split sequences", '`use = "isp.all_to_all"` of sley-isp'),
 }
-"""For each axis of [parallel], the table that a plan needs if the axis has several ranks, the part of the run that this table
-names, and an example.
-"""
+"""The table that a plan needs if an axis of [parallel] has several ranks, the part that the table names, and an example."""
 
 
 def _check_parts(plan: Plan) -> Iterator[records.Problem]:

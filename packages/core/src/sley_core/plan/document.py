@@ -36,10 +36,9 @@ class KeySpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Document:
-    """A plan's tables with the places of their keys.
-
-    file: the file name for messages. folder: the folder in which relative paths start, or None. lines, spans: the lines of the
-    text and the places of its keys; empty if a program built the tables. overrides: the `--set`s, which `tables` includes.
+    """A plan's tables with the places of their keys. file: the file name for messages. folder: the folder in which relative
+    paths start, or None. lines, spans: the lines of the text and the places of its keys; empty if a program built the tables.
+    overrides: the `--set`s, which `tables` includes.
     """
 
     file: str
@@ -86,9 +85,7 @@ class Document:
         return Place(self.file), None
 
     def _find_override(self, path: KeyPath) -> Override | None:
-        """Returns the last override that sets `path`, a table that contains it, or (if the file lacks `path`) a key in it.
-        Returns None if there is no such override.
-        """
+        """Returns the last override that sets `path`, a table around it or, if the file lacks `path`, a key in it; or None."""
         for override in reversed(self.overrides):
             if path[: len(override.path)] == override.path:
                 return override
@@ -262,9 +259,7 @@ def printable_line(line: str) -> str:
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """Returns the document of the plan in the file `path`. overrides: texts as for `--set`, such as "run.steps=10". Raises
-    PlanError "plan-unreadable", "syntax" or "set-invalid".
-    """
+    """Returns the plan in `path`. overrides: as for `--set`. Raises PlanError "plan-unreadable", "syntax" or "set-invalid"."""
     try:
         text = Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:
@@ -296,9 +291,7 @@ def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides
 
 
 def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
-    """Applies the overrides `texts` to `document.tables` in place, and returns the document with these overrides. Raises
-    PlanError with all invalid overrides.
-    """
+    """Applies `texts` to `document.tables` in place; returns `document` with the overrides. Raises PlanError "set-invalid"."""
     overrides: list[Override] = []
     problems: list[Diagnostic] = []
     for number, text in enumerate(texts, start=1):

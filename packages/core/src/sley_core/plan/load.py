@@ -111,9 +111,7 @@ class _Resolver:
         self._load_plugin(CORE, ())
 
     def core_table(self, name: str, model: type[AnyTable]) -> AnyTable | None:
-        """Returns core's table `name`. If the table is invalid, or is needed but missing, records the problems and returns
-        None.
-        """
+        """Returns core's table `name`; records the problems and returns None if it is invalid, or required but missing."""
         required = [key for key, info in model.model_fields.items() if info.is_required()]
         if name not in self.tables and required:
             keys = ", ".join(f"`{key}`" for key in required)
@@ -143,9 +141,8 @@ class _Resolver:
         return component
 
     def components(self, spec: ComponentTable, parallel: ParallelTable | None) -> tuple[Component, ...]:
-        """Returns the components of an array of tables, without invalid ones, whose problems it records. By default, the
-        gradient handlers are a reducer, if several ranks may hold the same weight, and in a pipeline the schedule's handler for
-        weights that stages share.
+        """Returns the components of an array of tables, except invalid tables. By default, the gradient handlers are a reducer,
+        if several ranks may hold the same weight, and the schedule's handler for weights that stages share.
         """
         tables: Any = self.tables.get(spec.key, [])
         if spec.key not in self.tables and spec.key == "metrics":

@@ -117,9 +117,7 @@ def find_unmet_requirement(plugin: PluginSource) -> str | None:
 
 @dataclass(frozen=True)
 class Plugin(PluginSource):
-    """An imported, checked plugin. records: its records of all classes, by name. hooks: an object of pluggy whose attributes
-    call the plugin's hooks.
-    """
+    """An imported, checked plugin. records: its records, by name. hooks: pluggy's object with a caller for each hook."""
 
     records: Mapping[str, Record] = field(default_factory=dict)
     hooks: Any = field(default=None, compare=False, repr=False)

@@ -131,13 +131,10 @@ class PrecisionTable(Table):
 
 
 class ParallelTable(Table):
-    """The number of ranks along each axis. A run has `pp x dp x sp` ranks, of which `wdp = dp x sp / wp` hold the same shard of
-    a weight.
-    """
+    """The number of ranks per axis. A run has `pp x dp x sp` ranks; `wdp = dp x sp / wp` of a stage hold the same shard."""
 
     dp: PositiveInt | Literal["auto"] = "auto"
-    """The number of ranks that split the samples. `"auto"` derives it from the number of ranks with which the run is started.
-    """
+    """The number of ranks that split the samples. `"auto"` derives it from the number of ranks that the run is started with."""
 
     pp: PositiveInt = 1
     """The number of pipeline stages."""
@@ -260,9 +257,7 @@ class EvaluationTable(Table):
     """
 
     patience: PositiveInt | None = None
-    """The number of consecutive evaluations without an improvement of `keep_best` after which the run ends early. By default,
-    the run does not end early.
-    """
+    """The run ends after this number of evaluations in a row without an improvement of `keep_best`. Default: no limit."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> "EvaluationTable":

@@ -177,11 +177,9 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """Describes the transformers model that has a run's weights.
-
-    config: the content of `config.json`. names: the name of each weight in transformers' model, by its name in the run, without
-    tied heads. files: a reader of the tensors for the weight files if these have other names or shapes than in the run, or else
-    None.
+    """Describes the transformers model that has a run's weights. config: the content of `config.json`. names: the name of each
+    weight in transformers' model, by its name in the run, without tied heads. files: a reader of the tensors for the weight
+    files if these have other names or shapes than in the run, or else None.
     """
 
     config: Mapping[str, Any]
@@ -199,9 +197,7 @@ def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Pl
 
 
 def start_folder(plan: Plan) -> Path | None:
-    """Returns the folder with the small files, such as `config.json`, of the model from which the run started; None if the run
-    did not start from a folder.
-    """
+    """Returns the folder with the `config.json` of the model from which the run started, or None if there is no such folder."""
     config = plan.model.config
     for key in ("weights", "config"):
         path = getattr(config, key, None)

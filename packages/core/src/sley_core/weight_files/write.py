@@ -71,9 +71,7 @@ class Spec(NamedTuple):
 
 
 def split_by_size(items: Iterable[Item], size_of: Callable[[Item], float], cap: float) -> list[list[Item]]:
-    """Splits `items`, in order, into lists, in each of which the sizes of the items sum to at most `cap`. An item larger than
-    `cap` is a list by itself.
-    """
+    """Splits `items`, in order, into lists whose sizes sum to at most `cap`. An item larger than `cap` is a list by itself."""
     parts: list[list[Item]] = []
     remaining = -1.0
     for item in items:
@@ -105,9 +103,7 @@ def build_header(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[by
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns a view of the bytes of a contiguous CPU tensor. The view keeps the tensor alive, but, unlike a numpy view, does
-    not prevent an offload of its memory.
-    """
+    """Returns the bytes of a contiguous CPU tensor, as a view that keeps the tensor alive but does not prevent its offload."""
     if not tensor.numel():
         return memoryview(b"")
     buffer_type = ctypes.c_char * (tensor.numel() * tensor.element_size())
