@@ -42,7 +42,7 @@ BUILD_GRACE_S = 60.0
 arrived yet (`ARRIVAL_GRACE_S`), or that are still building their model (`BUILD_GRACE_S`).
 """
 
-_POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3  # in seconds: the first and longest pause of a poll; the pause before a retry
+_POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3  # seconds: the first and the longest pause of a poll; the pause before a retry
 
 Verdict = dict[str, Any]
 """The result of a round: {} if all ranks have arrived and agree; else `message` and `hint` of the error on all ranks."""

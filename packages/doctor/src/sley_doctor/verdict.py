@@ -215,7 +215,7 @@ def _find_late_exchanges(by_rank: Mapping[int, FaultReport]) -> Iterator[_LateEx
 
 
 RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"
-"""The states of a run that has no summary. Other runs have the outcome in their summary: finished, interrupted or failed."""
+"""The states of a run whose last start has written no summary. Otherwise, the state is the outcome in the summary."""
 
 RECENT_S = 60.0  # a run that wrote files within this time may be active on another host, whose locks are not visible here
 MAX_CLOCK_DIFFERENCE_S = 2.0  # the largest difference between the clocks of hosts; a restart takes longer

@@ -64,7 +64,7 @@ class BucketedStateMover(movers.Mover):
 
     @property
     def where(self) -> Where:
-        """The location of the first bucket that is not away, or AWAY if all are, as between two steps."""
+        """The location of the first bucket that is not away; AWAY if all buckets are away, as they are between two steps."""
         return next((states.where for _, states in self._buckets if states.where is not Where.AWAY), Where.AWAY)
 
     def wait(self) -> None:
@@ -86,8 +86,8 @@ class BucketedStateMover(movers.Mover):
             self._onload_bucket(0)
 
     def _step(self, params: Sequence[OptimizerParam]) -> Iterator[Sequence[OptimizerParam]]:
-        """Yields each bucket when later device work can use its states, after it has started to onload the next bucket. After
-        the caller has updated the bucket, starts to offload its states.
+        """Starts to onload each next bucket, and yields each bucket when later device work can use its states. After the caller
+        has updated the bucket, starts to offload the states.
         """
         # Adds buckets for new weights: all weights in the first step, and later those that were unfrozen.
         known_ids = {id(param.parameter) for bucket, _ in self._buckets for param in bucket}

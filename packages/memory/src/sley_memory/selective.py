@@ -102,8 +102,8 @@ class AttentionResults:
 
 
 class AttentionStats:
-    """Counts kept and recomputed attentions. num_bytes, max_bytes: the kept bytes of all microbatches in flight, now and at
-    most. total_bytes: the bytes of all results that were ever kept.
+    """Counts kept and recomputed attentions. num_bytes, max_bytes: the current and the maximum kept bytes of all microbatches
+    in flight. total_bytes: the bytes of all results that were ever kept.
     """
 
     def __init__(self) -> None:
