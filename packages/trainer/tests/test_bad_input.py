@@ -109,7 +109,7 @@ def test_a_mean_is_refused_at_the_first_batch_with_the_way_to_write_a_sum(alone,
         before = {param.name: param.parameter.detach().clone() for param in run.registry}
         for ask in (run.step, run.evaluate, run.train):
             with pytest.raises(
-                RunError, match=r'the \d microbatches must add up to that of the batch, 1, but.*\n.*reduction="sum"'
+                RunError, match=r'the \d microbatches must add up to the loss weight of the batch, 1, but.*\n.*reduction="sum"'
             ) as caught:
                 ask()
             assert caught.value.diagnostics[0].code == "loss-not-additive"

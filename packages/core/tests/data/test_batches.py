@@ -140,7 +140,7 @@ def test_a_loss_that_counts_once_per_slice_is_refused() -> None:
     fields = {"tokens": Field("int64", 0, 1), "label": Field("int64")}
     slices = SequenceSlicer(fields, 2, 0, PerSample())
     with pytest.raises(
-        RunError, match=r"the 2 slices must add up to that of the batch, 2, but their sum is 2 \+ 2 = 4"
+        RunError, match=r"the 2 slices must add up to the loss weight of the batch, 2, but their sum is 2 \+ 2 = 4"
     ) as caught:
         slices({"tokens": torch.zeros(2, 4, dtype=torch.int64), "label": torch.zeros(2, dtype=torch.int64)})
     assert caught.value.diagnostics[0].code == "loss-not-additive"

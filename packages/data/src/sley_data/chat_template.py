@@ -298,7 +298,7 @@ def _load_tokenizer(path: Path) -> Any:
         hint = install_hint("data", "chat")
         raise PluginError("transformers-missing", message, path=("data", "tokenizer"), hint=hint) from None
     if not path.is_dir():
-        hint = "use a local folder that `save_pretrained` has written, since nothing is downloaded"
+        hint = "use a local folder that `save_pretrained` has written, since Sley downloads no tokenizers"
         raise PlanError("tokenizer-missing", f"the folder `{path}` does not exist", path=("data", "tokenizer"), hint=hint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)

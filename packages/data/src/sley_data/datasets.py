@@ -208,7 +208,7 @@ class TokenDataset(LazyDataset):
             return PlanError("held-out", message, path=("evaluation",), hint=hint)
         if is_text and holds_out:
             message = f"without the held-out documents, `files` has {num_tokens} tokens, but a sample needs {needed}"
-            hint = 'set `separator = "\\n\\n"` to split files into paragraphs, or name more `files`'
+            hint = 'set `separator = "\\n\\n"` to split files into paragraphs, or add more `files`'
             return PlanError("data-short", message, path=("data", "files"), hint=hint)
         message = f"the data has {num_tokens} tokens, but a sample needs {needed}"
         return PlanError("data-short", message, path=("data", "sequence"), hint="use more data or a smaller `sequence`")

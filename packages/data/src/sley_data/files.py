@@ -288,7 +288,7 @@ def find_document_files(config: DocumentsConfig, split: Split) -> FilesAndProble
         message = (
             f"`{json_files[0].path}` contains JSON lines, so the run would also train on braces, keys and escape sequences"
         )
-        hint = 'name the key of the text, such as `field = "text"`; or set `separator = "\\n"` to train on the JSON itself'
+        hint = 'set the key of the text, for example `field = "text"`; or set `separator = "\\n"` to train on the JSON itself'
         problems.append(Problem(("data", key), message, hint, "data-json"))
     files = [replace(file, format=formats.detect_format(file.path)) for file in files]
     return files, [*problems, *_find_format_problems(files, ("data", key), allows_tables=has_rows)]

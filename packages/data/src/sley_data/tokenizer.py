@@ -130,7 +130,7 @@ def _load_tokenizer(path: Path) -> Any:
         hint = "use a folder that `save_pretrained` of a fast tokenizer has written"
     else:
         message = f"the file `{path}` does not exist"
-        hint = "use a local path, since nothing is downloaded; a relative path starts at the plan's folder"
+        hint = "use a local path, since Sley downloads no tokenizers; a relative path starts at the plan's folder"
     if not path.is_file():
         raise PlanError("tokenizer-missing", message, path=("data", "tokenizer"), hint=hint)
     try:

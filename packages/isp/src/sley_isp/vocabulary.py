@@ -131,7 +131,9 @@ def check_embeddings(layers: Sequence[Layer]) -> None:
     for table, name in find_parameter_users(layers, lambda *location: not is_table(*location)).items():
         if table in tables:
             message = f"`{name}` shares the embedding table of `{tables[table]}`, and needs full rows of it"
-            raise _embedding_error(message, "use a separate weight there (in `models.llama`, set `tie_embeddings = false`)")
+            raise _embedding_error(
+                message, "use a separate weight in that module (in `models.llama`, set `tie_embeddings = false`)"
+            )
 
 
 def _embedding_error(message: str, hint: str) -> PlanError:
@@ -147,7 +149,7 @@ def find_head(layers: Sequence[Layer]) -> HeadChunks:
     weight = cast(nn.Parameter, layers[-1].module.get_submodule(head.path).weight)
     if (name := find_parameter_users(layers, lambda *location: not is_shardable(*location)).get(weight)) is not None:
         message = f"`{name}` shares the head's weight, but is neither a plain nn.Linear nor a plain nn.Embedding"
-        hint = 'use a copy of the weight or a plain nn.Linear there, or set `head = "gather"`'
+        hint = 'use a copy of the weight or a plain nn.Linear in that module, or set `head = "gather"`'
         raise PlanError("head-vocabulary", message, path=("weights", "head"), hint=hint)
     return head
 

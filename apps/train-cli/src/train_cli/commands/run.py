@@ -223,7 +223,7 @@ def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, 
         with open_run(saved_run.one_process_plan(plan), folder) as (run, signal_handler):
             if plan.parallel.sp > 1 and (layers := find_dropout_modules(run)):
                 reason = f"`{layers[0]}` draws different random numbers for each slice"
-                message = f"a model with dropout cannot be compared with sp > 1, since {reason}"
+                message = f"with sp > 1, a model with dropout cannot be compared with one process, since {reason}"
                 raise UsageError("verify-dropout", message, hint="remove the dropout or `sp` to verify the plan")
             signal_handler.call_on_signal(run.stop)
             save_reference(run, arguments["steps"], folder)

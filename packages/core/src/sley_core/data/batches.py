@@ -305,8 +305,8 @@ def check_additive(
         terms = " + ".join(f"{weight:g}" for weight in weights[:4]) + (" + ..." if len(weights) > 4 else "")
         raise RunError(
             "loss-not-additive",
-            f"the loss weights of the {len(parts)} {name} must add up to that of the batch, {total:g}, but their sum is "
-            f"{terms} = {sum(weights):g}",
+            f"the loss weights of the {len(parts)} {name} must add up to the loss weight of the batch, "
+            f"{total:g}, but their sum is {terms} = {sum(weights):g}",
             path=path,
             hint=hint,
         )

@@ -76,7 +76,7 @@ class Recompute(ActivationPolicy):
         def check(saved: Any) -> None:
             if read_versions(saved) != versions:
                 message = f"a layer writes in place to the input of layer {name!r}, which the recomputation needs"
-                hint = "return new tensors there (`h = h * 2`, `inplace=False`), or lower the `fraction` of `core.recompute`"
+                hint = "return new tensors instead (`h = h * 2`, `inplace=False`), or reduce the `fraction` of `core.recompute`"
                 raise RunError("recompute-in-place", message, hint=hint)
 
         def run(saved: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:

@@ -90,7 +90,7 @@ class CanonicalReduction(Reduction):
         if per_rank_buffers:
             message = (
                 f"each rank updates its own {', '.join(per_rank_buffers)} from its own samples, "
-                "so their values depend on the layout"
+                "so the values depend on the layout"
             )
             hint = f"{FAST_HINT}, or use modules without such buffers"
             faults.append(Diagnostic("canonical-buffers", message, path=MODEL, hint=hint))

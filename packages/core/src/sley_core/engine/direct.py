@@ -138,7 +138,9 @@ class WeightGradientSink:
                 f"between the two halves of the backward of {label}, a hook or the backward of another layer writes in place "
                 "to the saved input or to the gradient of the output"
             )
-            hint = "return a new tensor there (`clamp(...)`, not `clamp_`), or use a schedule without splits (`pp.one_f_one_b`)"
+            hint = (
+                "return a new tensor instead (`clamp(...)`, not `clamp_`), or use a schedule without splits (`pp.one_f_one_b`)"
+            )
             raise RunError("gradient-written", message, hint=hint)
         self.multiply(rows if copied is None else copied, inputs)
 

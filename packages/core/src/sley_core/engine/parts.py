@@ -221,7 +221,9 @@ class StepNumbers:
         for combinations_of_rank in self._groups["control"].gather_objects(self._combinations, label=label):
             for name, combination in combinations_of_rank.items():
                 if merged.setdefault(name, combination) != combination:
-                    raise RunError("number-name", f"the number {name!r} is a sum on one rank, but a root on another")
+                    raise RunError(
+                        "number-name", f"the number {name!r} is a plain sum on one rank, but the root of a sum on another"
+                    )
         self._combinations = dict(sorted(merged.items()))
         self.names = tuple(self._combinations)
 

@@ -411,7 +411,7 @@ class PositionAdditivity:
         if abs(left + right - window_total) <= limit * scale or window_total != window_total_again:
             return True
         message = (
-            f"the loss of {size} positions is {window_total:g}, but the losses of its halves add up to {left:g} + {right:g} = "
+            f"the loss of {size} positions is {window_total:g}, but the losses of the halves add up to {left:g} + {right:g} = "
             f"{left + right:g}, so the loss combines positions, but each rank of `sp` has only a slice"
         )
         hint = 'return a sum over positions, with labels that the data shifts, or set sequence = "whole" in [loss]'

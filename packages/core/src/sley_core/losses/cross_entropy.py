@@ -73,7 +73,7 @@ class CrossEntropy(Loss):
             raise RunError("loss-output", message, hint=hint)
         if not output.dtype.is_floating_point or not output.shape or output.shape[:-1] != labels.shape:
             message = f"logits of shape {list(output.shape)} and {output.dtype} do not fit labels of shape {list(labels.shape)}"
-            hint = "return floating-point logits with the shape of the labels and the classes as the last dim"
+            hint = "return floating-point logits with the shape of the labels and an additional last dim for the classes"
             raise RunError("loss-output", message, hint=hint)
         if self._highest_label >= output.shape[-1]:
             label, self._highest_label = self._highest_label, -1

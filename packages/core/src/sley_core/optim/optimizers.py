@@ -349,7 +349,7 @@ def shared_values_to_save(optimizer: Optimizer, initial: SharedValues) -> Shared
             message = (
                 f"a checkpoint cannot contain the state {key!r} of {type(optimizer).__name__}, whose key is not a parameter"
             )
-            hint = "store only numbers and strings there, and tensors under the parameters"
+            hint = "store only numbers and strings under such keys, and store tensors under the parameters"
             raise RunError("optimizer-state", message, hint=hint)
     return changed_values(initial, current)
 

@@ -101,7 +101,9 @@ def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
     except PlanError as error:
         return list(plan.add_locations(error).diagnostics)
     if plan.model.config.compile and any(action.kind is Kind.INPUT_GRADIENT for actions in lists for action in actions):
-        message = f"`{plan.pipeline.name}` splits backwards into input and weight gradients, which a compiled layer cannot do"
+        message = (
+            f"`{plan.pipeline.name}` splits backwards into input and weight gradients, which compiled layers do not support"
+        )
         hint = "use a schedule with whole backwards, such as `pp.one_f_one_b`, or remove `compile`"
         return [plan.diagnostic("split-compiled", message, ("model", "compile"), hint)]
     return []
