@@ -237,7 +237,7 @@ class GradientHandlerContract:
     def _observe(
         self, ranks: Callable[..., Ranks], num_microbatches: int, handlers: list[Tables] | None = None
     ) -> list[RunRecord]:
-        """Returns the records of both ranks, which are cached. handlers: the handlers of the plan, by default `_handlers()`."""
+        """Returns the cached records of both ranks. handlers: the handlers of the plan; None means `_handlers()`."""
         return ranks(2).once(observe, handlers or self._handlers(), num_microbatches, False, self._has_unreduced_layer())
 
     def _handlers(self) -> list[Tables]:

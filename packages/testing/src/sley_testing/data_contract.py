@@ -203,7 +203,7 @@ class LossContract:
 
     def batch(self) -> tuple[torch.Tensor, Batch]:
         """Returns an fp64 model output and its batch. Dim 0 has the samples: an even number, at least four."""
-        raise NotImplementedError("implement `batch`: the output and batch to test the loss with")
+        raise NotImplementedError("implement `batch`, which returns the output and the batch with which the loss is tested")
 
     def weightless_batch(self) -> "Batch | None":
         """Returns a batch of the size of `batch` with weight 0, for example with ignored labels only; None to skip the test."""

@@ -145,8 +145,8 @@ class DrawnCopies:
         self.execute_some()
 
     def poll(self, clock: happens_before.Clock) -> bool:
-        """Executes some copies, and returns whether the host sees that all copies in `clock` are complete. It may return False
-        although they are complete, but repeated calls eventually return True.
+        """Executes some copies, and returns whether the host sees that all copies in `clock` are complete. May return False
+        although the copies are complete, but repeated calls eventually return True.
         """
         if not _streams_behind(clock, self.detector.host):
             return True
@@ -315,7 +315,7 @@ def tensor_from_storage(
 
 def storage_guard() -> AbstractContextManager[None]:
     """Returns a context manager in which an operation of this thread, or its backward, raises AssertionError if it uses freed
-    memory: a tensor that needs more bytes than its storage has. It costs about 0.1 ms per operation.
+    memory: a tensor that needs more bytes than its storage has. The check takes about 0.1 ms per operation.
     """
     return happens_before.MemoryWatch().watching()
 

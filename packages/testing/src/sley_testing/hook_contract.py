@@ -156,7 +156,7 @@ class MetricsWriterContract:
 
     def read(self, folder: Path) -> Iterable[Point]:
         """Returns all numbers that the writer has written into `folder`."""
-        raise NotImplementedError("implement `read`: it must return the written numbers")
+        raise NotImplementedError("implement `read`, which returns the written numbers")
 
     def test_run_writes_every_number_once(self, texts: Path, tmp_path: Path) -> None:
         with assemble(plan_from_dict(small_plan(metrics=[self.writer]), texts), World.alone("cpu"), folder=tmp_path) as run:

@@ -25,7 +25,7 @@ from sley_trainer.assemble import assemble, build_draft
 
 
 class Allocation(NamedTuple):
-    """Describes an allocation or a free. num_bytes: the size of the allocation; negative for a free."""
+    """Describes an allocation or a free of host memory at `address`. num_bytes: the size, which is negative for a free."""
 
     time_ns: int
     address: int

@@ -70,7 +70,7 @@ class ScheduleContract:
         a microbatch from its forward until all its gradients, including weight gradients, are complete.
         """
         raise NotImplementedError(
-            "implement `max_micro_batches`: the number of held microbatches, which determines activation memory"
+            "implement `max_micro_batches`, which returns the number of microbatches whose activations a stage holds"
         )
 
     def test_lists_complete_at_any_size(self) -> None:

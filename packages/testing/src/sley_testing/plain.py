@@ -179,7 +179,7 @@ def split_batch(batch: Batch, size: int) -> list[dict[str, Tensor]]:
 
 
 def _select_fields(module: nn.Module, batch: Batch, num_skipped: int) -> dict[str, Tensor]:
-    """Returns the batch fields that the forward of `module` names, except for its first `num_skipped` parameters."""
+    """Returns the batch fields that the forward of `module` accepts, except for its first `num_skipped` parameters."""
     # the forward of a module that torch.compile wraps accepts any argument
     parameters = list(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

@@ -453,8 +453,8 @@ def _fake_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTenso
 
 
 def _make_recipe(result: Any, inputs: Sequence[FakeTensor]) -> Any:
-    """Returns a recipe to make `result` again; None if `result` is None. It starts with "same" for an argument, "view" for a
-    view of one, or "new". Raises _UncacheableError if there is no recipe.
+    """Returns a recipe to make `result` again; None if `result` is None. The recipe starts with "same" if `result` is an
+    argument, with "view" if it is a view of an argument, or with "new". Raises _UncacheableError if there is no recipe.
     """
     if result is None:
         return None

@@ -235,7 +235,7 @@ class StepSimulation(Simulation):
     def transports(
         self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool
     ) -> dict[str, Transport]:
-        """Returns a transport for each of `channels`, which allocates the same memory as the real transport. cross_memory:
+        """Returns for each of `channels` a transport that allocates the same memory as the real transport. cross_memory:
         whether the ranks may attach each other's memory; on a CPU, the result then imitates the first installed transport.
         """
         records = installed_transports() if cross_memory and self.device_type == "cpu" else ()

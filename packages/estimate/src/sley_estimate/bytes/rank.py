@@ -180,7 +180,9 @@ def take_step(run: Run, batch: Sequence[Mapping[str, torch.Tensor]]) -> None:
 
 
 def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
-    """Sets the owners of allocations between two steps. This is a function so that no variable keeps a tensor alive."""
+    """Sets the owner of each allocation to the part of the run that holds it. Excludes parts `on_host`. This is a function so
+    that no variable keeps a tensor alive.
+    """
     for part in PARTS:
         for _, tensor in run.memory.inventory.all_tensors(part):
             if part in on_host:

@@ -119,7 +119,7 @@ def end_exchange(works: Sequence[Work]) -> None:
 
 
 class LinkTimer:
-    """Times exchanges of `groups`. Every public method is a collective of all ranks, and returns the same number on each."""
+    """Times exchanges of `groups`. Every public method is a collective, and returns the same number on all ranks."""
 
     def __init__(self, groups: Groups, world: World) -> None:
         self.groups, self.device = groups, world.device

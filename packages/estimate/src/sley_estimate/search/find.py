@@ -229,9 +229,9 @@ class Roofline:
     def _stage_costs(
         self, pp: int, schedule: Choice | None, wp: int, is_shared: bool
     ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """Returns five arrays [stages] for a step: the seconds in which sums of gradients can overlap with computing, the same
-        for gathers of updated weights, the exposed seconds of both, the seconds of the update, and the bytes held between
-        steps. is_shared: whether each replica of a stage holds only a part of the reduced gradients and of the states.
+        """Returns five arrays [stages] for a step: the seconds of sums of gradients, and of gathers of updated weights, that
+        can overlap with computing; the exposed seconds of both; the seconds of the update; and the bytes held between steps.
+        is_shared: whether each replica of a stage holds only a part of the reduced gradients and of the states.
         """
         split, topology = self._split_stages(pp, schedule), Topology(self.world_size, pp, wp=wp)
         shards = split.by_stage(self._num_trained) / wp

@@ -152,7 +152,7 @@ class ProgramSimulator:
         self.ends_s[rank] = now_s
 
     def _finish_wait(self, exchange: Exchange, rank: int, wait_start_s: float, now_s: float) -> None:
-        """Ends a wait that began at `wait_start_s`, and starts the rank's work, if any. Records both as exposed time."""
+        """Ends a wait since `wait_start_s`, and starts the rank's work on the exchange, if any. Records both as exposed."""
         end_s = now_s + exchange.member_work_s
         if end_s > wait_start_s:
             self.exposed_waits.append(ExposedWait(rank, exchange.channel, exchange.key, wait_start_s, end_s))
@@ -232,7 +232,7 @@ class ProgramSimulator:
             self._finish_wait(exchange, rank, wait_start_s, now_s)
 
     def _schedule(self, time_s: float, event: Callable[[float], None]) -> None:
-        """Makes `run` call `event(time_s)` at this time, after the events that were scheduled earlier for the same time."""
+        """Makes `run` call `event` at `time_s`, after the events that were scheduled for the same time before this call."""
         self._count += 1
         heapq.heappush(self._events, (time_s, self._count, event))
 
@@ -267,7 +267,7 @@ class StepTime:
 
 
 def simulate_programs(programs: Sequence[Program]) -> StepTime:
-    """Returns the simulated step of one program per stage. Raises PlanError "schedule-deadlock" if a program waits forever."""
+    """Simulates a step with one program per stage. Raises PlanError "schedule-deadlock" if a program would wait forever."""
     simulator = ProgramSimulator(programs)
     simulator.run()
     computing, updating = [0.0] * len(programs), [0.0] * len(programs)
