@@ -22,7 +22,7 @@ from sley_core.plan.plan import Plan, iterate_values
 START_FILE = "start.json"
 """The name of the file in a run folder that contains its `StartRecord`."""
 
-_ENTRY_POINT_GROUPS = ("[sley.plugins]", "[sley.commands]")  # of plugins and commands, as in `entry_points.txt`
+_ENTRY_POINT_GROUPS = ("[sley.plugins]", "[sley.commands]")  # the headers of plugins and of commands in `entry_points.txt`
 _VARIABLE_PREFIXES = ("SLEY_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "MALLOC_")
 """The prefixes of the environment variables to record. Other variables may contain secrets."""
 

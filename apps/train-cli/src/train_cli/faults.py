@@ -35,13 +35,13 @@ _SLEY_MODULES = frozenset(
     {"sley_core", "sley_checkpoint", "sley_cma", "sley_data", "sley_doctor", "sley_dp", "sley_estimate", "sley_hf"}
     | {"sley_isp", "sley_memory", "sley_metrics", "sley_models", "sley_optim", "sley_pp", "sley_testing"}
     | {"sley_trainer", "train_cli"}
-)  # the packages of Sley
+)  # the import names of Sley's packages
 _LIBRARIES = frozenset(
     {"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging", "typer", "click", "rich"}
 )
 """The libraries that Sley uses. All code outside Sley, these libraries and the standard library is user code."""
 
-_DISK_HINTS = {  # by the error number of a failed write
+_DISK_HINTS = {  # the hints for failed writes, by error number
     errno.ENOSPC: "the disk is full: free some space, or choose another `run.folder`",
     errno.EDQUOT: "your quota is used up: free some space, or choose another `run.folder`",
     errno.EFBIG: "the file would exceed the size limit; see `ulimit -f`",
@@ -237,7 +237,7 @@ _SIGNAL_EXIT_CODES = frozenset(
 _REPORT_LEAD_S = 2.0
 """The seconds subtracted from the time at which the launcher notices a rank's death, since a peer may report it earlier."""
 
-_SIGNAL_HINTS: dict[int, str] = {  # by the signal that killed a rank
+_SIGNAL_HINTS: dict[int, str] = {  # the hints for killed ranks, by signal number
     signal.SIGKILL: "the process was killed from outside: look for the OOM killer in `dmesg`",
     signal.SIGSEGV: "native code crashed: set PYTHONFAULTHANDLER=1 to see the stack of each thread",
     signal.SIGILL: "native code used an instruction that this machine refuses, as torch's bf16 kernels do on some virtual "

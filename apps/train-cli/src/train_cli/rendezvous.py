@@ -1,5 +1,5 @@
 """The rendezvous of ranks that torchrun, SLURM or another launcher has started. Before the first collective, the ranks compare
-their plans and versions in the store at MASTER_ADDR. Either all ranks start, or none.
+their plans and versions in the store at MASTER_ADDR. Either all ranks start, or none of them does.
 
     rank 0      info ──> "first"                   all ranks have arrived, or the time is over ──> "verdict" ──> all ranks
     rank n      compares its info with "first" ──> "rank n", or, if it differs or cannot start, "verdict"

@@ -3,7 +3,7 @@
     --resume PATH ──> starts from PATH, which `attempt.json` in the folder records ──> saves its own checkpoints
                            └── restarted, or --resume auto ───> resumes from its newest checkpoint, or from PATH if it has none
 
-Listing checkpoints does not read their tensors. Loading a checkpoint checks that its files are intact.
+To list checkpoints, their tensors are not read. When a checkpoint is loaded, its files are checked for damage.
 """
 
 import json
@@ -40,7 +40,7 @@ AUTO = "auto"
 """The value of `--resume` that selects the run's own newest checkpoint, or starts the run if it has taken no step."""
 
 RESTART = "restart"
-"""The value that replaces a missing `--resume` if torchrun or SLURM has restarted the run. It selects like `AUTO`."""
+"""Replaces a missing `--resume` if torchrun or SLURM has restarted the run. Selects the same checkpoint as `AUTO`."""
 
 
 _EXCLUSIVE_KEYS = (("source", "files"), ("held_out", "held_out_files"), ("separator", "field"))

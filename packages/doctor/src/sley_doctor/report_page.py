@@ -108,7 +108,7 @@ _CURVES = {
 }
 """The title, note and unit of each metric whose chart comes first. Charts of other metrics follow, titled with their names."""
 
-_MAX_CHARTS = 24  # the page only names further metrics, since a plugin may add a metric for each layer
+_MAX_CHARTS = 24  # the maximum number of charts; other metrics are only named, since a plugin may add one for each layer
 _NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})  # metrics without a chart of their own
 
 

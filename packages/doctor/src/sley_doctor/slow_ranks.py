@@ -4,7 +4,7 @@
 
 All ranks have the same step time, so step times do not show which rank is slow. A slow rank works longer than ranks with the
 same layers. A cause must cost at least `MIN_SHARE` of a step, in blocks with at least `MIN_BLOCK_SHARE` of the steps. Smaller
-differences may be noise of a busy machine.
+differences may be noise from other processes on the machine.
 """
 
 import math
@@ -18,7 +18,7 @@ from sley_core.actions.action import describe_action
 from sley_doctor.work_record import ZERO_SPREAD, Location, Spread, Start, Window, WorkRecord
 
 MIN_SHARE = 0.25  # the minimum share of a step's time that a cause must cost
-MIN_BLOCK_SHARE = 0.75  # the minimum share of the steps that must be in blocks with the cause
+MIN_BLOCK_SHARE = 0.75  # the minimum share of the examined steps in whose blocks a cause must appear
 
 MIN_STEPS = 8  # the number of recorded steps below which no rank is judged
 
@@ -28,7 +28,7 @@ MISSING_RECORD_REASONS = (  # why a rank may have no record
     "it was stopped before the end of its first window, its disk was full, or its host does not share the run's folder"
 )
 
-MAX_BLOCKS = 60  # the maximum number of blocks to examine, however long the run is
+MAX_BLOCKS = 60  # the maximum number of blocks of steps to examine, however long the run is
 MAX_DEVICE_SHARE = 0.03  # if a host waits for its device for a larger share of a step, the device limits the step, not the host
 
 NUM_PARTS = 3  # the last part of a run is the last of NUM_PARTS equal parts of its blocks
@@ -156,7 +156,7 @@ def _find_slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
     return causes
 
 
-MAX_RATIO = 1.5  # a rank may work longer than comparable ranks by this factor without being slow
+MAX_RATIO = 1.5  # a rank is slow only if it works longer than comparable ranks by more than this factor
 
 MAX_OTHER_STAGE_RATIO = 3.0
 """Replaces `MAX_RATIO` in comparisons with ranks of other stages, which have different layers and neighbours."""
@@ -258,7 +258,7 @@ def _covers_most(subset: Sequence[Block], blocks: Sequence[Block]) -> bool:
     )
 
 
-MIN_SHOWN_S = 5e-5  # shorter times are not shown
+MIN_SHOWN_S = 5e-5  # times below this number of seconds are not shown
 
 _LOCATIONS: dict[str, str] = {  # descriptions of the locations that are not actions
     Location.DATA: "wait for data",

@@ -218,7 +218,7 @@ RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"
 """The states of a run whose last start has written no summary. Otherwise, the state is the outcome in the summary."""
 
 RECENT_S = 60.0  # a run that wrote files within this time may be active on another host, whose locks are not visible here
-MAX_CLOCK_DIFFERENCE_S = 2.0  # the largest difference between the clocks of hosts; a restart takes longer
+MAX_CLOCK_DIFFERENCE_S = 2.0  # the largest expected difference between the clocks of two hosts; a restart takes longer
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def describe_state(state: RunState, now: float) -> str:
     return f"the run has ended: {state.state}; {progress}"
 
 
-_MAX_MESSAGE = 240  # the number of characters after which an error message is cut, since some are very long
+_MAX_MESSAGE = 240  # the maximum number of characters of an error message in a line; longer messages are cut
 
 _SHARED_CODES = frozenset(
     {"collective-failed", "ranks-differ", "stages-differ", "boundary-mismatch", "group-failed", "start-failed"}

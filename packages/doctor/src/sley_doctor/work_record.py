@@ -6,7 +6,7 @@ rank-1.jsonl      a start, then one window of steps per line; another start if t
     entered F0.0 ──> waited ──> entered B0.0 ... ──> entered "the beginning of the step" ──> a sample
     samples ──> after a while a window
 
-Work is the time between two entries of the action list, without waits for other ranks. To record an entry takes two reads of a
+Work is the time between two entries of the action list, without waits for other ranks. Recording an entry takes two reads of a
 dict and one of the clock; everything else is computed when a window ends. A window has a twentieth of the steps so far, but at
 least 8 and at most 256. So all ranks have windows of the same steps, and a million steps have about 4,000 windows.
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
 
-FORMAT = 2  # the version of the files of records; starts of other versions are not read
+FORMAT = 2  # the format version of the record files; starts in another version are not read
 
 
 class Location(StrEnum):
@@ -66,7 +66,7 @@ class Spread(NamedTuple):
     high: float
 
 
-ZERO_SPREAD = Spread(0.0, 0.0, 0.0)  # for work that a rank does not do
+ZERO_SPREAD = Spread(0.0, 0.0, 0.0)  # the spread of the seconds of work that a rank does not do
 
 
 @dataclass(frozen=True)

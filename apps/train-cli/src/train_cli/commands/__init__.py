@@ -1,1 +1,1 @@
-"""One module per command, each with one function of the command's name."""
+"""The commands of `train-cli`. Each command is a function, or a `typer.Typer`, with the name of the command."""
