@@ -43,7 +43,7 @@ BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 class CopyEvent:
-    """A point in a `CopyStream`, reached when all earlier copies are done. This base class, for the CPU, is always reached."""
+    """A point in a `CopyStream`, reached when all earlier copies are done. In this base class, for the CPU, it always is."""
 
     def is_done(self) -> bool:
         """Returns whether the copies before this event are done. Does not wait."""

@@ -263,7 +263,7 @@ MISMATCH_HINT = (
 
 
 class Mark(NamedTuple):
-    """The identity of an exchange, for comparison by its ranks: a label, a checksum below 2^31, and the size in bytes."""
+    """Identifies an exchange, so that its ranks can compare it: a label, a checksum below 2^31, and the size in bytes."""
 
     label: str
     checksum: int

@@ -211,7 +211,7 @@ class CollectiveTransport(ChannelTransport):
 
 
 _HEADER_TAG = 0
-"""The tag of a header. A part's tag is the checksum of its mark, which equals this tag with a probability of 2^-31."""
+"""The tag of a header. The tag of other messages is the checksum of a mark, which is also 0 with a probability of 2^-31."""
 
 
 class MessageTransport(ChannelTransport):

@@ -410,7 +410,7 @@ class World(AbstractContextManager["World"]):
         return groups
 
     def close(self) -> None:
-        """Destroys all groups that this object made, including the default group, and waits until their threads have ended."""
+        """Destroys all groups that this object made, which may include the default group, and waits until their threads end."""
         for groups in self.open_groups:
             groups.close()
         self.open_groups.clear()

@@ -123,7 +123,7 @@ class Agreement:
 
     def check(self) -> None:
         """Waits for the sum that `begin` started, and sets `weight` and `counts`. Raises the same RunError on all ranks:
-        `ranks-differ` if they do not agree, else the first refusal, if there is one.
+        `ranks-differ` if the ranks do not agree, else the first refusal, if there is one.
         """
         if self._pending is None:
             if self._refusal is not None:
@@ -290,6 +290,7 @@ def exchange_mismatch_error(when: str, local_exchanges: Exchanges, control: Grou
 
 
 def _format_exchanges(exchanged: Sequence[Any]) -> str:
+    """Returns a text about `exchanged`: the number of exchanges, their checksum and the label of the last one."""
     times, _, last = exchanged
     return f"{times} collectives, the last of them {last}" if times else "none"
 
@@ -327,7 +328,7 @@ class CopyComparison:
             raise RunError("ranks-differ", fault, hint=hint)
 
     def _values_by_axis(self) -> dict[str, dict[str, Tensor]]:
-        """Returns, for each axis, the weights and buffers that all ranks along it hold, by name, in the same order on each."""
+        """Returns, for each axis, the weights and buffers that all ranks along it hold, by name, in one order on all ranks."""
         groups, values = self.parts.groups, defaultdict[str, dict[str, Tensor]](dict)
         for param in sorted(self.parts.registry, key=lambda param: param.name):
             for axis in (param.reduce_group, param.tie_axis):
@@ -475,6 +476,7 @@ def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: 
 
 @torch.no_grad()
 def _fingerprint(tensor: Tensor | None) -> int:
+    """Returns the hash of the values of `tensor`, for which it waits, or 0 if there are none."""
     return 0 if tensor is None or tensor.is_meta else int(fingerprint(tensor.detach()))
 
 

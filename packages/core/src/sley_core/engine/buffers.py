@@ -193,8 +193,8 @@ def group_by_reduce_group(params: list[Param]) -> Layout:
 
 
 class GradientBuffer(FlatBuffer):
-    """Holds the gradients of `params`, which have one `Param.family`, side by side in `memory`. shard: the part whose sum this
-    rank gets; None for the full buffer. has_full_gradients: False once a reducer has begun to sum a sharded buffer.
+    """Holds the gradients of `params`, which are summed over one group, side by side in `memory`. shard: the part whose sum
+    this rank gets; None for the full buffer. has_full_gradients: False once a reducer has begun to sum a sharded buffer.
     """
 
     def __init__(self, params: Sequence[Param], memory: Tensor, shard: BufferShard | None = None) -> None:
@@ -254,6 +254,7 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def _padding_views(self) -> list[Tensor]:
+        """Returns views of the padding in this rank's part."""
         starts = [max(start + param.numel, self._begin) for param, start in zip(self.params, self.offsets, strict=True)]
         ends = [min(end, self._end) for end in (*self.offsets[1:], self.data.numel())]
         return [self.data[start:end] for start, end in zip(starts, ends, strict=True) if start < end]

@@ -175,7 +175,9 @@ class CanonicalAccumulator(Accumulator):
         self.rows: list[Tensor] = []
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Makes the leaf of `layer` and `micro` the open leaf. Raises RunError `canonical-again` if it has been closed."""
+        """Opens the leaf of `layer` (if "", the only one) and of the global microbatch `micro` (if None, the running one), and
+        closes the open leaf. Raises RunError `canonical-again` if the leaf was closed before.
+        """
         layers = self.param.layers
         assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}, so the contribution must name its layer"
         leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.microbatch_index if micro is None else micro)

@@ -226,7 +226,7 @@ class GradientStore:
     # Layouts and steps
 
     def lay_out(self, planner: Planner) -> None:
-        """Replaces the buffers according to the layout that `planner` returns. Discards all gradients, and a running step."""
+        """Replaces the buffers according to the layout that `planner` returns. Discards all gradients, even within a step."""
         self._planner = planner
         trainable = self.registry.trainable
         layout = planner(trainable[::-1])

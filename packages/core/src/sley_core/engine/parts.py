@@ -40,8 +40,9 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Identifies a call of the model chunk `chunk`. micro, global_micro: the microbatch's number on this rank and in the global
-    batch. step: the optimizer step, from 0. layer: the layer that is recomputed, in a report of a recomputation; else "".
+    """Identifies a call of the model chunk `chunk` for the purpose `phase`. micro, global_micro: the microbatch's number on
+    this rank and in the global batch. step: the optimizer step, from 0. layer: the layer that is recomputed, in a report of a
+    recomputation; else "".
     """
 
     chunk: int

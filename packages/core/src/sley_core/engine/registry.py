@@ -88,7 +88,7 @@ class Param:
 
     @property
     def tie_axis(self) -> str | None:
-        """Returns the axis over which a tie's gradients are summed, or None if only one stage holds the parameter."""
+        """Returns the axis along which stages sum the parameter's gradients, or None if only one stage holds the parameter."""
         return tie_axis(self.stages) if len(self.stages) > 1 else None
 
     @property

@@ -377,7 +377,7 @@ def changed_values(before: SharedValues, after: SharedValues) -> SharedValues:
 
 
 def is_equal(first: Any, second: Any) -> bool:
-    """Returns whether two pieces of plain data are equal. Two NaN floats are; tensors with NaN or off the CPU never are."""
+    """Returns whether two pieces of plain data are equal: two NaN floats are, but tensors on a device or with NaN never are."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         is_on_host = first.device.type == second.device.type == "cpu"
         return is_on_host and first.dtype == second.dtype and torch.equal(first, second)
