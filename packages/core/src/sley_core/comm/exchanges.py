@@ -156,8 +156,9 @@ class SentBytes:
 
 @dataclass(frozen=True)
 class Members:
-    """Names the members of one group of ranks, one of which is this rank. axis: the mesh axis along which they communicate.
-    ranks: the global ranks of all members, ascending. rank: this rank. progress: this rank's exchanges in all its groups.
+    """Names the members of one group of ranks, one of which is this rank. axis: the mesh axis along which the members
+    communicate. ranks: the global ranks of all members, ascending. rank: this rank. progress: this rank's exchanges in all its
+    groups.
     """
 
     axis: str

@@ -84,7 +84,7 @@ class Group(Members):
         return SingleRankTransport() if self.size == 1 else self.transports[channel]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
-        """Starts an all-reduce of `tensor` in place on the default channel, and returns its handle."""
+        """Starts to reduce `tensor` with `op` over the group, in place, on the default channel. Returns the handle."""
         return self._start(op, partial(dist.all_reduce, tensor, _REDUCE_OPS[op], async_op=True), tensor, tensor, label)
 
     def all_to_all(

@@ -262,7 +262,9 @@ def difference_term(group: Group, number: int) -> int:
 
 
 def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
-    """Returns a summary of this rank's exchanges in each of `groups` since its log was cleared. Omits groups without any."""
+    """Returns a summary of this rank's exchanges in each group since its log was cleared, by the group's label. Omits groups
+    without exchanges.
+    """
     # This runs in every step, so long labels are built only for groups with exchanges.
     return {str(group): exchanged for group in groups if (exchanged := group.exchange_log.summarise(group.ranks)) is not None}
 
@@ -399,7 +401,9 @@ class WriteWatch:
         self._writers: dict[str, str] = {}
 
     def begin_call(self, layer: Layer, micro: MicroStep) -> _LayerSnapshot | None:
-        """Returns a snapshot of `layer` before its call for `micro`, or None if this call is not watched."""
+        """Returns a snapshot of `layer` before its call for `micro`. Returns None for a call that is not watched: after a
+        layer's first step, only calls for microbatch 0 are.
+        """
         is_first_call = layer.name not in self._slots_of_layer
         if is_first_call:
             self._slots_of_layer[layer.name] = list(self._list_slots(layer))

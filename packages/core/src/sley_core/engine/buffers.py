@@ -157,7 +157,7 @@ class Layout(NamedTuple):
     is_fixed: bool = False
 
     def check(self, trainable: Sequence[Param]) -> None:
-        """Asserts that `order` has each of `trainable` (in registry order) once, as do `buffers` and `unbuffered` together."""
+        """Asserts that each of `trainable` (in registry order) is once in `order`, and once in `buffers` or `unbuffered`."""
         for params in (self.order, [param for buffer in (*self.buffers, self.unbuffered) for param in buffer]):
             indices = sorted(param.index for param in params)
             assert indices == [param.index for param in trainable], "a layout names every trainable parameter once"

@@ -111,8 +111,8 @@ def build_keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPoli
 
 
 def build_recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute`, which recomputes the first `config.fraction` of the blocks: all layers but the first and the
-    last. The number of recomputed blocks is rounded half up.
+    """Builds `core.recompute`, which recomputes the first `config.fraction` of the blocks (all layers but the first and the
+    last). The number of recomputed blocks is rounded half up.
     """
     blocks = layer_names[1:-1]
     # The decimal number in the plan: the float 0.285 is slightly less, so 0.285 x 100 would round to 28.

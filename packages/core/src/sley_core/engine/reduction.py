@@ -388,7 +388,7 @@ ROW_NUMEL = 1024
 """The number of elements of each row if `combined_norm` views a tensor as rows."""
 MIN_ROWS_NUMEL = 4 * ROW_NUMEL
 """The minimum number of elements of a tensor that is viewed as rows. Without rows, the relative error of the norm of 16,384
-elements of which few are large, as in an embedding's gradient, is 1.2e-6 (measured).
+elements, of which few are large, as in an embedding's gradient, is 1.2e-6 (measured).
 """
 
 

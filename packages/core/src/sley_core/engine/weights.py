@@ -40,9 +40,10 @@ from sley_core.errors import RunError
 class OptimizerParam:
     """The tensor that the optimizer updates for one parameter. Its gradient is `GradientStore.part(param)`. parameter: the
     updated tensor. original: the working weight in the modules, which may be the same object. elements: the range of elements
-    in `parameter`; None if it has all. is_owned: whether `parameter` is the full tensor of a split matrix that this rank owns.
-    master: the memory of a master weight; None if `parameter` is the working weight or a view of it. working: with a master,
-    the elements of the working weight that get the master's values. synced: the `state` when the master last equalled it.
+    in `parameter`; None if it has all elements. is_owned: whether `parameter` is the full tensor of a split matrix that this
+    rank owns. master: the memory of a master weight; None if `parameter` is the working weight or a view of it. working: with a
+    master, the elements of the working weight that get the master's values. synced: the `state` when the master last equalled
+    it.
     """
 
     param: Param
@@ -85,8 +86,8 @@ class MasterWeights:
     of `add` and one for this rank's part of each sharded buffer. device: the device of the masters; None means the parameters'
     device. With a `device` there are always masters, and the code that updates them copies gradients there and weights back.
     owners: exchanges the matrices that the optimizer needs in full; None if it needs none. local_params: this rank's parts of
-    the weights. optimizer_params: the tensors in the optimizer's groups: `local_params`, in which full matrices
-    that this rank owns replace parts of split matrices.
+    the weights. optimizer_params: the tensors in the optimizer's groups: `local_params`, in which full matrices that
+    this rank owns replace parts of split matrices.
     """
 
     weights: WeightStore
@@ -210,7 +211,7 @@ class MasterWeights:
 
     @property
     def has_outside_writes(self) -> bool:
-        """Returns whether a program has written weights since the last `copy_outside_writes`. May be called while offloaded."""
+        """Returns whether a program has written weights since the last `copy_outside_writes`. The weights may be offloaded."""
         is_moved = next(self.weights.moved_parameters(), None) is not None
         return is_moved or any(entry.synced != entry.state for entry in self._masters.values())
 

@@ -207,7 +207,7 @@ def patch_head(parts: Parts, chunks: HeadChunks) -> Callable[[], None]:
 
 
 class LazyLogits(SplitLogits):
-    """The logits of `hidden` [..., h], which only the loss computes. functions: elementwise functions of the linear's output."""
+    """The logits of `hidden` [..., h], which only the loss computes. functions: elementwise functions of the linear output."""
 
     def __init__(self, head: LogitsHead, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...] = ()) -> None:
         self.hidden = hidden

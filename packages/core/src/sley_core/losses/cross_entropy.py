@@ -28,8 +28,8 @@ CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 class CrossEntropy(Loss):
     """The loss `core.cross_entropy`. A batch's weight and loss are sums over its parts.
 
-    Labels are int64 classes of any shape [...]. The output is a tensor of logits [..., classes], or `SplitLogits`, whose
-    classes are split over ranks.
+    Labels are int64 classes of any shape [...]. The output is a tensor of logits [..., classes], or `SplitLogits`,
+    which compute the loss themselves.
     """
 
     def __init__(self, config: CrossEntropyConfig) -> None:

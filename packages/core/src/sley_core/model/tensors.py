@@ -175,7 +175,7 @@ _CONTAINER_TYPES = (dict, OrderedDict)  # a search skips empty ones at once
 
 
 class ReferencedTensor(NamedTuple):
-    """A tensor that code can reach from a layer's attribute. is_in_module: whether a module outside all layers registers it."""
+    """A tensor reachable from `attribute` of a layer. is_in_module: whether a module outside all layers registers it."""
 
     attribute: str
     tensor: Tensor

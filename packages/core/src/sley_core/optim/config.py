@@ -144,7 +144,7 @@ class WarmupStableDecayConfig(DecayConfig):
 
 
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
-"""The classes of torch.optim that update an element from only the element's own gradient and states, and the step."""
+"""The classes of torch.optim that update an element only from the gradient and states of this element and the step count."""
 
 PER_MATRIX = frozenset({"Adafactor", "Muon"})
 """The classes of torch.optim that update an element from the gradients of all elements of the parameter."""
