@@ -399,7 +399,7 @@ def copy_cost(direction: CopyDirection, num_bytes: int, machine: MachineFile) ->
     if host is not None:
         return Cost(host.latency_s, num_bytes / (host.to_host if direction == "to_host" else host.to_device))
     if machine.device.kind == "cuda":
-        raise missing_host_error("[host]", "a step copies between the device and its host")
+        raise missing_host_error("[host]", "a step copies data between the device and its host")
     return Cost(machine.device.launch_s, 2 * num_bytes / machine.device.memory_bandwidth)
 
 

@@ -75,7 +75,7 @@ def find_target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_h
             targets.append(path)
     for path, parameter in layer.named_parameters(name):
         if parameter.ndim == 3 and matches_pattern(path, config.targets):
-            raise _build_target_error(f"`{path}` contains the weights of all experts, and cannot have an adapter")
+            raise _build_target_error(f"`{path}` contains the weights of all experts, so it cannot have an adapter")
     return targets
 
 

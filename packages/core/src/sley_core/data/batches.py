@@ -55,7 +55,7 @@ def open_dataset(component: "Component", context: DataContext) -> AnyDataset:
         factory = import_factory(component.name, component.path, component.document.folder)
         if "context" not in inspect.signature(factory).parameters:
             message = f"there is no held-out data to evaluate on: `{component.name}` has no parameter `context`"
-            hint = 'add a parameter `context`, whose `split` is "train" or "held_out"'
+            hint = 'add a parameter `context`; `context.split` is "train" or "held_out"'
             raise PlanError("held-out", message, path=("evaluation",), hint=hint)
     assert isinstance(component.config, FactoryDataConfig), component.config
     return wrap_dataset(dataset, component.config, component.name)
