@@ -96,9 +96,8 @@ class Rectangle(NamedTuple):
 
 
 def split_into_rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
-    """Yields rectangles that together cover the elements [first, last) of the flattened tensor of `shape`.
-
-    The rectangles are in ascending order, and each is contiguous in the flattened tensor. For n dims, there are at most 2n - 1.
+    """Yields rectangles that together cover the elements [first, last) of the flattened tensor of `shape`. The rectangles are
+    in ascending order, and each is contiguous in the flattened tensor. For n dims, there are at most 2n - 1.
     """
     if not shape and first < last:
         yield Rectangle((), ())
@@ -222,6 +221,7 @@ class SavedRun:
 
 
 def _merge_mappings(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the union of each rank's mapping. Raises RunError "checkpoint-ranks" if two ranks differ in a value."""
     merged: dict[str, Any] = {}
     for rank, mapping in enumerate(mappings):
         for name, value in mapping.items():

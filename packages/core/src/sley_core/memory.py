@@ -210,9 +210,8 @@ def group_by_storage(tensors: Iterable[tuple[str, Tensor]]) -> list[StorageEntry
 
 
 def view_in_copy(tensor: Tensor, copy: Tensor) -> Tensor:
-    """Returns a view of `copy` with the dtype, shape, strides and storage offset of `tensor`.
-
-    copy: a copy of the tensor's storage, uint8 [bytes], whose own storage offset is a multiple of the dtype's size.
+    """Returns a view of `copy` with the dtype, shape, strides and storage offset of `tensor`. copy: a copy of the tensor's
+    storage, uint8 [bytes], whose own storage offset is a multiple of the dtype's size.
     """
     start, remainder = divmod(int(copy.storage_offset()), tensor.dtype.itemsize)
     assert remainder == 0, f"a copy of {tensor.dtype} starts at byte {copy.storage_offset()}"
@@ -238,9 +237,8 @@ def block_bytes(num_bytes: int) -> int:
 
 
 class _Block:
-    """Holds `memory`, uint8 [num_bytes], whose address is a multiple of ALIGNMENT_BYTES.
-
-    key: the device and the block size. num_allocated: the allocated bytes, including bytes skipped for the alignment.
+    """Holds `memory`, uint8 [num_bytes], whose address is a multiple of ALIGNMENT_BYTES. key: the device and the block size.
+    num_allocated: the allocated bytes, including bytes skipped for the alignment.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:

@@ -365,11 +365,9 @@ class RewindableWriter(Protocol):
 
 
 class RestoreResult(NamedTuple):
-    """The result of `Run.load_checkpoint`.
-
-    path: the path of the checkpoint. step: the number of completed optimizer steps. lineage: the attempts that ran these steps
-    (`SavedRun.lineage`). notes: messages for the user. damaged_checkpoints: the newer checkpoints that were skipped: the path
-    of each, and the damage found in it.
+    """The result of `Run.load_checkpoint`. path: the path of the checkpoint. step: the number of completed optimizer steps.
+    lineage: the attempts that ran these steps (`SavedRun.lineage`). notes: messages for the user. damaged_checkpoints: the
+    newer checkpoints that were skipped: the path of each, and the damage found in it.
     """
 
     path: str
@@ -465,8 +463,7 @@ class CheckpointFiles(Protocol):
         ...
 
     def open(self, path: str) -> CheckpointReader | None:
-        """Returns the checkpoint at `path`. If `path` is a folder of checkpoints, returns the newest intact one, or None.
-
-        Reads all files once. Raises RunError "checkpoint-damaged" if a file has changed since it was written.
+        """Returns the checkpoint at `path`. If `path` is a folder of checkpoints, returns the newest intact one, or None. Reads
+        all files once. Raises RunError "checkpoint-damaged" if a file has changed since it was written.
         """
         ...

@@ -44,9 +44,8 @@ class Record:
     build: str
 
     def load(self, target: str | None = None) -> Any:
-        """Imports and returns the object that `target` names, by default the builder.
-
-        Raises ImportError or AttributeError if the object does not exist; `Plugin.load_builder` makes them a PluginError.
+        """Imports and returns the object that `target` names, by default the builder. Raises ImportError or AttributeError if
+        the object does not exist; `Plugin.load_builder` makes them a PluginError.
         """
         return import_object(target or self.build)
 
@@ -123,11 +122,9 @@ class LossRecord(Record):
 
 
 class ParameterRole(NamedTuple):
-    """Describes how an optimizer updates one parameter.
-
-    name: the value of the option `role` in the parameter's group. lr, weight_decay: the defaults for the parameter; a group of
-    the plan may replace them. scope: the scope of the update (see `OptimizerRecord`); an elementwise update works on any part
-    of the parameter.
+    """Describes how an optimizer updates one parameter. name: the value of the option `role` in the parameter's group. lr,
+    weight_decay: the defaults for the parameter; a group of the plan may replace them. scope: the scope of the update (see
+    `OptimizerRecord`); an elementwise update works on any part of the parameter.
     """
 
     name: str
@@ -355,9 +352,8 @@ class TransportRecord:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a plan, which `sley_check_plan` returns. Core adds the file, line and column.
-
-    path: the path of the key with the problem. code: the error code.
+    """A problem of a plan, which `sley_check_plan` returns. Core adds the file, line and column. path: the path of the key with
+    the problem. code: the error code.
     """
 
     path: tuple[str | int, ...]

@@ -154,7 +154,7 @@ class Attempt:
 
     @property
     def all_attempt_ids(self) -> frozenset[str]:
-        """The ids of all attempts of this run: of this attempt and of every earlier one."""
+        """The ids of all attempts of this run, including this attempt."""
         return frozenset(self.abandoned_ids) | {start.id for start in self.lineage}
 
     def is_writer_of(self, lineage: Lineage) -> bool:
@@ -178,7 +178,6 @@ def create_attempt(step: int = 0) -> Attempt:
 
 def resume_attempt(previous: Attempt | None, lineage: Lineage, step: int, requested_path: str, path: str) -> Attempt:
     """Returns a new attempt that resumes from the checkpoint at `path`, which contains the first `step` steps of `lineage`.
-
     previous: the attempt in the run's folder, or None. If no attempt of the run wrote the checkpoint, a new lineage begins.
     requested_path: the path that the user passed, or "" if the run selected the checkpoint.
     """

@@ -29,9 +29,8 @@ from sley_dp.sums import AllReduceSums, Bf16Sums, ShardSums
 
 
 class BucketedReducer(GradientHandler):
-    """Sums each gradient over its reduce group once per optimizer step, overlapped with the last backward.
-
-    The sums equal sums by `core.each`. With `reduction = "bf16"`, their relative error is at most 2^-7, unless terms cancel.
+    """Sums each gradient over its reduce group once per optimizer step, overlapped with the last backward. The sums equal sums
+    by `core.each`. With `reduction = "bf16"`, their relative error is at most 2^-7, unless terms cancel.
     """
 
     def __init__(self, config: BucketedConfig) -> None:
@@ -54,9 +53,8 @@ class BucketedReducer(GradientHandler):
         self._last_params = find_last_params(self._store.buffers)
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Starts to sum the bucket of `param` if all other gradients in the bucket are complete.
-
-        All ranks of a reduce group call this in the same order.
+        """Starts to sum the bucket of `param` if all other gradients in the bucket are complete. All ranks of a reduce group
+        call this in the same order.
         """
         if param in self._last_params:
             buffer = self._store.buffer_of(param)
@@ -176,9 +174,8 @@ class ShardedReducer(GradientHandler):
         self.sums.discard()
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Starts to sum the bucket of `param` if all other gradients in the bucket are complete.
-
-        All ranks of a reduce group call this in the same order.
+        """Starts to sum the bucket of `param` if all other gradients in the bucket are complete. All ranks of a reduce group
+        call this in the same order.
         """
         if param in self._last_params:
             buffer = self._parts.store.buffer_of(param)
@@ -198,8 +195,8 @@ class ShardedReducer(GradientHandler):
             self.gathers.wait()
 
     def _plan_layout(self, params: list[Param]) -> Layout:
-        """Returns a layout like `dp.bucketed`'s, with this rank's shard of each bucket. Parameters that are tied across stages
-        are sorted by name, so that all their stages split them into the same shards.
+        """Returns a layout with the buckets of `dp.bucketed` and this rank's shard of each. Parameters that are tied across
+        stages are sorted by name, so that all their stages split them into the same shards.
         """
         families, unreduced = split_by_family(params, self._parts.groups)
         buckets, shards = [], []

@@ -25,6 +25,7 @@ from sley_core.errors import PlanError, RunError
 from sley_core.protocols import LayerCall
 
 UNCHECKED_HINT = "set `sp = 1`, or list the layer in `[sequence] unchecked_layers` if it may work on separate slices"
+"""The hint of the error "sequence-mixing"."""
 
 MIXING_TYPES = (
     *(nn.MultiheadAttention, nn.RNNBase, nn.BatchNorm1d, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm1d),

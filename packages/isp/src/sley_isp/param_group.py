@@ -162,9 +162,8 @@ class UnshardedGroup:
 
 
 class PublishedShards:
-    """Publishes shards, so that peers can read them during a step without a message from this rank for each all-gather.
-
-    is_due: a function that takes a layer's name, and returns whether its weights are not current yet.
+    """Publishes shards, so that peers can read them during a step without a message from this rank for each all-gather. is_due:
+    a function that takes a layer's name, and returns whether its weights are not current yet.
     """
 
     def __init__(self, group: Group, is_due: Callable[[str], bool]) -> None:

@@ -42,9 +42,8 @@ NO_CHANGE = Decision([], [])
 
 
 class PrefetchPolicy:
-    """Decides which groups one rank unshards and reshards. unsharded: the groups that are full-size or in flight.
-
-    ahead: the number of units to prefetch. A unit is a single group, unless `add_group` joins several.
+    """Decides which groups one rank unshards and reshards. unsharded: the groups that are full-size or in flight. ahead: the
+    number of units to prefetch. A unit is a single group, unless `add_group` joins several.
     """
 
     def __init__(self, ahead: int) -> None:

@@ -222,11 +222,12 @@ class GradientReducer:
         self.enqueue(reduction)
 
     def enqueue(self, reduction: Reduction) -> None:
-        """Adds `reduction`, which has started, to the reductions in flight, and finishes the oldest ones beyond the limit."""
+        """Adds `reduction`, which has started, to the reductions in flight. Finishes the oldest reductions beyond the limit."""
         self._reductions.append(reduction)
         self.finish(self.max_in_flight)
 
     def _start_reduce_scatter(self, bucket: Bucket) -> Reduction:
+        """Starts one reduce-scatter of all gradients in `bucket`, and returns it."""
         gradients, group = bucket.full_gradients, bucket.group
         transport = self.group.transport("reduce")
         scratch_shapes = [(transport.num_scratch_rows(param.row_shard.size), *param.shape[1:]) for param in gradients]

@@ -213,7 +213,7 @@ def can_gather_for_layer(locations: Sequence[tuple[nn.Module, str]]) -> bool:
 
 
 class _Position(NamedTuple):
-    """The position of a saved tensor in the buffer of a group. group: the group's index. offset: in elements of `dtype`."""
+    """The position of a saved tensor in the buffer of the group with the index `group`. offset: in elements of `dtype`."""
 
     group: int
     dtype: torch.dtype

@@ -14,9 +14,8 @@ FFN_MULTIPLE = 64
 
 
 def compute_default_ffn_hidden(hidden: int) -> int:
-    """Returns 8/3 of `hidden`, rounded up to a multiple of 64.
-
-    With this width, SwiGLU's three matrices have about as many elements as two matrices of hidden x 4 hidden (Shazeer 2020).
+    """Returns 8/3 of `hidden`, rounded up to a multiple of 64. With this width, SwiGLU's three matrices have about as many
+    elements as two matrices of hidden x 4 hidden (Shazeer 2020).
     """
     return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 

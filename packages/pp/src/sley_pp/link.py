@@ -1,4 +1,4 @@
-"""The stage link: point-to-point messages, on one communicator to later stages and on another to earlier ones.
+"""The stage link: point-to-point messages, on one communicator to later stages and on another to earlier stages.
 
 A send does not wait for its receiver, unless MAX_SENDS gloo sends are in flight. Receives are posted ahead, so that messages
 arrive while the stage computes. The sender announces which tensors cross a boundary once per batch shape, for example once per
@@ -104,7 +104,7 @@ class Link:
         self._start_receives(direction_of(transfer.peer, self._stage))
 
     def post_receive(self, transfer: Transfer, key: BatchKey) -> None:
-        """Starts the receive of `transfer`, or queues it until this receive and all earlier ones in its direction can start.
+        """Starts the receive of `transfer`, or queues it until it and all earlier receives in its direction can start.
         Never blocks. In each direction, one end must post receives in the order in which the other end sends.
         """
         direction = direction_of(transfer.peer, self._stage)
@@ -262,6 +262,9 @@ class Link:
         return self._descriptions.setdefault((transfer.op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
 
     def _label(self, transfer: Transfer) -> str:
+        """Returns a description of `transfer` for errors, such as "stage 0 sends to stage 1, the output for microbatch 2
+        (...)".
+        """
         verb = "sends to" if transfer.op == "send" else "receives from"
         contents = "output" if transfer.flow == "forward" else "gradient"
         return (

@@ -97,6 +97,7 @@ def _find_fault(action: Action, earlier_actions: set[Action], chunks: int, micro
 
 
 def _missing_actions(earlier_actions: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
+    """Yields the actions that a list with `earlier_actions` lacks. A backward may be whole (B) or split (I and W)."""
     for chunk, micro in product(range(chunks), range(micros)):
         is_split = (Kind.INPUT_GRADIENT, chunk, micro) in earlier_actions
         last_kind = Kind.WEIGHT_GRADIENT if is_split else Kind.BACKWARD
@@ -116,10 +117,8 @@ ends of the transfer, but not the link (docs/adr/0014).
 
 def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
     """Returns the index of each transfer in the order that all stages follow. sent_s: the time, in seconds, at which each value
-    is sent.
-
-    Transfers that are sent at the same time are ordered by flow, then by position along the flow, so a stage posts a receive
-    before it sends its own value to the neighbour that is about to send.
+    is sent. Transfers that are sent at the same time are ordered by flow, then by position along the flow, so a stage posts a
+    receive before it sends its own value to the neighbour that is about to send.
     """
 
     def key(delivery: Delivery) -> tuple[float, Flow, int, int]:

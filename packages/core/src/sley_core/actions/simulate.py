@@ -105,6 +105,7 @@ class ScheduleSimulator:
             self._record_arrival(delivery, end_s)
 
     def _describe_blocked_stage(self, stage: int, delivery: Delivery) -> str:
+        """Returns a clause that names the action at which `stage` is blocked, and the action for which it waits."""
         index = self._next_index[stage]
         number = len(select_actions(self.lists[stage][:index])) + 1
         source = self.placement.holder(delivery.source_position)

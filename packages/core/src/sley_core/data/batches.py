@@ -246,6 +246,7 @@ def stack_samples(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Bat
 
 
 def _stack_field(name: str, field: Field, samples: Sequence[Sample]) -> Tensor:
+    """Returns the values of the field `name`, stacked. Raises RunError "data-sample" for a wrong dtype or unequal shapes."""
     values = [sample[name] for sample in samples]
     dtype = getattr(torch, field.dtype)
     for row, value in enumerate(values):
@@ -276,6 +277,7 @@ def check_tokens(batch: Mapping[str, Tensor], info: DataInfo, samples: Sequence[
 
 
 def _token_error(name: str, value: Tensor, field: Field, vocab_size: int, samples: Sequence[int] | None) -> RunError:
+    """Returns RunError "token-out-of-range" for the first invalid id in `value`, the values of the field `name`."""
     is_invalid = value >= vocab_size
     if field.ids == "token":
         is_invalid |= value < 0
@@ -332,10 +334,8 @@ def add_positions(info: DataInfo, num_slices: int) -> DataInfo:
 
 
 class SequenceSlicer:
-    """Narrows batches to slice `index` of `num_slices`.
-
-    fields: the fields of a full batch. loss: the loss of the run, or None to omit the check of the first call, which requires
-    that the loss weights of the slices add up to the weight of the batch.
+    """Narrows batches to slice `index` of `num_slices`. fields: the fields of a full batch. loss: the loss of the run, or None
+    to omit the check of the first call, which requires that the loss weights of the slices add up to the weight of the batch.
     """
 
     def __init__(self, fields: Mapping[str, Field], num_slices: int, index: int, loss: Loss | None = None) -> None:

@@ -188,7 +188,7 @@ class DataConfig(Table):
         return self.model_copy(update={key: value for key, value in empty.items() if key in type(self).model_fields})
 
     def check_num_samples(self, num_samples: int, path: KeyPath = ("data",)) -> None:
-        """Raises PlanError "data-changed" if `samples_per_epoch` is set to another number. path: of this table."""
+        """Raises PlanError "data-changed" if `samples_per_epoch` is set, but is not `num_samples`. path: this table's path."""
         if self.samples_per_epoch not in (None, num_samples):
             counts = f"it has {num_samples} samples per epoch, but the plan expects {self.samples_per_epoch}"
             hint = "remove `samples_per_epoch` to train on the current data"

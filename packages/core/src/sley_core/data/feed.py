@@ -217,6 +217,7 @@ class Feed:
         self.close()
 
     def _checked_batches(self, state: Mapping[str, Any]) -> Iterator[_PrefetchedBatch]:
+        """Yields the batches after the position `state`, each of which it first passes to the function `check`."""
         if self._reader is not None:
             items = self._stream_batches(self._reader, state)
         else:

@@ -49,6 +49,7 @@ NEEDED_TABLES = {
 
 
 def _check_parts(plan: Plan) -> Iterator[records.Problem]:
+    """Yields a problem for each missing part, and for parts that do not fit `compile`, `sp` or the sequence length."""
     for axis, (table, part, example) in NEEDED_TABLES.items():
         if (size := getattr(plan.parallel, axis)) > 1 and getattr(plan, table) is None:
             message = f"`{axis} = {size}` needs a [{table}] table that names {part}"
@@ -267,6 +268,7 @@ GRADIENT_DTYPES = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32",
 
 
 def _check_precision(plan: Plan) -> Iterator[records.Problem]:
+    """Yields a problem if `gradients` does not fit `compute`, or if the loss scale has no effect or a wrong range."""
     compute, gradients, scale = plan.precision.compute, plan.precision.gradients, plan.precision.loss_scale
     if gradients not in GRADIENT_DTYPES[compute]:
         dtypes = " or ".join(GRADIENT_DTYPES[compute])
@@ -299,6 +301,7 @@ def check_data(data: Component, model: Component, *, evaluates: bool) -> Iterato
 
 
 def _check_all_data(plan: Plan) -> Iterator[records.Problem]:
+    """Yields the problems of `[data]` and of the data of each evaluation set."""
     evaluates = plan.evaluation is not None and plan.evaluation.held_out
     for problem in check_data(plan.data, plan.model, evaluates=evaluates):
         if problem.code == "held-out" and plan.evaluation_sets:
@@ -310,6 +313,7 @@ def _check_all_data(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
+    """Yields a problem if no checkpointer can keep the best checkpoint, or `keep_best` names an unknown metric."""
     best = plan.evaluation.best if plan.evaluation is not None else None
     if plan.evaluation is None or best is None:
         return
@@ -331,6 +335,7 @@ def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_batch(batch: BatchTable, dp: int) -> Iterator[records.Problem]:
+    """Yields a problem, with sizes that fit, unless `global_size` is a multiple of `dp x micro_size`."""
     size, micro = batch.global_size, batch.micro_size
     unit = dp * micro
     if size % unit:

@@ -296,6 +296,7 @@ class _Resolver:
         return f'sley-{record.partition(".")[0]} has "{record}"' if record else None
 
     def _load_plugin(self, name: str, path: KeyPath, prefix: str = "") -> Plugin | None:
+        """Returns the plugin `name`, or None if it cannot be loaded. Records this problem once. prefix: begins the message."""
         if name not in self.plugins and name not in self._broken_plugins:
             try:
                 self.plugins[name] = self.loader.load(name)
@@ -305,6 +306,7 @@ class _Resolver:
         return self.plugins.get(name)
 
     def _validate(self, model: type[AnyTable], table: Any, path: KeyPath, owner: str) -> AnyTable | None:
+        """Returns `table` as an instance of `model`; if it is invalid, records the problems and returns None."""
         if not isinstance(table, dict):
             self._add_problem("wrong-type", f"`{path[0]}` must be a table, not {describe_value(table)}", path)
             return None
@@ -315,6 +317,7 @@ class _Resolver:
             return None
 
     def _apply_source_folder(self) -> None:
+        """Makes the plan's `source_folder`, if it has one, the folder of the document. Records a problem if it is invalid."""
         value, path = self.tables.get("source_folder"), ("source_folder",)
         if value is None:
             return

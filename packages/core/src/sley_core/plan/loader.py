@@ -174,11 +174,9 @@ class PluginLoader:
         return [PluginSource(name, "given", "0", lambda: plugins[name])] if name in plugins else []
 
     def load(self, name: str) -> Plugin:
-        """Returns the plugin `name`. The first call for a name imports and checks the plugin.
-
-        Raises PluginError "plugin-missing" (a Sley plugin that is not installed), "plugin-unknown", "plugin-ambiguous" (several
-        distributions have it), "plugin-incompatible" (it needs another version of core), and the errors of `load_hooks` and
-        `collect_records`.
+        """Returns the plugin `name`. The first call for a name imports and checks the plugin. Raises PluginError
+        "plugin-missing" (a Sley plugin that is not installed), "plugin-unknown", "plugin-ambiguous" (several distributions have
+        it), "plugin-incompatible" (it needs another version of core), and the errors of `load_hooks` and `collect_records`.
         """
         if name not in self._loaded:
             sources = self.sources(name)

@@ -38,10 +38,9 @@ from sley_core.topology import Topology
 
 @dataclass(frozen=True)
 class Component:
-    """A resolved table that names a record or factory, from which `build` builds a part of the run.
-
-    name: the record's full name (`core.adamw`), or `"module:attribute"` of the factory. record, plugin: None for a factory.
-    config: an instance of the record's `config`, or of the table's factory model. path: the path of the table in the plan.
+    """A resolved table that names a record or factory, from which `build` builds a part of the run. name: the record's full
+    name (`core.adamw`), or `"module:attribute"` of the factory. record, plugin: None for a factory. config: an instance of the
+    record's `config`, or of the table's factory model. path: the path of the table in the plan.
     """
 
     table: ComponentTable
@@ -341,6 +340,7 @@ def check_changes(changes: list[PlanChange]) -> None:
 
 
 def _change_diagnostic(change: PlanChange) -> Diagnostic:
+    """Returns a diagnostic for a refused change: "data-changed" for another number of samples, or else "resume-differs"."""
     path, old, new = change
     new_run = "or start a run with another name; `run.load_weights` loads only weights"
     if path == ("data", "samples_per_epoch") and _ABSENT not in (old, new):  # the run writes this key, not its user
