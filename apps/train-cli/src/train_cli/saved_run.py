@@ -3,7 +3,7 @@
     --resume PATH ──> starts from PATH, which `attempt.json` in the folder records ──> saves its own checkpoints
                            └── restarted, or --resume auto ───> resumes from its newest checkpoint, or from PATH if it has none
 
-To list checkpoints, their tensors are not read. When a checkpoint is loaded, its files are checked for damage.
+Listing checkpoints reads no tensors. Loading a checkpoint also checks that the files of the checkpoint are intact.
 """
 
 import json

@@ -26,7 +26,7 @@ from train_cli.main import import_optional
 
 def plugins(
     name: Annotated[
-        str | None, typer.Argument(help="A plugin (dp) or a record (dp.bucketed); or `check`, and then DIST.")
+        str | None, typer.Argument(help="A plugin (dp) or a record (dp.bucketed); or `check`, followed by DIST.")
     ] = None,
     dist: Annotated[
         str | None, typer.Argument(help="With `check`: an installed distribution, such as sley-dp.", show_default=False)

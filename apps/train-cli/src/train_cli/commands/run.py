@@ -59,8 +59,8 @@ def run(
         typer.Option(
             "--resume",
             metavar="auto|PATH",
-            help="Resume from a checkpoint: auto is the newest of this run, or none if it has taken no step; PATH is a "
-            "checkpoint.",
+            help="Resume from a checkpoint: from the newest checkpoint of this run (auto; starts the run if it has taken no "
+            "step), or from the checkpoint at PATH.",
         ),
     ] = None,
     nproc: Annotated[
@@ -168,7 +168,7 @@ def verify(
             "--tolerance",
             metavar="T",
             min=0.0,
-            help="The allowed relative error; default: that of the plan's precision and gradient handlers.",
+            help="The allowed relative error; by default, it depends on the plan's precision and gradient handlers.",
         ),
     ] = None,
     world_size: console.WorldOption = None,

@@ -45,13 +45,13 @@ def sample(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="A run folder, runs/NAME; a checkpoint, or an exported folder of transformers.")
     ],
-    prompt: Annotated[list[str], typer.Option("--prompt", metavar="TEXT", help="The text to continue. Repeatable.")],
+    prompt: Annotated[list[str], typer.Option("--prompt", metavar="TEXT", help="The text to continue. Can be repeated.")],
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The maximum number of tokens.")] = 200,
     temperature: TemperatureOption = 0.8,
     top_k: TopKOption = None,
     seed: SamplingSeedOption = 0,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Take the prompt as a user's message, by the chat template, and print the answer.")
+        bool, typer.Option("--chat", help="Format the prompt as a user's message with the chat template, and print the answer.")
     ] = False,
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json or its folder, if the plan has none.")
@@ -313,11 +313,15 @@ def eval(
     ] = None,
     harness: Annotated[
         str | None,
-        typer.Option("--harness", metavar="TASKS", help="Tasks of lm-eval, separated by commas, in place of [evaluation]."),
+        typer.Option(
+            "--harness", metavar="TASKS", help="Tasks of lm-eval, separated by commas, to run instead of [evaluation]."
+        ),
     ] = None,
     include: Annotated[
         Path | None,
-        typer.Option("--include", metavar="DIR", help="A folder with tasks in lm-eval's format, in place of its own."),
+        typer.Option(
+            "--include", metavar="DIR", help="A folder with tasks in lm-eval's format, which replace lm-eval's own tasks."
+        ),
     ] = None,
     best: BestOption = False,
 ) -> None:
