@@ -38,8 +38,8 @@ _CURRENT_DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")  # finds the
 _FIXED_DATE = date(2024, 7, 26)
 """The date that replaces the current date in templates: the default date of Llama 3.1's template."""
 
-_PROMPT_DIFFERS_REASON = "the template does not begin the turn with its generation prompt"
-_NO_PROMPT_REASON = "the conversation begins with the assistant, and has no prompt for its first turn"
+_PROMPT_DIFFERS_REASON = "the template does not begin the turn with its generation prompt"  # why a turn is dropped
+_NO_PROMPT_REASON = "the conversation begins with the assistant, and has no prompt for its first turn"  # why a turn is dropped
 _PROBE_MESSAGES = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 """The conversation that is rendered to find out which features a template has."""
 

@@ -254,7 +254,7 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
 
 
 def find_library_files() -> FilesAndProblems:
-    """Returns the source files of Python's standard library, without tests, sorted by name; or a problem if none exists."""
+    """Returns the source files of Python's standard library without its tests, sorted by name; or a problem if it has none."""
     root = sysconfig.get_path("stdlib")
     if files := _walk_library(root):
         return [*files], []

@@ -239,6 +239,7 @@ class Mixture:
         return {**sample, SOURCE: torch.tensor(source_number)}
 
     def _read_sample(self, source: _Source, number: int, index: int) -> Sample:
+        """Returns sample `index` of `source`. number: identifies the sample and the epoch of the source, for the seed."""
         with locate_errors(source.number, source.table.name):
             return source.reader.read(number, partial(read_sample, source.dataset, index))
 

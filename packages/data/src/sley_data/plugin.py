@@ -65,7 +65,7 @@ class DocumentsConfig(DataConfig):
 
     @property
     def all_tables(self) -> tuple[Self, ...]:
-        """This table and the tables of the mixture's other sources of the same type."""
+        """This table, and the tables of the same type from the other sources of the mixture."""
         return (self, *self._sibling_tables)
 
     @property

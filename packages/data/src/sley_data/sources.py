@@ -16,7 +16,7 @@ from sley_data.files import find_token_files
 from sley_data.plugin import ChatConfig, DocumentsConfig, MixtureConfig, SourceTable, TokensConfig
 
 _PROBE_TEXT = "Two sources of one mixture, 3 x 14 = 42: déjà vu!\n"
-"""A text that the tokenizers of different models split differently."""
+"""A text that the tokenizers of different models split differently. Sources with equal ids for it share a tokenizer."""
 
 
 def list_sources(config: MixtureConfig, split: Split) -> list[tuple[int, SourceTable]]:

@@ -129,7 +129,7 @@ def call_flash(
 def call_flex(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Returns the context [b, s, h, d] of torch's `flex_attention` (compiled on CUDA). Arguments: as in `call_flash`."""
+    """Returns the context [b, s, h, d], computed by `flex_attention` (compiled on CUDA). Arguments: as in `call_flash`."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         mask = _build_causal_block_mask(batch, length, window, q.device)

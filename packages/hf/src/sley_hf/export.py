@@ -139,8 +139,8 @@ def _compute_document_logits(reference: Any, row: Tensor, bounds: list[int]) -> 
 
 
 def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns a description of the plan's model in transformers' format, which reads the weights from `source`. Raises RunError
-    "weights-mismatch" if `source` does not have exactly the weights of this model.
+    """Returns the plan's model in transformers' format: its description, and its weights, which are read from `source`. Raises
+    RunError "weights-mismatch" if `source` does not have exactly the weights of this model.
     """
     config = plan.model.config
     assert isinstance(config, DecoderConfig), config

@@ -328,7 +328,7 @@ class BestEvaluation:
         return f"{self.table.metric} has not improved in {self.num_since_best} evaluation{plural}{best}"
 
     def state(self) -> dict[str, Any]:
-        """Returns the state, as a dict that JSON can encode."""
+        """Returns the state, which `restore` accepts, as a dict that JSON can encode."""
         metric = {"metric": self.table.metric, "is_max": self.table.is_max}
         return {**metric, "value": self.value, "step": self.step, "num_since": self.num_since_best}
 

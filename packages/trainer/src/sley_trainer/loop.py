@@ -158,7 +158,9 @@ class Loop:
 
     @contextmanager
     def _use_evaluation_weights(self) -> Iterator[None]:
-        """Within the block, the model has the weights for evaluations. First copies the state of an unfinished checkpoint."""
+        """Within the block, the model has the weights for evaluations. First copies the state of an unfinished checkpoint, if they
+        replace other weights.
+        """
         update = self.stepper.update
         if update.switches_weights:
             self._checkpointer.copy_unwritten_state()

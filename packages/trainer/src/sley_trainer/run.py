@@ -53,11 +53,12 @@ class Run(Loop, AbstractContextManager["Run"]):
         return self._state.resolved_plan
 
     def train(self) -> Outcome:
-        """Runs the plan's remaining steps. Returns "interrupted" if a rank has asked to stop, else "finished", also if
+        """Runs the plan's remaining steps. Returns "interrupted" if a rank has asked to stop, and otherwise "finished", even if
         `[evaluation] patience` has ended the run.
 
-        Raises RunError on all ranks: "checkpoint-folder" if a rank cannot use that folder, "not-finite" if the loss or the
-        gradient norm is not, and "nothing-counts" if a batch has the loss weight 0. The last two do not change the weights.
+        Raises RunError on all ranks: "checkpoint-folder" if a rank cannot use the checkpoint folder, "not-finite" if the loss
+        or the gradient norm is not finite, and "nothing-counts" if a batch has the loss weight 0. The last two errors leave the
+        weights unchanged.
         """
         with self.device.on_stream():
             self._finish_pending()

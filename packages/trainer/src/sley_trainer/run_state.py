@@ -186,7 +186,7 @@ class RunState(checkpointing.TrainingState):
         return {"values": values, "trees": trees, "rank": rank}
 
     def _optimizer_values(self) -> dict[str, Any]:
-        """Returns the optimizer's state without the tensors, encoded for JSON, keyed by the names in the checkpoint."""
+        """Returns the optimizer's states (without tensors), options and shared values, encoded for JSON, by checkpoint name."""
         values = {}
         for entry, state in self._optimizer_states():
             for name, value in restore.state_leaves(state):
@@ -302,7 +302,7 @@ class RunState(checkpointing.TrainingState):
             return f"the data cannot be read: {format_cause(error)}"
 
 
-AUTO = "auto"  # the path with which `load` looks for the newest checkpoint of the run
+AUTO = "auto"  # the `path` that makes `load` look for the newest checkpoint of the run
 
 
 def build_checkpointer(state: RunState) -> Checkpointer:
