@@ -158,8 +158,8 @@ class Loop:
 
     @contextmanager
     def _use_evaluation_weights(self) -> Iterator[None]:
-        """Within the block, the model has the weights for evaluations. First copies the state of an unfinished checkpoint, if they
-        replace other weights.
+        """Within the block, the model has the weights for evaluations. If they differ from the weights of training, first copies
+        the state of an unfinished checkpoint.
         """
         update = self.stepper.update
         if update.switches_weights:

@@ -326,7 +326,7 @@ class SourceSums:
         return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORE_INDEX)
 
     def _select_rows(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
-        """Returns output and batch of the samples in `rows` (bool). Raises RunError "outputs-apart" for a tensor without them."""
+        """Returns output and batch of the samples in `rows` (bool). Raises RunError "outputs-apart" if a tensor has other rows."""
         dim = self._fields[SOURCE].batch_dim
         tensors, structure = flatten(output)
         for tensor in tensors:

@@ -182,7 +182,8 @@ class Run(Loop, AbstractContextManager["Run"]):
         start again. A mapping is checked before anything is written. Pairs are checked and written one by one, so that only
         one tensor is in memory. strict: whether missing or unknown names are an error; if not, the result lists them.
 
-        Raises RunError on all ranks: "weights-mismatch", and "weights-differ" if ranks got different values.
+        Raises RunError on all ranks: "weights-mismatch" if `state` does not fit the model, and "weights-differ" if ranks got
+        different values.
         """
         self._finish_pending()
         self.memory.require("loading weights", LOAD_PARTS)

@@ -183,7 +183,7 @@ def summarize_moves(manager: OffloadManager) -> dict[str, float]:
 class OffloadMetrics:
     """Adds numbers about transfers to each metrics row of a run that has `[[offload]]`: in total, and for each of `parts` that
     is copied to the host (`offload/gb`, `offload/weights_gb`, ...). gb: the 10^9 bytes copied in both directions since the
-    previous row, summed over ranks. s: the mean over ranks of the seconds of finished copies. gb_per_s: their mean rate.
+    previous row, summed over ranks. s: the mean over ranks of the seconds of finished copies. gb_per_s: the mean rate.
     """
 
     def __init__(self, numbers: StepNumbers, num_ranks: int, managers: Sequence[OffloadManager], parts: Iterable[str]) -> None:
