@@ -168,7 +168,9 @@ class Executor:
                 call_hooks(self.hooks, "after_backward", weights_step, None)
 
     def _forward(self, micro: MicroStep, chunk_state: "ChunkState", run: ListRun) -> None:
-        """Runs the chunk's forward, and sends the output or computes the loss. `chunk_state` then starts the backward."""
+        """Runs the chunk's forward, and sends the output or computes the loss. Stores the start of the backward in
+        `chunk_state`.
+        """
         batch = run.batch[micro.micro]
         if micro.micro not in run.fields:
             moved = {name: self.device.move(value) for name, value in batch.items() if name in self._field_names}

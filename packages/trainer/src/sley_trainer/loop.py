@@ -158,7 +158,7 @@ class Loop:
 
     @contextmanager
     def _use_evaluation_weights(self) -> Iterator[None]:
-        """Within the block, the model has the weights for evaluations. If they differ from the weights of training, first copies
+        """Within the block, the model has the weights for evaluations. If they differ from the training weights, first copies
         the state of an unfinished checkpoint.
         """
         update = self.stepper.update

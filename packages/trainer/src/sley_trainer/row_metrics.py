@@ -120,7 +120,8 @@ class Meter:
         return BatchCounts(samples, tokens, trained, samples * length, pairs)
 
     def _positions(self, batch: Mapping[str, Tensor]) -> int:
-        """Returns the number of positions in a sample without tokens: 1 for vectors in a model of linears, 0 if unknown."""
+        """Returns the number of positions in a sample without tokens: 1 for vectors in a model of linear layers, 0 if unknown.
+        """
         if self._info.sequence is not None:
             return self._info.sequence
         for name, field in self._info.fields.items():
@@ -326,7 +327,7 @@ class SourceSums:
         return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORE_INDEX)
 
     def _select_rows(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
-        """Returns output and batch of the samples in `rows` (bool). Raises RunError "outputs-apart" if a tensor has other rows."""
+        """Returns output and batch of the samples in `rows` (bool). Raises RunError "outputs-apart" if batch sizes differ."""
         dim = self._fields[SOURCE].batch_dim
         tensors, structure = flatten(output)
         for tensor in tensors:
