@@ -120,8 +120,7 @@ class Meter:
         return BatchCounts(samples, tokens, trained, samples * length, pairs)
 
     def _positions(self, batch: Mapping[str, Tensor]) -> int:
-        """Returns the number of positions in a sample without tokens: 1 for vectors in a model of linear layers, 0 if unknown.
-        """
+        """Returns the number of positions in a sample without tokens: 1 for vectors in a model of linear layers, or 0."""
         if self._info.sequence is not None:
             return self._info.sequence
         for name, field in self._info.fields.items():
