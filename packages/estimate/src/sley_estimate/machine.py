@@ -154,7 +154,7 @@ class EngineTable(Table):
     """The host's time outside the layers in a step with clipping and AdamW, if the host runs ahead of its device."""
 
     step_s: Latency
-    """Seconds per step, independent of its size."""
+    """Seconds per step that do not depend on the size of the step."""
 
     parameter_s: Latency
     """Seconds per step for each trained parameter tensor of the rank."""

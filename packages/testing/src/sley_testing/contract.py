@@ -118,7 +118,7 @@ def layers() -> list[tuple[str, nn.Module]]:
 
 
 def handler_plan(handlers: list[Tables], num_microbatches: int, *, dp: int = 2, reduction: str = "fast") -> Tables:
-    """Returns the contract's fp64 plan with `handlers`. A batch has `num_microbatches` microbatches for each of two ranks."""
+    """Returns the contract's fp64 plan with `handlers`. A step has twice `num_microbatches` microbatches over all ranks."""
     return contract_plan(
         __name__,
         run={"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
@@ -222,7 +222,7 @@ class GradientHandlerContract:
         assert_same_runs(self._observe(ranks, 3), failed)
 
     def test_canonical_sums_match_one_process(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects weights and states with the same bits as in one process, and that a failed step changes nothing."""
+        """Expects weights and states to have the same bits as in one process, and a failed step to change nothing."""
         record, config = self._handler_record()
         if not record.fixed_order or record.role != "reducer" or record.tolerance_for(config):
             pytest.skip("the record declares no fixed order")

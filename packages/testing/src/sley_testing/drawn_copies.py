@@ -234,6 +234,7 @@ class DrawnEvent(CopyEvent):
         self._merge_clock()
 
     def _merge_clock(self) -> None:
+        """Records that later work of the host and the device is ordered after this event."""
         happens_before.merge_clocks(self._copies.detector.host, self.clock)
         happens_before.merge_clocks(self._copies.detector.device, self.clock)
 
@@ -243,7 +244,7 @@ class DrawnEvent(CopyEvent):
 
 
 class _CopyWatch(happens_before.MemoryWatch):  # type: ignore[no-untyped-call]
-    """Executes copies at random before each operation, and applies the rules of the detector to it."""
+    """Executes copies at random before each operation, and applies the rules of the detector to the operation."""
 
     def __init__(self, copies: DrawnCopies) -> None:
         super().__init__()

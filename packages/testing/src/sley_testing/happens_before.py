@@ -82,7 +82,7 @@ class _Accesses:
 
 
 class RaceDetector:
-    """Records operations and copies. Its methods raise AssertionError for conflicting accesses that no wait orders."""
+    """Records the memory accesses of operations and copies. Raises AssertionError if no wait orders conflicting accesses."""
 
     def __init__(self) -> None:
         self.host: Clock = {}

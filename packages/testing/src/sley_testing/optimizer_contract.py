@@ -297,6 +297,6 @@ class LRScheduleContract:
         return plan_from_dict(small_plan(learning_rate=self.learning_rate)).learning_rate.build(num_steps)
 
     def _compute_factors(self, num_steps: int) -> list[float]:
-        """Returns the factors of all steps of a run and of NUM_EXTRA_STEPS later steps, in order."""
+        """Returns the factors of the learning rate for all steps of a run and for NUM_EXTRA_STEPS later steps, in order."""
         factor = self._build_schedule(num_steps)
         return [factor(step) for step in range(num_steps + NUM_EXTRA_STEPS)]

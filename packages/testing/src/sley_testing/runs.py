@@ -194,7 +194,7 @@ def assert_same_run(reference: RunRecord, actual_run: RunRecord) -> None:
 
 
 def assert_same_runs(references: Sequence[RunRecord], actual_runs: Sequence[RunRecord]) -> None:
-    """Asserts for each rank that its two records are bit-identical, as `assert_same_run` does."""
+    """Asserts that the two records of each rank are bit-identical, as `assert_same_run` does for one rank."""
     for reference, actual_run in zip(references, actual_runs, strict=True):
         assert_same_run(reference, actual_run)
 

@@ -92,7 +92,7 @@ class OffloadManagerContract:
                 assert_same_bits(bits_before, _copy_tensors(run, [part]) if part in COPIED_PARTS else {})
 
     def test_run_closes_while_memory_is_offloaded(self, texts: Path) -> None:
-        """Expects modules to have their weights in memory again after `close`, with the same bits."""
+        """Expects `close` of a run to reload the weights of its modules with the same bits."""
         with self._run(texts) as run:
             run.step()
             expected = weights(run)

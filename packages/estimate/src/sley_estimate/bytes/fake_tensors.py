@@ -203,7 +203,7 @@ class Ledger:
         self.current_bytes -= allocation.num_bytes
 
 
-MAX_CONSTANT_NUMEL = 1 << 20  # the most elements of a fake tensor that keeps its values, since they follow from the batch alone
+MAX_CONSTANT_NUMEL = 1 << 20  # the maximum number of elements of a fake tensor that keeps values, which follow from the batch
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default  # the operator that returns a tensor's device
@@ -294,7 +294,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._depth -= 1
 
     def _store_result(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], result: Any, scratch: int) -> None:
-        """Caches the result of a call under `key`, unless it cannot be made again from the call's arguments."""
+        """Caches the result of a call under `key`, unless the result cannot be made again from the call's arguments."""
         inputs = _fake_tensors(args, kwargs)
         container = type(result) if isinstance(result, tuple | list) else None
         items = result if container else [result]

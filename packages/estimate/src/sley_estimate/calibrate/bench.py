@@ -203,7 +203,7 @@ class LayerBench:
         return [*parts, PartSeconds(products_device_s(), products_s)]
 
     def _time_work(self, work: Callable[[], object], host_s: float) -> tuple[float, Callable[[], float]]:
-        """Runs `work` after a lead. Returns the host's seconds, and a function that waits and returns the device's seconds."""
+        """Runs `work` after a `Lead`. Returns the host's seconds, and a function that waits for and returns the device's."""
         self._lead(host_s)
         start, start_s = self.device.moment(), time.perf_counter()
         work()

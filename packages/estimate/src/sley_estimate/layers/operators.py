@@ -50,9 +50,7 @@ class Operator:
 
 @dataclass(frozen=True, eq=False)
 class LayerWork:
-    """The operators of one layer on one microbatch, by phase. output_bytes: the bytes of the layer's output. saved_bytes: the
-    bytes of the tensors that are saved for the backward.
-    """
+    """The operators of a layer on one microbatch, by phase, and the bytes of its output and of tensors for its backward."""
 
     forward: tuple[Operator, ...]
     recompute: tuple[Operator, ...]

@@ -158,8 +158,8 @@ Result = TypeVar("Result")
 
 
 def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Returns `method` with a cache in its object. A call with the positional arguments of an earlier call, which must
-    be hashable, returns the cached result, or raises the cached SleyError.
+    """Returns `method` with a cache in its object. If an earlier call had the same positional arguments, returns the cached
+    result, or raises the cached SleyError. The arguments must be hashable.
     """
 
     @wraps(method)
@@ -181,9 +181,7 @@ def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
 @dataclass(frozen=True)
 class Variant:
-    """The conditions under which layers run. policy: the activation policy. micro_size: the number of samples in a microbatch.
-    sp: the number of ranks that split each sequence.
-    """
+    """The conditions under which layers run: policy, samples per microbatch, and the number of ranks per sequence (`sp`)."""
 
     policy: Choice
     micro_size: int
@@ -219,7 +217,7 @@ class LayerTimes:
 
     @memoize
     def policy(self, choice: Choice) -> ActivationPolicy:
-        """Returns the policy of `choice` for the model's layers. Raises PlanError if it cannot be built."""
+        """Returns the activation policy of `choice` for the model's layers. Raises PlanError if the policy cannot be built."""
         policy: ActivationPolicy = self._plan_variant(choice, 1).activations.build([layer.name for layer in self.model.layers])
         return policy
 
@@ -246,8 +244,8 @@ class LayerTimes:
 
     @memoize
     def _layer_seconds(self, work: LayerWork, key: str, measured: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
-        """Returns the seconds of a layer with this `work`, and their source. key: the key under which the machine file may have
-        the layer; "" if it cannot have it. measured: a variant in which it has the layer; None if it has none.
+        """Returns the seconds of a layer with this `work`, and their source. key: the layer's key in the machine file; "" if
+        the file cannot contain the layer. measured: a variant of the layer that the file contains; None if there is none.
         """
         if key in self._measured_seconds:
             return self._measured_seconds[key], "measured"
@@ -303,8 +301,8 @@ class LayerTimes:
 
 
 ATTENTION = "attention"  # the name of the operator that stands for an attention
-NUM_ATTENTION_TENSORS = 4  # attention over slices copies q, k, v and the output
-BYTES_PER_COPIED_BYTE = 3  # `describe_operator` counts the source of a copy once, and the target twice
+NUM_ATTENTION_TENSORS = 4  # the number of tensors that attention over slices copies: q, k, v and the output
+BYTES_PER_COPIED_BYTE = 3  # `describe_operator` counts each byte of a copy once for the source and twice for the target
 
 
 def scale_work(single: LayerWork, double: LayerWork, samples: float) -> LayerWork:

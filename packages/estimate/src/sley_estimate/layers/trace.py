@@ -162,7 +162,7 @@ def _record_layer(
 def start_call(
     layer: Layer, value: Value | None, fields: Mapping[str, Tensor]
 ) -> tuple[ChunkState, tuple[Any, ...], Mapping[str, Tensor]]:
-    """Returns the state, the positional arguments and the fields of a new call of `layer`. value: see `trace_layer`."""
+    """Returns the state, the positional arguments and the fields of a new call of `layer`. value: the input, if any."""
     in_flight = ChunkState()
     args: tuple[Any, ...] = () if value is None else (in_flight.build_input(*value),)
     return in_flight, args, {name: fields[name] for name in layer.fields}

@@ -161,7 +161,7 @@ class Roofline:
 
     @memoize
     def _message_s(self, num_bytes: int, stages: tuple[int, int], pp: int) -> float:
-        """Returns the seconds of the slowest message of `num_bytes` bytes between the two `stages` if there are `pp` stages."""
+        """Returns the seconds of the slowest message of `num_bytes` bytes between `stages`, which are two of `pp` stages."""
         return sum(slowest_message_cost(num_bytes, stages, Topology(self.world_size, pp), self.machine.links))
 
     @memoize
@@ -300,9 +300,7 @@ def trained_parameters(layers: Sequence[Layer]) -> list[list[nn.Parameter]]:
 
 
 def update_bytes_per_element(plan: Plan, num_states: int) -> int:
-    """Returns the bytes per weight element that an update reads and writes, including the gradient norm and, if the plan clips,
-    clipping. num_states: the number of tensors from `count_states`.
-    """
+    """Returns the bytes per weight element that an update with `num_states` states moves, including norm and clipping."""
     config: Any = plan.optimizer.config
     times = 2 if config.clip_norm is None else 4
     working, master = weight_dtypes(plan)

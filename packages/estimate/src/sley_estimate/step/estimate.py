@@ -149,8 +149,8 @@ class _ProgramBuilder:
         return self._seconds_by_id[id(operators)]
 
     def _make_exchange(self, event: BeginEvent, stage: int, counts: Counter[str], previous: Exchange | None) -> Exchange:
-        """Returns the exchange or copy that `event` begins. counts: the number of exchanges of this stage so far by axis, which
-        is part of the key; this call increments it. previous: the exchange that must end first, or None.
+        """Returns the exchange or copy that `event` begins. counts: the numbers of exchanges of this stage so far, by axis;
+        the number for the axis becomes part of the key, and is incremented. previous: an exchange that must end first, or None.
         """
         record = self.records[stage]
         members: tuple[int, ...] = (stage,)

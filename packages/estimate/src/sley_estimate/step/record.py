@@ -26,7 +26,7 @@ from sley_estimate.layers.operators import Operator, describe_operator
 from sley_estimate.machine import CopyDirection
 from sley_trainer.run import Run
 
-HOST = "host"  # stands for an axis in the records of copies between a device and its host; no process group has it
+HOST = "host"  # replaces the axis of a process group in records of copies between a device and its host
 MESSAGES = "pp"  # the axis of messages between stages, which are not recorded, since the action lists contain them
 
 
