@@ -110,7 +110,7 @@ class _LocalRanks:
             self._processes.append(subprocess.Popen(command, env=environ, start_new_session=True))
 
     def forward_signal(self, signum: int) -> None:
-        """Sends a signal that the launcher has received to all ranks. Each then finishes its step within its time limit."""
+        """Sends all ranks a signal that the launcher has received. Each rank then finishes its step within its time limit."""
         self._has_forwarded_signal = True
         pids = [process.pid for process in self._processes]
         # Ranks have no terminal, so SIGHUP becomes SIGTERM.

@@ -204,7 +204,7 @@ def _find_message_cycle(late_exchanges: Sequence[_LateExchange]) -> list[_LateEx
 
 
 def _find_late_exchanges(by_rank: Mapping[int, FaultReport]) -> Iterator[_LateExchange]:
-    """Yields the exchange of each waiting rank for which other ranks are late, because they wait in other exchanges."""
+    """Yields the exchange of each waiting rank if ranks that wait in other exchanges have not started that exchange."""
     for rank, report in by_rank.items():
         late = [member for member in find_late_ranks(report, by_rank) if member in by_rank and by_rank[member].wait is not None]
         if report.wait is not None and late:

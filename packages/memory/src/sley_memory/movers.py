@@ -114,7 +114,9 @@ class Streams:
 
 
 class TimedCopies(NamedTuple):
-    """Copies in flight in one direction. end: the event after the copies. start_s: when they began, by `time.perf_counter`."""
+    """Copies in flight in one direction. end: the event after the copies. start_s: the time of their start, by
+    `time.perf_counter`.
+    """
 
     end: CopyEvent
     start_s: float

@@ -234,7 +234,7 @@ def _print_answer(text_ids: TextIds, steps: Any) -> str:
 
 
 def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system: int) -> list[int]:
-    """Returns the token ids of `messages`. If they are too many, first removes the oldest turns after `num_system` messages."""
+    """Returns the token ids of `messages`. If there are too many, removes the oldest turns after `num_system` messages."""
     while True:
         ids: list[int] = generator.encode_chat(messages)
         if generator.max_length is None or len(ids) < generator.max_length or len(messages) <= num_system + 1:
