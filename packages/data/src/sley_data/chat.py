@@ -57,7 +57,7 @@ _LABEL_BIT = 1 << 31  # the bit that is set in a stored token if the token is a 
 
 TOO_LONG_REASON = "longer than `sequence`"  # the reason in `ChatStats.dropped` for a sample that is left out
 CUT_REASON = "longer than `sequence`, and cut there"  # the reason for a sample that keeps only its first tokens
-NO_LABEL_REASON = "no token has a label"  # the reason for a sample on which nothing would be trained
+NO_LABEL_REASON = "no token has a label"  # the reason for a sample without a label to train on
 
 
 def encode_conversations(

@@ -120,7 +120,7 @@ def _has_wildcard(pattern: str) -> bool:
 
 
 def _match_files(pattern: str) -> Iterator[DataFile]:
-    """Yields the files that a path or pattern names, sorted. Raises `_BadPathError` if no file exists, or all are empty."""
+    """Yields the files that a path or pattern names, sorted for a pattern. Raises `_BadPathError` if none has content."""
     if pattern.startswith("hf:/"):
         try:
             pattern = download_files(pattern)

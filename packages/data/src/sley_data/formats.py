@@ -160,7 +160,7 @@ def _match_signature(head: bytes, signatures: dict[bytes, T]) -> T | None:
     return next((value for signature, value in signatures.items() if re.match(signature, head, re.DOTALL)), None)
 
 
-_BLOCK_BYTES = 1 << 13  # the size of a block that `read_blocks` reads
+_BLOCK_BYTES = 1 << 13  # the size in bytes of a block that `read_blocks` reads
 _NUM_BLOCKS = 16  # the number of blocks of `_BLOCK_BYTES` bytes that `read_blocks` reads: 128 KiB in total
 
 _MIN_IDS = 64

@@ -189,8 +189,8 @@ def device_peak_flops(device: torch.device, compute: str) -> float | None:
 
 
 def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None = None) -> ModelFlops:
-    """Returns the FLOPs of a model, computed from its modules, which may be on meta: 6 N + 6 W S for each token of a sequence
-    of S tokens, with N elements in trained matrices and attention of width W.
+    """Returns the FLOPs of a model's forward and backward, computed from its modules, which may be on meta: 6 N + 6 W S for
+    each token of a sequence of S tokens, with N elements in trained matrices and attention of width W.
 
     A trained matrix with N elements needs 2 N FLOPs per position in the forward, 2 N for the gradient of its input and 2 N for
     its own gradient. A frozen matrix needs 4 N, or 2 N before the first layer with a trained parameter. Causal attention of
@@ -260,7 +260,7 @@ def peak_memory_mb(device: torch.device) -> float:
 
 class SourceSums:
     """Sums the losses and loss weights of each source of samples in one step on this rank. names: the names of the sources.
-    fields: the declared batch fields. splitter: its options say whether this rank calls the loss's `weight`, and with what.
+    fields: the declared batch fields. splitter: says whether to call `loss.weight`, and with slices or full sequences.
     """
 
     def __init__(

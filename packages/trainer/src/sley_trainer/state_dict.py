@@ -94,7 +94,7 @@ _INTEGER_DTYPES = {4: torch.int32, 8: torch.int64}
 
 
 class _SavedTensor(NamedTuple):
-    """A tensor that this rank's stage saves: a parameter, or a buffer or extra state. The field for the other is None."""
+    """A tensor that this rank's stage saves: a parameter, a buffer or an extra state. Either `param` or `buffer` is None."""
 
     spec: Spec
     param: Param | None

@@ -138,7 +138,7 @@ class Update:
     @contextmanager
     def use_evaluation_weights(self) -> Iterator[None]:
         """Within the block, weights and masters are the averages, or the weights of the optimizer's evaluation mode, if the run
-        has either. Then restores their values exactly. All ranks must call it between steps, with all memory on the device.
+        has either. Then restores the old values exactly. All ranks must call it between steps, with all memory on the device.
         """
         if not self.switches_weights:
             yield
