@@ -148,7 +148,7 @@ def memory_lines(stages: Sequence["RankBytes"], world_size: int, limit: int | No
 
 
 def draw_step(plan: Plan, world_size: int, machine: MachineFile) -> Iterator[str]:
-    """Yields a drawing of an estimated step, then `seconds_lines`. Raises the errors of `estimate_plan`, with locations."""
+    """Yields a drawing of the estimated step, then `seconds_lines`. Adds locations in the plan to errors of `estimate_plan`."""
     from sley_estimate.step.estimate import estimate_plan
 
     try:

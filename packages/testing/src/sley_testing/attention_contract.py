@@ -155,7 +155,7 @@ class _AttentionLayer(nn.Module):
 
 
 def _draw_inputs(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Returns q [b, s, h, d], k and v [b, s, h_kv, d] in float64, equal on all ranks, and the document bounds."""
+    """Returns q [b, s, h, d], k and v [b, s, h_kv, d] in float64, equal on all ranks, and any document bounds by name."""
     heads, kv_heads, packed = case
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
@@ -186,6 +186,6 @@ def _relative_errors(attention: nn.Module, group: Group, case: Case, seed: int) 
 
 
 def sequence_plan(sequence: Tables | None, dropout: float = 0.0, **changes: Any) -> Tables:
-    """Returns the contract's plan. sequence: the table `[sequence]` for two ranks; None if one process runs the plan."""
+    """Returns the contract's plan with `changes`. sequence: the table `[sequence]` for two ranks; None for one process."""
     plan = model_plan(dropout, batch={"global_size": 4, "micro_size": 2}, optimizer={"use": "core.sgd", "lr": 0.01})
     return plan | ({"parallel": {"sp": 2, "dp": 1}, "sequence": sequence} if sequence else {}) | changes

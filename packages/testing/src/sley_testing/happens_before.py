@@ -96,7 +96,7 @@ class RaceDetector:
         self._memory_of(data.untyped_storage()).is_host = True
 
     def record_operation(self, name: str, accesses: "Sequence[Access]") -> None:
-        """Records an operation. The host executes it if all its tensors are in host memory, else the device."""
+        """Records the operation `name`. The host executes it if all its tensors are in host memory, otherwise the device."""
         if self.device[DEVICE] % _SWEEP_EVERY == 0:
             self.check_freed_memory()
             self._memory = {key: memory for key, memory in self._memory.items() if not memory.reference.expired()}

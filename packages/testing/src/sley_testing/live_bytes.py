@@ -65,7 +65,7 @@ def peak_bytes(events: list[Allocation]) -> int:
 @dataclass(frozen=True)
 class MeasuredBytes:
     """Holds the measured bytes of a rank. states: the bytes of each part of the run after the last step. peak: the maximum
-    number of live bytes allocated since assembly. It excludes samples, since the profiler does not record their thread (see
+    number of live bytes allocated since assembly, without samples, since the profiler does not record their thread (see
     `RankBytes.batch`). plan_values: values of the plan that only the run could determine, such as a partition.
     """
 

@@ -37,7 +37,7 @@ from sley_trainer.run import Run
 
 Tensors = dict[str, Tensor]
 
-BF16_SUMS = "bf16 sums"  # the key of plans with `[precision] gradients = "bf16"` in WEIGHTS and GRADIENTS
+BF16_SUMS = "bf16 sums"  # the key in WEIGHTS and GRADIENTS for plans with `[precision] gradients = "bf16"`
 
 WEIGHTS = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-5}
 """The relative tolerance of weights after three steps, compared with one process. See docs/internals.md, Parity."""

@@ -266,7 +266,7 @@ WARMUP_STEPS = 3  # the number of steps before the timed steps, in which optimiz
 
 
 class IndexDataset:
-    """A dataset of which sample i has only the field `index`, the number i."""
+    """A dataset in which sample i consists of the field `index` with the value i."""
 
     info = DataInfo({"index": Field("int64")})
 

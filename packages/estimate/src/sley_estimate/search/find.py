@@ -221,7 +221,7 @@ class Roofline:
         )
 
     def _exchange_s(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
-        """Returns the seconds of an exchange per size in bytes, [2, sizes]: row 0 can overlap with computing, row 1 cannot."""
+        """Returns the seconds [2, sizes] of exchanges of `sizes` bytes: row 0 can overlap with computing, and row 1 cannot."""
         costs = {size: slowest_cost(collective, int(size), topology, axis, self.machine.links) for size in sizes}
         return np.array([(costs[size].latency_s + costs[size].transfer_s, costs[size].member_work_s) for size in sizes]).T
 

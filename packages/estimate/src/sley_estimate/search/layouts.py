@@ -56,7 +56,7 @@ class Hint:
     moves_every_step: Callable[[Any], bool] = lambda config: True
 
 
-NO_HINT = Hint()  # the hint for a record to which no plugin gives one
+NO_HINT = Hint()  # the hint for a record if its plugin gives none
 
 CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep", "recompute")}
 """The hints for the records of core. A search tries each of these three records with its default options."""
