@@ -404,6 +404,6 @@ def copy_cost(direction: CopyDirection, num_bytes: int, machine: MachineFile) ->
 
 
 def missing_host_error(key: str, reason: str) -> PlanError:
-    """Returns the error for a machine file without the table or key `key`. reason: the part of a step that needs it."""
+    """Returns the error for a machine file without the table or key `key`. reason: a clause that says why it is needed."""
     hint = "use `train-cli calibrate` on a machine with a CUDA device to measure it"
     return PlanError("machine-host", f"the machine file has no `{key}`, but {reason}", hint=hint)

@@ -65,9 +65,9 @@ class Squares:
 
 
 class UnevenBlock(nn.Module):
-    """Uses the linear `often` twice and `never` not at all; `frozen` is not trained. The gradient store reports parameters whose
-    gradients are complete, in reverse order. Since `never` gets no gradient, the store reports it and all earlier parameters
-    after the backward, but `often` during the backward.
+    """Uses the linear `often` twice and `never` not at all; `frozen` is not trained. The gradient store reports complete
+    gradients in reverse order of the parameters. Since `never` gets no gradient, the store reports it and all earlier
+    parameters after the backward, but `often` during the backward.
     """
 
     def __init__(self, width: int) -> None:

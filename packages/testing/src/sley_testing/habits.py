@@ -60,7 +60,7 @@ class AdaptiveAgain(Adaptive):
 
 
 class Normed(nn.Module):
-    """Uses linears with weight norm, whose weight is computed from other parameters in each forward."""
+    """Uses linears with weight norm. Each forward computes their weights from other parameters."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -313,7 +313,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return check_and_call
 
     def _wrap_resize(self) -> Callable[..., Any]:
-        """Returns a replacement for `UntypedStorage.resize_` that calls `before_resize`, and its result afterwards."""
+        """Returns a replacement for `UntypedStorage.resize_` that calls `before_resize` first, and its result, if any, last."""
         method = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:

@@ -300,7 +300,7 @@ def trained_parameters(layers: Sequence[Layer]) -> list[list[nn.Parameter]]:
 
 
 def update_bytes_per_element(plan: Plan, num_states: int) -> int:
-    """Returns the bytes per weight element that an update with `num_states` states moves, including norm and clipping."""
+    """Returns the bytes per weight element that an update with `num_states` optimizer states moves, with clipping."""
     config: Any = plan.optimizer.config
     times = 2 if config.clip_norm is None else 4
     working, master = weight_dtypes(plan)
