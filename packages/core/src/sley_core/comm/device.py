@@ -249,7 +249,7 @@ class Device:
     @contextmanager
     def on_stream(self) -> Iterator[None]:
         """Makes the run's stream current within the block. The block's work follows the caller's earlier work on the device,
-        and precedes its later work. Does nothing if the run's stream is already current, or the device has no streams.
+        and precedes the caller's later work. Does nothing if the run's stream is already current, or the device has no streams.
         """
         if self.stream is None or (current := torch.cuda.current_stream(self.torch_device)) == self.stream:
             yield

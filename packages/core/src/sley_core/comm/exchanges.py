@@ -30,9 +30,8 @@ BEGINNING = "the beginning of the step"  # `ActionProgress.current_entry` before
 REDUCTION_END, UPDATE, BETWEEN_STEPS = "the end of the gradients' reduction", "the update", "the time between two steps"
 EVALUATION = "an evaluation"  # `ActionProgress.current_entry` before the first entry of an evaluation
 DEVICE_WAIT = "the wait for the device"
-"""The values of `ActionProgress.current_entry` when no entry of an action list runs. REDUCTION_END, UPDATE and BETWEEN_STEPS
-follow the last entry of a step, in this order. DEVICE_WAIT: the host waits for a step's results; on CUDA, the next may have
-begun.
+"""Values of `ActionProgress.current_entry` when no entry of an action list runs. REDUCTION_END, UPDATE and BETWEEN_STEPS follow
+the last entry of a step, in this order. DEVICE_WAIT: the host waits for a step's results; on CUDA, the next may run.
 """
 
 
@@ -156,9 +155,8 @@ class SentBytes:
 
 @dataclass(frozen=True)
 class Members:
-    """Names the members of one group of ranks, one of which is this rank. axis: the mesh axis along which the members
-    communicate. ranks: the global ranks of all members, ascending. rank: this rank. progress: this rank's exchanges in all its
-    groups.
+    """Names the members of a group of ranks, one of which is this rank. axis: the mesh axis along which members communicate.
+    ranks: the global ranks of all members, ascending. rank: this rank. progress: this rank's exchanges in all its groups.
     """
 
     axis: str

@@ -246,8 +246,7 @@ def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timed
 def _unbind_default_group() -> Iterator[None]:
     """Unbinds the default group from its device within the block, so that torch can create a gloo group beside NCCL. If the
     default group is bound to a device, as with NCCL, the ranks outside a new group take part in a split of the default
-    communicator. The members take part only if the new group uses NCCL, so for a gloo group the ranks outside would wait
-    forever.
+    communicator. The members of the new group do so only for NCCL, so for gloo the ranks outside would wait forever.
     """
     default: Any = dist.group.WORLD
     device_id, default.bound_device_id = default.bound_device_id, None

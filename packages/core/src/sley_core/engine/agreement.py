@@ -262,9 +262,7 @@ def difference_term(group: Group, number: int) -> int:
 
 
 def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
-    """Returns a summary of this rank's exchanges in each group since its log was cleared, by the group's label. Omits groups
-    without exchanges.
-    """
+    """Returns a summary of this rank's logged exchanges for each group that has any, by the label of the group."""
     # This runs in every step, so long labels are built only for groups with exchanges.
     return {str(group): exchanged for group in groups if (exchanged := group.exchange_log.summarise(group.ranks)) is not None}
 
@@ -365,9 +363,7 @@ COMPARE_EVERY = 256
 
 
 class _TensorSlot(NamedTuple):
-    """A place for a parameter or buffer of a layer: `values[key]`. values: the dict `_parameters` or `_buffers` of `module`.
-    name: the path of the parameter or buffer in the model.
-    """
+    """A parameter or buffer of `module`: `values[key]`, in `_parameters` or `_buffers`. name: its path in the model."""
 
     name: str
     module: nn.Module
@@ -377,9 +373,7 @@ class _TensorSlot(NamedTuple):
 
 
 class _LayerSnapshot(NamedTuple):
-    """The watched tensors of a layer before or after a call. states: for each tensor, its version counter, or, if
-    `compares_values`, the version counter and a hash of the values.
-    """
+    """The watched tensors of a layer. states: the version counter of each, and a hash of its values if `compares_values`."""
 
     tensors: list[Tensor | None]
     states: list[tuple[int, int]] | list[int]
@@ -401,9 +395,7 @@ class WriteWatch:
         self._writers: dict[str, str] = {}
 
     def begin_call(self, layer: Layer, micro: MicroStep) -> _LayerSnapshot | None:
-        """Returns a snapshot of `layer` before its call for `micro`. Returns None for a call that is not watched: after a
-        layer's first step, only calls for microbatch 0 are.
-        """
+        """Returns a snapshot of `layer` before its call for `micro`; None after its first step, except for microbatch 0."""
         is_first_call = layer.name not in self._slots_of_layer
         if is_first_call:
             self._slots_of_layer[layer.name] = list(self._list_slots(layer))

@@ -237,9 +237,7 @@ def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
-    """Returns the value that `flatten` split into `leaves` and `structure`. Raises RunError `boundary-type` if this process has
-    not imported the class of a container.
-    """
+    """Returns the value that `flatten` split. Raises RunError `boundary-type` if this process has not imported a class."""
     if structure is None:
         return None
     if isinstance(structure, int):

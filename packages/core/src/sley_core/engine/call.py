@@ -98,9 +98,7 @@ class Recompute(ActivationPolicy):
 
 
 def _read_versions(inputs: Any, *, with_bits: bool) -> list[tuple[int, int]]:
-    """Returns, for each tensor in `inputs`, its version counter, and a hash of its values if `with_bits` is true, else 0. The
-    hash is also 0 if the tensor has no readable memory. Waits until the device has computed the hashes.
-    """
+    """Returns the version counter of each tensor in `inputs` and, if `with_bits`, a hash of its values, else 0."""
     versions_and_hashes = [(version_of(tensor), sum_of_bits(tensor) if with_bits else None) for tensor in tensors_in((inputs,))]
     return [(version, 0 if bits is None else int(bits)) for version, bits in versions_and_hashes]
 

@@ -35,9 +35,7 @@ from sley_core.topology import DEFAULT_CHANNEL
 
 
 class TreeLeaf(NamedTuple):
-    """A leaf of the tree of one parameter. layer_index: the index, in `Param.layers`, of the layer that used the parameter.
-    microbatch: the global number of the microbatch.
-    """
+    """A leaf of a parameter's tree. layer_index: the index of a layer in `Param.layers`. microbatch: its global number."""
 
     layer_index: int
     microbatch: int

@@ -154,9 +154,7 @@ class PartialSums:
         return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
 
     def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
-        """Adds one tensor to the other in place, and returns the sum: in `target` if it is one of them, else in `total`. The
-        memory of the other tensor goes to `sum_memory`.
-        """
+        """Adds both in place. Returns the sum, in `target` if that is one of them. The other tensor goes to `sum_memory`."""
         if other is self.target:
             total, other = other, total
         total.add_(other)

@@ -125,8 +125,8 @@ class GradientStore:
         return self._accumulators[param].view
 
     def part(self, param: Param) -> Tensor:
-        """Returns a view of this rank's part of the gradient: the range `elements(param)`, or the full gradient. Raises
-        RunError `gradient-frozen` and `gradients-freed` as `gradient` does.
+        """Returns a view of the elements `elements(param)` of the gradient, or of all. Raises RunError if it is frozen or
+        freed.
         """
         self._check_not_freed()
         return self._parts[param] if param in self._parts else self.gradient(param)
@@ -281,7 +281,7 @@ class GradientStore:
         self._has_memory = True
 
     def begin_step(self) -> None:
-        """Starts a step, and discards earlier gradients. Raises RunError after `close`, StateError while freed."""
+        """Starts a step, and discards earlier gradients. Raises RunError after `close`, StateError if the memory is freed."""
         if self._is_closed:
             raise run_closed_error("gradient store")
         if not self._has_memory:

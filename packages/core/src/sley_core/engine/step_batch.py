@@ -324,9 +324,7 @@ def needs_whole_sequences(plan: Plan) -> bool:
 
 
 class WholeSequences:
-    """Gathers full sequences over `sp` for a loss. fields: the fields of the slices. is_counted: whether this rank's loss
-    counts, which is true only on the first rank of `sp`.
-    """
+    """Gathers full sequences over `sp` for a loss. fields: the slices' fields. is_counted: whether this rank's loss counts."""
 
     def __init__(self, fields: Mapping[str, Field], sp: Group) -> None:
         self.fields = fields

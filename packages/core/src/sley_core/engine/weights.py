@@ -42,8 +42,7 @@ class OptimizerParam:
     updated tensor. original: the working weight in the modules, which may be the same object. elements: the range of elements
     in `parameter`; None if it has all elements. is_owned: whether `parameter` is the full tensor of a split matrix that this
     rank owns. master: the memory of a master weight; None if `parameter` is the working weight or a view of it. working: with a
-    master, the elements of the working weight that get the master's values. synced: the `state` when the master last equalled
-    it.
+    master, the elements of the working weight that get the master's values. synced: the last recorded `state`.
     """
 
     param: Param
@@ -174,8 +173,7 @@ class MasterWeights:
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
         """Rounds masters into working weights, drops references to gradients, and starts to fetch other ranks' parts
-        (`weights.settle` waits). are_sent: whether the working weights have these values already; None means True only with a
-        `device`.
+        (`weights.settle` waits). are_sent: whether working weights have these values already; None means True with a `device`.
         """
         self._copy_back()
         if masters := list(self._masters.values()):
@@ -275,7 +273,7 @@ class PartExchange:
         self.sizes: dict[Param, Sequence[int]] = {}
 
     def gather(self, parts: Mapping[Param, Tensor], label: str) -> dict[Param, Tensor]:
-        """Returns the full tensors of this rank's own parameters. A collective. parts: this rank's part of each parameter."""
+        """Returns the full tensors of the parameters that this rank owns. A collective. parts: this rank's part of each."""
         coord = self.group.coord
         by_owner = [[param for param in parts if self.owners[param] == owner] for owner in range(self.group.size)]
         sent = [[parts[param] for param in params] for params in by_owner]

@@ -29,8 +29,7 @@ def once_per_field(field: Tensor, key: Hashable, compute: Callable[[], T]) -> T:
     """Returns `compute()`, or its cached result. `compute` must depend only on `field` and `key`. A cached result has no
     gradient. Use it for values that many layers compute from one field, such as a mask from `cu_seqlens`. A cached result lives
     as long as the tensor object `field`, which exists for one microbatch; a write to the field invalidates it. Compiled layers
-    compute inside the graph. In inference mode, whose tensors have no version and may not enter a graph later, every call
-    computes.
+    compute inside the graph. In inference mode, whose tensors have no version and may enter no graph, every call computes.
     """
     if torch.compiler.is_compiling() or field.is_inference() or torch.is_inference_mode_enabled():
         return compute()
@@ -68,8 +67,8 @@ class Attention(nn.Module):
         """Returns the context [b, s, h, d], in the dtype of q. q: [b, s, h, d]. k, v: [b, s, h_kv, d], where h is a multiple of
         h_kv. cu_seqlens: [b, n + 1] integers: the starts of each row's documents, 0 first, then padded with s; None means one
         document per row. scale: the factor of the scores; 1 / sqrt(d) if None. window: the number of positions, including
-        itself, to which a position attends; None means all up to itself. dropout: the probability with which attention weights
-        are dropped.
+        itself, to which a position attends; None means all up to itself. dropout: the probability of dropping an attention
+        weight.
         """
         is_cuda = device_kind(q) == "cuda"
         if cu_seqlens is not None and is_cuda and not dropout and _has_varlen(q.dtype):

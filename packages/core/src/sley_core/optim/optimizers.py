@@ -250,7 +250,7 @@ or `("attribute", path of the optimizer, name)`.
 
 
 def shared_values(optimizer: Optimizer) -> SharedValues:
-    """Returns the options, states and attributes of the whole optimizer that are plain data, by location: not copies."""
+    """Returns, by location, the options, states and attributes of the whole optimizer that are plain data. Does not copy."""
     values: SharedValues = {}
     for number, group in enumerate(optimizer.param_groups):
         values |= {("option", number, key): value for key, value in group.items() if key != "params" and is_plain_data(value)}
