@@ -321,8 +321,8 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def choose_checkpoint_name(step: int, used_names: Iterable[str]) -> str:
-    """Returns an unused name for the checkpoint after `step`, which sorts as the newest one. If the run has resumed from an
-    older checkpoint or saves a step again, the name ends with the number of such rewinds.
+    """Returns an unused name for the checkpoint after `step`. The name sorts as the newest. If the run has resumed from
+    an older checkpoint or saves a step again, the name ends with the number of such rewinds.
     """
     keys = [_sort_key(name) for name in used_names if _STEP_PATTERN.fullmatch(name)]
     num_rewinds, last_step = max(keys, default=(0, -1))

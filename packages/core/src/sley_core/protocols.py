@@ -399,7 +399,7 @@ class Checkpointer(Protocol):
     def load(self, path: str | Path, *, allow_fresh_start: bool) -> RestoreResult | None:
         """Restores the run by `TrainingState.restore` and describes the checkpoint; returns None if "auto" finds no checkpoint.
 
-        path: a checkpoint; a folder of checkpoints, whose newest intact one is loaded; or "auto", for the newest checkpoint of
+        path: a checkpoint; a folder, whose newest intact checkpoint is loaded; or "auto", for the newest checkpoint of
         this run. allow_fresh_start: whether "auto" may return None although the run has already trained; if not,
         `AttemptTracker.refuse_fresh_start` raises. Raises RunError "no-checkpoint", "checkpoint-damaged" or the errors of
         `TrainingState.restore` on all ranks, with nothing changed.

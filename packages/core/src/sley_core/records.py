@@ -253,7 +253,7 @@ class WeightCommunicatorRecord(RoundingRecord):
         of the microbatches in `parts.store.reduction.concurrent_microbatches(group)` to `store.add_microbatches`, one for each
         microbatch.
     tolerance: the relative error of each gathered weight.
-    gather_bytes: a function `(config, itemsize)` that returns the result of `gather_bytes_per_element`, or None for `itemsize`.
+    gather_bytes: a function `(config, itemsize)` that returns the bytes that a gather sends per element; None for `itemsize`.
     """
 
     fixed_order: bool = False

@@ -51,10 +51,10 @@ class ShardedConfig(ReducerConfig):
 
 
 SUMS_CHANNEL = "sums"
-"""The channel on which gradients are summed, on an axis that `shards_axis` names."""
+"""The name of the channel on which `dp.sharded` sums gradients."""
 
 WEIGHTS_CHANNEL = "weights"
-"""The channel on which weights are gathered, on the same axis. It is separate, so that a slow gather does not delay a sum."""
+"""The name of the channel on which `dp.sharded` gathers weights. It has its own channel, so that it does not delay a sum."""
 
 
 def shards_axis(reduce_group: str) -> str:

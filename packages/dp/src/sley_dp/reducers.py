@@ -78,7 +78,7 @@ class BucketedReducer(GradientHandler):
 
 
 def find_last_params(buffers: Iterable[GradientBuffer]) -> set[Param]:
-    """Returns the last parameter of each bucket to get its gradient, which is the parameter with the lowest index."""
+    """Returns each bucket's parameter with the lowest index, whose gradient is the last in the bucket to be complete."""
     return {min(buffer.params, key=lambda param: param.index) for buffer in buffers}
 
 

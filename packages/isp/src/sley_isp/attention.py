@@ -73,7 +73,7 @@ def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[.
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwargs: Any) -> Tensor:
-    """Returns the context of this rank's slice. Runs outside of compiled graphs, since exchanges cannot be compiled."""
+    """Returns this rank's slice of the attention's output. Runs outside of compiled graphs, which cannot contain exchanges."""
     tensors, probe = _select_tensors(args, group.size), RUNNING_PROBE.get()
     call = partial(_exchange_and_attend, attention, group, tensors, args[len(tensors) :], kwargs)
     return call() if probe is None else probe.attend(tensors, call)

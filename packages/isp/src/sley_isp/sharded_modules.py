@@ -160,7 +160,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: ShardedModule, *_shards: Tensor) -> Tensor:
-        """Returns the output. Saves the input if a weight is trainable. A recomputation holds the weights for its backward."""
+        """Returns the output. Saves the input if a weight is trainable. A recomputation keeps the weights for the backward."""
         ctx.module = module
         is_held = any(ctx.needs_input_grad) and module.communicator.is_recomputing and module.group.has_linear
         output, inputs = module.compute(x, num_holds=int(is_held))

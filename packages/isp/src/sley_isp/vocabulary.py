@@ -73,7 +73,7 @@ class TokenGather:
         work.wait_sent()
 
     def all_to_all(self, tensor: Tensor, channel: str, label: str) -> tuple[Tensor, Work]:
-        """Starts an all-to-all of the rows of `tensor` [size, ...], and returns its output and the handle."""
+        """Starts an all-to-all of the rows of `tensor` [size, ...]. Returns the output of the exchange and the handle."""
         output = torch.empty_like(tensor)
         self.counters.add(tensor, self.group, passes=1)
         return output, self.group.transport(channel).all_to_all(output, tensor, label=label)

@@ -104,8 +104,8 @@ class Link:
         self._start_receives(direction_of(transfer.peer, self._stage))
 
     def post_receive(self, transfer: Transfer, key: BatchKey) -> None:
-        """Starts the receive of `transfer`, or queues it until it and all earlier receives in its direction can start.
-        Never blocks. In each direction, one end must post receives in the order in which the other end sends.
+        """Starts the receive of `transfer`, or queues it until this receive and all earlier receives in its direction can
+        start. Never blocks. In each direction, one end must post receives in the order in which the other end sends.
         """
         direction = direction_of(transfer.peer, self._stage)
         self._has_backwards |= transfer.flow == "backward"
@@ -262,9 +262,7 @@ class Link:
         return self._descriptions.setdefault((transfer.op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
 
     def _label(self, transfer: Transfer) -> str:
-        """Returns a description of `transfer` for errors, such as "stage 0 sends to stage 1, the output for microbatch 2
-        (...)".
-        """
+        """Returns the description of `transfer` for errors: "stage 0 sends to stage 1, the output for microbatch 2 ..."."""
         verb = "sends to" if transfer.op == "send" else "receives from"
         contents = "output" if transfer.flow == "forward" else "gradient"
         return (

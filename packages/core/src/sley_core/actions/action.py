@@ -78,8 +78,8 @@ def direction_of(sender: int, receiver: int) -> Direction:
 class Transfer(NamedTuple):
     """Describes one end of a transfer between two stages.
 
-    op: "post" prepares a buffer and starts the receive; the action that needs the value waits for it, so there is no entry to
-    wait. "send" starts to send the result of the preceding action. Neither blocks. chunk: the chunk on this stage. A post
+    op: "post" prepares a buffer and starts the receive, for which the action that needs the value waits. "send" starts to send
+    the result of the preceding action. Neither blocks. chunk: the chunk on this stage. A post
     receives the chunk's input (forward flow) or the gradient of its output (backward flow). A send sends the chunk's output or
     the gradient of its input. micro: the microbatch. peer: the stage at the other end. peer_chunk: the chunk on that stage.
     """
@@ -214,7 +214,7 @@ class Placement:
         return self.holder(position + 1) if position + 1 < self.num_positions else None
 
     def input_of(self, action: Action, position: int) -> Delivery | None:
-        """Returns the value that `action` of the chunk at `position` needs from a neighbouring chunk; None if there is none."""
+        """Returns the value that `action` at `position` needs from a neighbouring chunk, or None if there is none."""
         if action.kind is Kind.FORWARD and position > 0:
             return Delivery("forward", position, action.micro)
         if action.kind in INPUT_GRADIENT_KINDS and position + 1 < self.num_positions:
@@ -222,7 +222,7 @@ class Placement:
         return None
 
     def output_of(self, action: Action, position: int) -> Delivery | None:
-        """Returns the value that `action` of the chunk at `position` computes for a neighbouring chunk, or None."""
+        """Returns the value that `action` at `position` computes for a neighbouring chunk, or None if there is none."""
         if action.kind is Kind.FORWARD and position + 1 < self.num_positions:
             return Delivery("forward", position + 1, action.micro)
         if action.kind in INPUT_GRADIENT_KINDS and position > 0:

@@ -190,10 +190,10 @@ def _place_posts(ends: Sequence[_TransferEnd]) -> Iterator[tuple[int, Transfer]]
 
 
 def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool = True) -> list[LoweredList]:
-    """Returns one lowered list per stage: its actions with the transfers between them. All ranks compute the same lists.
+    """Returns one lowered list per stage: the stage's actions and transfers in order. All ranks compute the same lists.
 
     lists: each stage's compute actions over its chunks and `micros` microbatches. training: whether every forward must have a
-    full or split backward; if False, no forward may have one.
+    full or split backward; if False, there may be no backwards.
 
     An action is followed by the send of its result, then by posts, and then by CHUNK_DONE if it was the last gradient action
     of its chunk. Raises PlanError "schedule-wrong" with the first bad action and its index, and "schedule-deadlock" with the

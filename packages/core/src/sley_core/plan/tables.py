@@ -221,7 +221,7 @@ class EvaluationSetTable(Table):
     """The keys that `[evaluation.sets.NAME]` has in addition to the keys of its data."""
 
     split: Literal["all", "held_out"] = "all"
-    """The samples to evaluate: "all", or only the "held_out" samples that a training on the same data would hold out."""
+    """The samples to evaluate: "all", or only the "held_out" samples that a run on the same data would not train on."""
 
     steps: PositiveInt | None = None
     """The largest number of batches of `global_size` samples; by default all samples are evaluated. Required for a stream."""

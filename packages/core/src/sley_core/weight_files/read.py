@@ -188,7 +188,7 @@ class HuggingFaceModel:
 
 
 def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the model with `names` and `config`, completed by the weights' dtype and, if missing, the end token's id."""
+    """Returns the model with `names` and `config`; adds the dtype of the weights and, if missing, the id of the end token."""
     dtype = _DTYPES[source.info(next(iter(names))).dtype]
     content = {**config, "torch_dtype": dtype, "dtype": dtype}  # transformers 4 reads `torch_dtype`, transformers 5 `dtype`
     if content.get("eos_token_id") is None:
