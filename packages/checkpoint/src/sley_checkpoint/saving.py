@@ -453,7 +453,7 @@ def assign_pieces(rank_pieces: Sequence[Sequence[PieceInfo]]) -> WriteAssignment
 
 
 def _split_into_files(pieces: Sequence[PieceInfo], indices: Sequence[int]) -> list[list[int]]:
-    """Distributes `indices` over files, so that no file has two pieces of a tensor. Sorts each file from wide to narrow dtypes."""
+    """Distributes `indices` over files that have one piece of each tensor. Sorts each file from wide to narrow dtypes."""
     files: list[list[int]] = [[]]
     last_files: dict[str, int] = {}
     for index in indices:

@@ -303,7 +303,7 @@ class TrainingState(Protocol):
         ...
 
     def describe(self, step: int) -> SavedRun:
-        """Returns the description of the run after `step` steps. All ranks return the same, but only rank 0 has the lineage."""
+        """Returns the description of the run after `step` steps. It is equal on all ranks, but only rank 0 has the lineage."""
         ...
 
     def restore(self, saved: CheckpointReader) -> list[str]:

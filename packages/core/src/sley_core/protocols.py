@@ -350,7 +350,7 @@ class MetricsWriter(Protocol):
     """Receives one row per optimizer step, on rank 0."""
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Writes the metrics of one step, by name."""
+        """Writes `row`, which has the metrics of one step by name."""
 
     def close(self) -> None:
         """Called when the run closes."""

@@ -156,7 +156,7 @@ class UnshardedGroup:
         self.full_tensors, self._encoded = {}, []
 
     def wait_sent(self) -> None:
-        """Blocks until every peer has received this rank's shards, so that they may be written."""
+        """Blocks until every peer has received this rank's shards, so that this rank may write to the shards."""
         self._work.wait_sent()
         self._shards = ()
 
@@ -194,7 +194,7 @@ class PublishedShards:
         return UnshardedGroup(group, self._group.transport("gather"), group.shards_to_send(), self._group.size)
 
     def finish(self) -> None:
-        """Blocks until all peers have received this rank's shards, so that they may be written."""
+        """Blocks until all peers have received this rank's shards, so that this rank may write to the shards."""
         for unsharded in self.resharded_groups:
             unsharded.wait_sent()
         self.resharded_groups.clear()

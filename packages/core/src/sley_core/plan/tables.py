@@ -179,7 +179,7 @@ class MetricFactory(FactoryTable):
 
 
 def metric_row_key(metric: str, set_name: str = "") -> str:
-    """Returns the key of `metric`, such as "loss", in a metrics row. set_name: an evaluation set; "" for the held-out split."""
+    """Returns the key of `metric` ("loss") in a metrics row. set_name: an evaluation set, or "" for the held-out split."""
     if set_name:
         return f"held_out/{set_name}/{metric}"
     return "held_out_loss" if metric == "loss" else f"held_out/{metric}"
