@@ -172,9 +172,7 @@ class Utf8Tokenizer(TextIds):
 
 
 class PromptTokenizer(TextIds):
-    """Converts prompts to the ids of a tokenizer, and ids back to text. end: the id that ends a document; None uses
-    `tokenizer.end_of_document_id`.
-    """
+    """Converts prompts to token ids. end: the id that ends a document; None uses `tokenizer.end_of_document_id`."""
 
     is_bytes = False
 

@@ -158,9 +158,7 @@ class Loop:
 
     @contextmanager
     def _use_evaluation_weights(self) -> Iterator[None]:
-        """Within the block, the model has the weights for evaluations. If they differ from the training weights, first copies
-        the state of an unfinished checkpoint.
-        """
+        """Within the block, the model has the weights for evaluations. Before a switch, copies unwritten checkpoint state."""
         update = self.stepper.update
         if update.switches_weights:
             self._checkpointer.copy_unwritten_state()

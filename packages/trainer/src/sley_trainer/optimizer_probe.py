@@ -45,9 +45,7 @@ HINT = "keep tensors in `self.state[parameter]`, and numbers in attributes; a ch
 
 
 class OptimizerFault(NamedTuple):
-    """A fault of an optimizer. message: a predicate whose subject is the optimizer. hint: "" for no hint. key: the key of
-    `[optimizer]` that is at fault.
-    """
+    """A fault of an optimizer, which is the subject of `message`. hint: "" for none. key: the key of `[optimizer]` at fault."""
 
     message: str
     hint: str = HINT

@@ -167,9 +167,7 @@ def needs_timed_costs(plan: Plan) -> bool:
 
 
 def time_layers(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns the time of each layer in seconds, as the partitioner's timer measures it. All ranks must call it; the times are
-    equal on all ranks. dtype: the dtype of the forward.
-    """
+    """Returns each layer's time in seconds, as the partitioner's timer measures it. All ranks must call it."""
     record = plan.partition.record if plan.partition else None
     assert isinstance(record, PartitionerRecord), record
     seconds: list[float] = record.load(record.timer)(plan, world, build_model, dtype)
