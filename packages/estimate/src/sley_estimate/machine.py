@@ -166,7 +166,7 @@ class EngineTable(Table):
     """Seconds per microbatch for each trained parameter tensor of the rank."""
 
     def seconds(self, num_trained: int, num_microbatches: int) -> float:
-        """Returns the seconds of a step with `num_trained` trained parameter tensors and `num_microbatches` microbatches."""
+        """Returns the host's seconds for a step with `num_microbatches` microbatches and `num_trained` trained parameters."""
         microbatch_s = self.micro_s + self.gradient_s * num_trained
         return self.step_s + self.parameter_s * num_trained + microbatch_s * num_microbatches
 

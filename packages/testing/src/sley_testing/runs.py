@@ -218,7 +218,7 @@ def assert_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision:
 
 
 def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
-    """Asserts parity of ranks that may each hold only a part of the model. Each parameter must be on at least one rank."""
+    """Asserts the same as `assert_parity`, but each rank may hold only a part of the model, if all ranks together hold all."""
     weight_tolerance, floor = WEIGHTS[precision], noise_floor(reference.gradients[0])
     for rank, layout in enumerate(layouts):
         assert_same_bits(_select(reference.initial_weights, layout.initial_weights), layout.initial_weights)

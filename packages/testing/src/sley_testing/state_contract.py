@@ -174,7 +174,7 @@ class CheckpointerContract:
         assert_same_run(uninterrupted, record(plan, NUM_STEPS, folder=texts, load=tmp_path / "saved"))
 
     def test_two_ranks_resume_in_same_and_other_layout(self, ranks: Callable[..., Ranks], texts: Path, tmp_path: Path) -> None:
-        """Expects two ranks to match an uninterrupted run bit for bit, and one process to match it within the tolerance."""
+        """Expects two ranks that resume to match an uninterrupted run bit for bit, and one process to be close to it."""
         plan = self._plan()
         two_rank_plan = changed(plan, parallel__dp=2, gradient_handlers=[{"use": "core.each"}])
         uninterrupted = ranks(2)(record, two_rank_plan, 2 * NUM_STEPS, folder=texts)

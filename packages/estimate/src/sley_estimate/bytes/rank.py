@@ -52,7 +52,8 @@ from train_cli.meta_model import meta_micro_batch, micro_batch
 
 STEPS = 3
 """The number of steps that an estimate runs. The first step creates the optimizer states. Steps before the last have as few
-microbatches as possible. If the first step has the highest peak, all steps run again, and it has as many as the last."""
+microbatches as possible. If the first step has the highest peak, all steps run again with as many in the first as in the last.
+"""
 
 OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # memory that is on the host if the optimizer runs there
 BATCHES = 2  # the number of batches in memory: the batch of the step, and the next one, which the feed has loaded

@@ -327,7 +327,7 @@ def count_states(plan: Plan) -> int:
 
 
 NUM_VERIFIED = 30  # the number of layouts that `estimate_plan` verifies in a round, the best ones first
-MAX_ROUNDS = 4  # the maximum number of rounds; another round follows while too few verified layouts fit
+MAX_ROUNDS = 4  # the maximum number of rounds of a search; another round follows while too few verified layouts fit
 SIMILARITY = 0.01  # two layouts are nearly equal if their seconds and their bytes differ by at most about this share
 
 

@@ -29,7 +29,7 @@ from sley_core.plan.plan import Component, Plan
 Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer"]
 """The properties in which layouts differ. With the number of ranks, they determine `dp`. All layouts use the plan's offload."""
 
-AXES: tuple[Axis, ...] = get_args(Axis)  # the values of `Axis`
+AXES: tuple[Axis, ...] = get_args(Axis)  # the names of the properties in which layouts differ
 
 MAX_SLICES = 64  # the largest `sp` to try: ranks that split sequences also divide the heads, and few models have more heads
 
