@@ -58,8 +58,8 @@ class Group(Members):
     """The ranks with which this rank communicates along one axis. It has one communicator and one transport per channel.
 
     A group of one rank has no communicator, and every collective on it is the identity. channels, transports: by the name of
-    the channel. exchange_log: records the exchanges of `CollectiveTransport`s.
-    simulation: simulates exchanges in a fake world; None in a real world.
+    the channel. exchange_log: records the exchanges of `CollectiveTransport`s. simulation: simulates exchanges in a fake
+    world; None in a real world.
 
     In the methods below, tensors are contiguous, all members make the same collective calls on a channel in the same order, and
     `label` describes the content in errors.

@@ -458,7 +458,7 @@ class WriteWatch:
 
 
 def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:
-    """Raises RunError "field-written" if `layers` have written to a batch field. before: the fields' versions until then."""
+    """Raises RunError "field-written" if `layers` have written to a batch field. before: the fields' initial versions."""
     for (name, field), version in zip(fields.items(), before, strict=True):
         if version_of(field) != version:
             readers = ", ".join(layer.name for layer in layers if name in layer.fields) or "no layer of this stage"
