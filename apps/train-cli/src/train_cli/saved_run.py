@@ -103,7 +103,7 @@ def _load_reader(plan: Plan | None) -> CheckpointFiles:
     reader = _find_reader(plan)
     if reader is None:
         name = plan.checkpoint.name if plan and plan.checkpoint else ""
-        hint = "resume it with `train-cli run --resume PATH`, and use the final weights of that run"
+        hint = "resume the run with `train-cli run --resume PATH`, and use its final weights"
         raise UsageError("no-checkpoint-files", f"only a run can read checkpoints of `{name}`", hint=hint)
     return reader
 

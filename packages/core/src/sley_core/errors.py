@@ -108,7 +108,7 @@ class StateError(RunError):
 
 def run_closed_error(name: str) -> RunError:
     """Returns RunError "run-closed" for a use of the object `name` after `Run.close`."""
-    return RunError("run-closed", f"the {name} is used after its run was closed", hint="use it inside `with assemble(...)`")
+    return RunError("run-closed", f"the {name} is used after it was closed", hint="use it inside `with assemble(...)`")
 
 
 class UsageError(SleyError):

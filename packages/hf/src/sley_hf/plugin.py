@@ -113,8 +113,10 @@ def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Pro
     keys = ("original_max_position_embeddings", "max_position_embeddings")
     original = next((table[key] for key in keys for table in (scaling, content) if table.get(key)), None)
     if original is not None and sequence > original:
-        message = f"sequences of {sequence} tokens exceed the model's original context of {original}, beyond which its rotary "
-        message += f"frequencies ({rope_type!r}) depend on the longest document of a microbatch"
+        message = (
+            f"sequences of {sequence} tokens exceed the model's original context of {original}, beyond which the rotary "
+            f"frequencies ({rope_type!r}) depend on the longest document of a microbatch"
+        )
         yield Problem(("data", "sequence"), message, f"use a `sequence` of at most {original}")
 
 

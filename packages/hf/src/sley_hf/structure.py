@@ -141,8 +141,10 @@ def record_calls(
     except _LastLayerReached:
         pass
     except Exception as error:
-        message = f"the structure of `{type(base).__name__}` is not supported: its forward fails when its layers are removed "
-        message += f"({type(error).__name__}: {error})"
+        message = (
+            f"the structure of `{type(base).__name__}` is not supported: its forward fails when its layers are removed "
+            f"({type(error).__name__}: {error})"
+        )
         hint = "use a model of a tested family, which packages/hf/README.md lists"
         raise PlanError("hf-structure", message, path=("model",), hint=hint) from error
     return [recorder.calls.pop() for recorder in recorders]

@@ -124,7 +124,7 @@ def _select_tensors(args: Sequence[Any], num_ranks: int) -> tuple[Tensor, ...]:
             "sequence-attention",
             f"an attention over slices was called with {shapes or 'no positional arguments'}",
             hint="pass `q, k, v` [b, s, h, d], or `q, kv` with kv [b, s, 2, h, d], or `qkv` [b, s, 3, h, d], as positional "
-            "arguments with the same b and s; the number of query heads must be a multiple of that of the keys",
+            "arguments with the same b and s; the number of query heads must be a multiple of the number of key heads",
         )
     if heads % num_ranks:
         message = f"the number of heads must be a multiple of sp = {num_ranks}, but is {heads}"

@@ -341,8 +341,10 @@ class ChunkState:
         """Raises RunError "boundary-overlap" if the chunk wrote to an input that overlaps with another one on the sender."""
         watched, self._watched = self._watched, []
         if any(version_of(tensor) != version for tensor, version in watched):
-            message = f"the layer {layer!r}, the first of its stage, writes in place to a received tensor that overlaps with "
-            message += "another one on the sending stage; the received tensors are copies that do not overlap"
+            message = (
+                f"the layer {layer!r}, the first of its stage, writes in place to a received tensor that overlaps with "
+                "another one on the sending stage; the received tensors are copies that do not overlap"
+            )
             hint = "write to a `clone()` of the tensor, or return a `clone()` from the previous layer"
             raise RunError("boundary-overlap", message, hint=hint)
 

@@ -78,7 +78,7 @@ def name_leaves(state: Any) -> Any:
         keys = [str(entry.idx) if isinstance(entry, SequenceKey) else getattr(entry, "key", entry) for entry in path]
         for key in keys:
             if not isinstance(key, str) or "/" in key:
-                raise RunError("optimizer-state", f"the optimizer's states have the key {key!r}, which cannot be a name")
+                raise RunError("optimizer-state", f"the optimizer's state key {key!r} must be a string without a slash")
         return ".".join(keys)
 
     return tree_map_with_path(name, state)

@@ -290,7 +290,7 @@ def load_text_ids(plan: Plan | None, tokenizer: Path | None) -> TextIds:
         record = plan.data.record
     if not isinstance(record, DatasetRecord) or record.text_ids is None:
         assert plan is not None, tokenizer
-        hint = "pass the tokenizer that made its token ids: `--tokenizer PATH`"
+        hint = "pass the tokenizer that produced the token ids: `--tokenizer PATH`"
         raise UsageError("no-vocabulary", f"the data of this run, `{plan.data.name}`, has no tokenizer", hint=hint)
     ids: TextIds = record.load(record.text_ids)(None if plan is None else plan.data.config, tokenizer)
     return ids

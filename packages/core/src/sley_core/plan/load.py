@@ -168,7 +168,7 @@ class _Resolver:
             path = ("evaluation", "sets", name)
             spec = replace(data_table, key=format_path(path))
             if not _SET_NAME.fullmatch(name):
-                message = f"the name of a set must have only letters, digits, `_` and `-`, but is `{name}`"
+                message = f"the name of a set must contain only letters, digits, `_` and `-`, but is `{name}`"
                 self._add_problem("wrong-name", message, path, "use a name that begins with a letter", at="key")
                 continue
             set_keys = _select_keys(table, EvaluationSetTable)

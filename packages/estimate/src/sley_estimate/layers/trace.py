@@ -147,9 +147,8 @@ def _record_layer(
     except Exception as error:
         message = (
             f"layer `{layer.name}` ({type(layer.module).__name__}) cannot run on the meta device, so its "
-            "operators cannot be counted: "
+            f"operators cannot be counted: {type(error).__name__}: {first_line(error)}"
         )
-        message += f"{type(error).__name__}: {first_line(error)}"
         message += f" (the last operator was {recorder.last_operator})" if recorder.last_operator else ""
         hint = "use `train-cli calibrate --plan plan.toml --out machine.toml` to measure the layer"
         raise PlanError("estimate-layer", message, path=("model",), hint=hint) from error
