@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sley_core.comm.exchanges import begin_turn
+from sley_core.comm.transport import GroupWork
 from sley_core.comm.world import World, make_communicator
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry, Topology
@@ -163,3 +165,22 @@ def test_a_group_of_gloo_beside_nccl_takes_no_part_in_a_split_of_its_communicato
         assert seen == [bound]
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
         dist.group.WORLD.bound_device_id = None
+
+
+class LostWork:
+    """A work of a process group whose peer has ended."""
+
+    def wait(self):
+        raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize(("stages", "sends"), [([([LostWork()], None)], ()), ([], [LostWork()])])
+def test_a_failed_exchange_fails_again_when_it_is_waited_for_again(stages, sends):
+    """A program that catches the error of a wait must not read the tensors of the exchange as if it had ended."""
+    with World.alone("cpu") as world:
+        group = world.make_groups(Topology.from_sizes(1), 20)["control"]
+        work = GroupWork(begin_turn("all-gather", group, "a test"), stages, sends)
+        for _ in range(2):
+            with pytest.raises(RunError) as failure:
+                work.wait_sent()
+            assert failure.value.diagnostics[0].code == "collective-failed"

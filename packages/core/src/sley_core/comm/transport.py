@@ -82,8 +82,8 @@ class GroupWork(Work):
 
     def wait_sent(self) -> None:
         self.wait()
-        sends, self._sends = self._sends, ()
-        self._await(sends)
+        self._await(self._sends)
+        self._sends = ()
 
     def _await(self, works: Sequence[Any]) -> None:
         """Waits for each of `works` in turn. Raises RunError `collective-failed` if one fails."""
