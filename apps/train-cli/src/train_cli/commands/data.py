@@ -100,12 +100,12 @@ def export(
         dataset = _open_dataset(resolved.data, DataContext(resolved.run.seed, cast(Split, split)))
         if not hasattr(dataset, "token_parts"):
             raise UsageError("no-tokens", f"`{resolved.data.name}` has no stream of tokens", hint="use `data.text`")
-        dtype = "uint16" if (dataset.info.vocab_size or 0) <= 1 << 16 else "uint32"
+        dtype, stored = ("uint16", "<u2") if (dataset.info.vocab_size or 0) <= 1 << 16 else ("uint32", "<u4")
         count = 0
         out.mkdir(parents=True, exist_ok=True)
         with replace_atomically(out / name) as file:
             for part in dataset.token_parts:
-                file.write(part.astype(dtype).data)
+                file.write(part.astype(stored).data)
                 count += len(part)
         print_line(f"{out / name}: {count} tokens, {dtype}, vocab_size = {dataset.info.vocab_size}")
 
