@@ -335,7 +335,7 @@ def checkpoint_files(loader: PluginLoader, plan: Plan | None = None) -> Checkpoi
 
 
 def open_run_weights(path: Path, run: Path) -> TensorReader:
-    """Returns a reader of the final weights in the run folder `run` if `path` equals it, or else of the weights in the
+    """Returns a reader of the final weights in the run folder `run` if `path` is this folder, or else of the weights in the
     checkpoint `path`. Adapters are merged into the weights. Raises RunError "weight-files" if there is no checkpoint in `path`.
     """
     plan = resolve_plan(use_copied_files(read_file(run / PLAN_FILE), run), PluginLoader())

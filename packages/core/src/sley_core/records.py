@@ -137,9 +137,9 @@ class ParameterRole(NamedTuple):
 class OptimizerRecord(Record):
     """Describes an optimizer for `[optimizer]`. `build(config, groups, device)` returns a `torch.optim.Optimizer`.
 
-    scope: the gradients on which the update of one element depends: only its own ("elementwise"), all of its parameter
-        ("per_matrix") or all ("global"). With "per_matrix", one rank gets each matrix whole, in every layout. The plan check
-        rejects a layout that the scope does not allow.
+    scope: the gradients on which the update of one element depends: the gradient of this element ("elementwise"), of the whole
+        parameter ("per_matrix"), or of the whole model ("global"). With "per_matrix", one rank gets each matrix whole, in every
+        layout. The plan check rejects a layout that the scope does not allow.
     roles: `"module:attribute"` of `roles(config, params: Sequence[api.parts.Param]) -> Mapping[str, ParameterRole]`, which
         returns the role of each parameter of the whole model, by name; None if all parameters have the same role. In the
         `holders` of these parameters, `chunk` is the number of the layer in the model.

@@ -54,7 +54,7 @@ SUMS_CHANNEL = "sums"
 """The name of the channel on which `dp.sharded` sums gradients."""
 
 WEIGHTS_CHANNEL = "weights"
-"""The name of the channel on which `dp.sharded` gathers weights. It has its own channel, so that it does not delay a sum."""
+"""The name of the channel on which `dp.sharded` gathers weights. A separate channel keeps slow gathers from delaying sums."""
 
 
 def shards_axis(reduce_group: str) -> str:

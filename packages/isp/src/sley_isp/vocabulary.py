@@ -279,9 +279,9 @@ class ClassRange(NamedTuple):
 
 
 def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoothing: float) -> Tensor:
-    """Returns statistics of a slice's `logits` [n, size] as [2, n], or [3, n] with smoothing, in fp32 or higher precision:
-    their log-sum-exp; the target's logit, or -inf if the slice does not contain the target; and with smoothing the sum of the
-    logits. targets: int64 [n], indices over all classes, or NO_TARGET.
+    """Returns statistics of the `logits` [n, size] of a slice, [2, n] or, with smoothing, [3, n], in fp32 or higher precision:
+    the log-sum-exp of the logits; the logit of the target, or -inf if the slice does not contain it; and, with smoothing, the
+    sum of the logits. targets: int64 [n], indices over all classes, or NO_TARGET.
     """
     result = logits.new_full(
         (3 if smoothing else 2, len(logits)), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32)

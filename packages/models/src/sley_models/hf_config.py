@@ -144,7 +144,7 @@ def _find_rope_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _convert_rope_keys(content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Returns `rope_theta`, and `rope_scaling` or None. Raises ValueError for any scaling except Llama 3's."""
+    """Returns `rope_theta`, and `rope_scaling` or None. Raises ValueError for any scaling except the scaling of Llama 3."""
     table = _find_rope_table(content)
     theta = table.get("rope_theta", content.get("rope_theta", 10000.0))
     rope_type = table.get("rope_type", table.get("type", "default"))

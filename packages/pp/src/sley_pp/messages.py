@@ -109,7 +109,7 @@ class Channels:
         return self._start("send", tensor, peer, label, on_host=True)
 
     def receive_host(self, tensor: Tensor, peer: int, label: str) -> Work:
-        """Starts to receive a tensor that stage `peer` sends with `send_host` into `tensor`, and returns the handle."""
+        """Starts to receive into `tensor` the tensor that stage `peer` sends with `send_host`, and returns the handle."""
         return self._start("receive", tensor, peer, label, on_host=True)
 
     def _start_message(self, operation: Operation, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:

@@ -144,8 +144,8 @@ class _TransferEnd(NamedTuple):
 def schedule_posts(
     actions: Sequence[Action], outputs: list[Delivery | None], stage: int, placement: Placement, order: Mapping[Delivery, int]
 ) -> dict[int, list[Transfer]]:
-    """Returns the posts of `stage` by the index of the action before which they are inserted. outputs: for each action, the
-    value that it computes for a neighbouring chunk, or None. order: the result of `order_transfers`.
+    """Returns the posts of `stage`, keyed by the index of the action before which they are inserted. outputs: for each action,
+    the value that it computes for a neighbouring chunk, or None. order: the result of `order_transfers`.
     """
     ends: dict[Direction, list[_TransferEnd]] = {"up": [], "down": []}
     max_orders: list[int] = []  # after each action, the latest transfer that the list has needed so far

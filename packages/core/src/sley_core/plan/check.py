@@ -146,7 +146,7 @@ CANONICAL_NORMS = (1.0, 2.0, math.inf, "inf")
 
 
 def check_canonical(plan: Plan) -> Iterator[records.Problem]:
-    """Yields a problem for each part of the plan that does not support `parallel.reduction = "canonical"`, if it is set."""
+    """If `parallel.reduction` is "canonical", yields a problem for each part of the plan that does not support this value."""
     if plan.parallel.reduction != "canonical":
         return
     if plan.parallel.sp > 1:
