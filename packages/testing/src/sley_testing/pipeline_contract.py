@@ -239,8 +239,8 @@ def time_aborts(link: Tables, timeout_s: float) -> float:
 
 
 class StageLinkContract:
-    """Tests a stage link. Subclass it, and set `link` to the table `[link]`. num_walks: the number of walks, which
-    execute random action lists, per placement. abort_timeout_s: the time limit of a collective in the test of aborts.
+    """Tests a stage link. Subclass it, and set `link` to the table `[link]`. A walk executes a random action list.
+    num_walks: the number of walks per placement. abort_timeout_s: the time limit in seconds of a collective in the abort test.
     """
 
     link: ClassVar[Tables]

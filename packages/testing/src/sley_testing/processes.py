@@ -141,7 +141,7 @@ class ForkedProgram:
             return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the exit code and returns it. Raises `subprocess.TimeoutExpired` after `timeout` seconds, if not None."""
+        """Waits for the exit code and returns it. Raises `subprocess.TimeoutExpired` after `timeout` seconds, if given."""
         wait([self._process.sentinel], timeout)
         code = self.poll()
         if code is None:

@@ -47,7 +47,7 @@ NUM_HOST_CALLS = 3  # calls on an idle device, which show how long the host need
 HOST_S = 0.03  # seconds of timing the host per timed call; other programs can slow a host by a third for a tenth of a second
 
 HOST_BOUND_SHARE = 0.5
-"""If the host needs more than this share of the device's seconds for a layer, it is timed over rows of calls (`_time_rows`).
+"""If the host needs more than this share of the device's seconds for a layer, the host is timed over rows of calls.
 Otherwise, the layer is so large that memory may not have room for a row."""
 
 ROW_LENGTH = 4  # the number of calls in a row, which runs all forwards and then all backwards
