@@ -93,7 +93,7 @@ class GroupWork(Work):
 
 
 class Published(Protocol):
-    """Gathers shards that `Transport.publish` has published, as often as needed. They do not change until `wait_sent`."""
+    """Gathers published shards (`Transport.publish`) as often as needed. The shards must not change until `wait_sent`."""
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         """Starts to gather the ranks' `shards` [n, ...] into `tensors` [size x n, ...], in the order of the group, and returns
@@ -328,7 +328,7 @@ def uses_messages(backend: str, device: torch.device) -> bool:
 def make_transport(
     members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog, device: torch.device
 ) -> Transport:
-    """Returns a new transport over `channel`, called `name`, for tensors on `device`. log: for `CollectiveTransport`."""
+    """Returns a new transport over `channel`, called `name`, for tensors on `device`. log: for a `CollectiveTransport`."""
     if uses_messages(dist.get_backend(channel), device):
         return MessageTransport(members, name, channel)
     return CollectiveTransport(members, name, channel, log)

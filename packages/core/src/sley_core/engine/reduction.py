@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param, Stages
 
 PRODUCT_BYTES = 1 << 25
-"""The maximum size, in bytes, of a product that is added to a gradient of another dtype. A larger product is cut into slices.
-"""
+"""The maximum size, in bytes, of a product that is added to a gradient of another dtype. Larger products are sliced."""
 
 
 class State(Enum):

@@ -352,7 +352,7 @@ losses of its halves, for windows at the beginning, in the middle and at the end
 
 
 class PositionAdditivity:
-    """Checks that `loss` is a sum over positions: in each call of `check`, until one succeeds. fields: the declared fields."""
+    """Checks, in each call of `check` until one succeeds, that `loss` is a sum over positions. fields: the declared fields."""
 
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
         self.loss = loss

@@ -473,7 +473,7 @@ def set_train_mode(model: Model) -> None:
 
 
 def evaluation_notes(layers: Sequence[Layer]) -> list[str]:
-    """Returns [note], a note for the user that lists the outermost modules in evaluation mode; [] if there are none."""
+    """Returns a list with one note for the user, which names the outermost modules in evaluation mode, or []."""
     modules = [pair for layer in layers for pair in layer.module.named_modules(prefix=layer.name)]
     names = {name: None for name, module in modules if not module.training}
     outermost = [name for name in names if name.rpartition(".")[0] not in names]
