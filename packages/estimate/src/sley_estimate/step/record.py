@@ -41,7 +41,7 @@ Queue = tuple[str, str]  # axis and channel; exchanges of one queue run one afte
 
 
 class ExchangeReference(NamedTuple):
-    """Refers to an exchange by its distance from the end of its queue at that time. The newest exchange has distance 1."""
+    """Refers to an exchange by its distance from the end of its queue at the event. The newest exchange has distance 1."""
 
     queue: Queue
     distance: int
