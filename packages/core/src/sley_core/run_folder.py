@@ -197,7 +197,7 @@ def slurm_job_id() -> str:
 
 
 def torchrun_id() -> str:
-    """Returns an id of the torchrun agent of this host that started this process, or "" without torchrun."""
+    """Returns an id of the torchrun agent of this host that started this process, or "" if torchrun did not start it."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{run} {socket.gethostname()} {os.getppid()}" if run else ""
 

@@ -62,7 +62,7 @@ def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[.
     """Returns a function that computes `attention` over full sequences from slices, for training loops that use
     `run.groups["sp"]`.
 
-    attention: as for `SequenceAttention`. group: the ranks that hold the slices of the same samples, in the order of the
+    attention: see `SequenceAttention`. group: the ranks that hold the slices of the same samples, in the order of the
     slices. A call makes one exchange before and one after the attention, and two more in its backward.
 
     The returned function raises RunError "sequence-attention" for unsupported shapes, "sequence-heads" for unsupported numbers

@@ -149,7 +149,7 @@ class UnshardedGroup:
         return offset // tensor.element_size() if 0 <= offset < self.buffer.nbytes else None
 
     def reshard(self) -> None:
-        """Waits for the receives into the buffer, and returns it to the pool."""
+        """Waits for the receives into the buffer, and returns the buffer to the pool."""
         self._work.release()
         self._received_lease.close()
         self._lease.close()
