@@ -272,7 +272,7 @@ class Layouts:
                 yield Layout(pp, sp, wp, micro_size, schedule, policy, reducer, weights, attention)
 
     def sizes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (pp, sp, wp, micro_size) for each even division of ranks and batch. Its micro_size is kept or a power of 2."""
+        """Yields (pp, sp, wp, micro_size) for each even division. micro_size is a power of two, unless `keep_axes` has it."""
         parallel, world_size, choices, batch = self.plan.parallel, self.world_size, self.choices, self.plan.batch
         divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
         slice_counts = [size for size in divisors if size <= MAX_SLICES]
