@@ -265,9 +265,7 @@ def _address_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
-    """Returns the structure of `part`, and appends its tensors to `leaves`. Not a closure of `flatten`: a recursive closure is
-    a reference cycle, which would keep tensors alive.
-    """
+    """Returns the structure of `part`, and appends its tensors to `leaves`. A recursive closure would be a reference cycle."""
     if part is None:
         return None
     if isinstance(part, Tensor):

@@ -188,8 +188,8 @@ class LayerCaller:
         return self.policy.call(layer.name, run_layer, args, fields, micro)
 
     def _run_layer(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Waits for the layer's weights, seeds the generators and calls the layer. An exception gets a note about the call.
-        Raises PlanError "model-random" if the forward creates a generator.
+        """Waits for weights, seeds generators and calls the layer. Raises PlanError "model-random" if the call creates a
+        generator.
         """
         self.step_progress.layer = layer.name
         self.waits.wait_for(layer.name)
