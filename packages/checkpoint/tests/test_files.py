@@ -117,7 +117,7 @@ def test_copies_have_the_values_of_their_beginning(order: int) -> None:
             if order % 2:
                 event.wait()
                 assert all(map(torch.equal, copies, wanted)), number
-            event.hold_device()
+            event.make_device_wait()
             for tensor in tensors:
                 tensor.add_(1.0)
             event.wait()
@@ -154,7 +154,7 @@ def test_saves_share_locked_memory_and_a_stream(monkeypatch: pytest.MonkeyPatch)
             assert memories[-1]() is not None, "unlocked before the copies are done"
             event.wait()
             assert [copy[0].item() for copy in copies] == list(values)
-            event.hold_device()
+            event.make_device_wait()
         assert (len(memories), num_streams) == (2, 1), "only larger buffers are locked again"
         host_copies.free()
         del copies

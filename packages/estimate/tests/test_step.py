@@ -217,7 +217,7 @@ def test_wait_for_a_copy_includes_earlier_copies_on_its_stream() -> None:
         to_device.wait_for(to_host.record())
         to_device.copy(target, host)
         assert not first.is_done()
-        to_host.record().hold_device()
+        to_host.record().make_device_wait()
         assert first.is_done()
         first.wait()
         assert not to_device.record().is_done()

@@ -123,7 +123,7 @@ BUGS_IN_RUNS: dict[str, list[tuple[Any, ...]]] = {
         ("Asks", "hook_accepts_actions_without_tensors", "before_backward in phase weights, called with None: AttributeError"),
     ],
     "offload": [
-        ("Careless", ROUND_TRIP, "is resized while copy .* may be in flight: `hold_device` is missing"),
+        ("Careless", ROUND_TRIP, "is resized while copy .* may be in flight: `make_device_wait` is missing"),
         ("Skips", ROUND_TRIP, "differ\n  weights"),
         ("Half", ROUND_TRIP, "weights are offloaded, but .* bytes of them are still on the device"),
         ("Open", "use_of_offloaded_part_is_refused", "its memory was freed"),

@@ -64,7 +64,7 @@ def lose_reference_during_copy(bench: Bench) -> None:
 def read_on_host_during_copy(bench: Bench) -> None:
     """Makes only the device wait."""
     bench.offload()
-    bench.first.record().hold_device()
+    bench.first.record().make_device_wait()
     bench.host.sum()
 
 
@@ -93,10 +93,10 @@ def reload_before_offload_ends(bench: Bench) -> None:
 
 
 RACES: dict[Callable[[Bench], None], str] = {
-    write_during_copy: r"aten.add_.Tensor writes float32 \[4\] while copy 1 of stream 1, from .*`hold_device` is missing",
-    read_during_copy: r"aten.sum.default reads float32 \[4\] while copy 2 of stream 1, into .*`hold_device` is missing",
-    free_during_copy: r"the storage of 16 bytes is resized while copy 1 of stream 1, from .*`hold_device` is missing",
-    lose_reference_during_copy: r"memory was freed while copy 1 of stream 1, from .*`hold_device` is missing",
+    write_during_copy: r"aten.add_.Tensor writes float32 \[4\] while copy 1 of stream 1, from .*`make_device_wait` is missing",
+    read_during_copy: r"aten.sum.default reads float32 \[4\] while copy 2 of stream 1, into .*`make_device_wait` is missing",
+    free_during_copy: r"the storage of 16 bytes is resized while copy 1 of stream 1, from .*`make_device_wait` is missing",
+    lose_reference_during_copy: r"memory was freed while copy 1 of stream 1, from .*`make_device_wait` is missing",
     read_on_host_during_copy: r"aten.sum.default reads float32 \[4\] while copy 1 of stream 1, into .*`wait` is missing",
     copy_without_follow: r"stream 1 copies from float32 \[4\], which the device wrote .*: `wait_for_device` is missing",
     copy_into_tensor_in_use: r"stream 1 copies into float32 \[4\], which the device read .*: `wait_for_device` is missing",
@@ -127,7 +127,7 @@ def test_ordered_accesses_pass() -> None:
             bench.second.wait_for_device()
             bench.second.copy(twin[:2], bench.host[:2])
             twin[2:].fill_(7)
-            bench.second.record().hold_device()
+            bench.second.record().make_device_wait()
             assert twin.tolist() == [0, 1, 7, 7]
             free(bench.weights)  # the device follows the second stream, which follows the first
             event.wait()
@@ -149,7 +149,7 @@ def test_early_read_returns_nan(late_bench: Bench) -> None:
         late_bench.weights.copy_(torch.arange(4.0))
         late_bench.reload()
         assert math.isnan(late_bench.weights.sum())
-        late_bench.first.record().hold_device()
+        late_bench.first.record().make_device_wait()
         assert late_bench.weights.sum() == 6
 
 
@@ -212,11 +212,11 @@ def move_weights(order: int) -> list[float]:
         bench.second.wait_for_device()
         bench.second.wait_for(offloaded)
         bench.second.copy(twin, bench.host)
-        offloaded.hold_device()
+        offloaded.make_device_wait()
         reallocate(bench.weights, free(bench.weights))
         bench.second.wait_for_device()
         bench.second.copy(bench.weights, bench.host)
-        bench.second.record().hold_device()
+        bench.second.record().make_device_wait()
         values = (bench.weights + 2 * twin).tolist()
         offloaded.wait()
         values += bench.host.tolist()
@@ -230,7 +230,7 @@ SITES = wait_sites(partial(move_weights, 0))
 
 def test_all_orders_give_same_bits_and_waits_have_sites() -> None:
     assert {tuple(move_weights(order)) for order in range(20)} == {(0.0, 4.5, 9.0, 13.5, 0.0, 1.5, 3.0, 4.5)}
-    waits = ["wait_for_device", "wait_for_device", "wait_for", "hold_device", "wait_for_device", "hold_device", "wait", "wait"]
+    waits = [*["wait_for_device"] * 2, "wait_for", "make_device_wait", "wait_for_device", "make_device_wait", "wait", "wait"]
     assert [site.wait for site in SITES] == waits
     assert {site.function for site in SITES} == {"move_weights"}
     assert len({site.line for site in SITES}) == len(SITES)

@@ -218,7 +218,7 @@ class BackgroundWriter:
 
     def copy_unwritten_state(self) -> None:
         """Makes later work on the device, such as an update of the tensors, wait for the copies."""
-        self._event.hold_device()
+        self._event.make_device_wait()
         self._check_versions()
 
     def wait(self) -> None:

@@ -290,7 +290,9 @@ class AttachedModule(Protocol):
 
 
 class ActivationPolicy(Protocol):
-    """Decides which tensors a layer saves for its backward. Evaluations bypass the policy. Calls: attach, (begin, call*)*."""
+    """Decides which tensors a layer saves for its backward. Evaluations call `begin` but not `call`. Order of calls: `attach`
+    once; for each step, `begin` and then any number of `call`s; finally `detach`.
+    """
 
     def attach(self, parts: Parts) -> None:
         """Called once, before the first step. A partitioner that times layers uses `call` without calling `attach`."""

@@ -51,7 +51,7 @@ def test_work_that_is_held_reads_what_a_copy_wrote(device: Device, host: torch.T
     torch.cuda._sleep(SLEEP_CYCLES)
     stream.wait_for_device()  # so the copy is as late as the sleep
     stream.copy(target, host)
-    stream.record().hold_device()
+    stream.record().make_device_wait()
     assert (target == 2).all()
 
 
@@ -63,7 +63,7 @@ def test_freed_memory_is_not_reused_while_a_copy_reads_it(device: Device, host: 
     stream.wait_for_device()
     stream.copy(host, source)
     event = stream.record()
-    event.hold_device()
+    event.make_device_wait()
     address = source.data_ptr()
     free(source)
     reused = device_bytes(2)

@@ -73,7 +73,7 @@ def test_chunks_without_labels_and_negative_labels(texts: Path) -> None:
 def test_products_in_bf16_are_added_a_few_rows_at_a_time(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = small_plan(precision={"compute": "bf16"})
     expected = record(tables, 2, folder=texts)
-    monkeypatch.setattr(reduction, "PRODUCT_BYTES", 5 * WIDTH * 2)
+    monkeypatch.setattr(reduction, "MAX_PRODUCT_BYTES", 5 * WIDTH * 2)
     assert_parity(expected, [record(chunked(tables, 7), 2, folder=texts)], "bf16")
 
 

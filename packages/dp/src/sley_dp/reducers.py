@@ -114,7 +114,8 @@ class WeightGathers:
         self.finish()
         for index, (buffer, shard) in enumerate(self.buffers):
             start, end = shard.bounds(buffer.data.numel())
-            # Over the ranks that share a copy, on a separate channel, after the same updates, in the order of `buffers`.
+            # The gather runs on a separate channel, over the ranks that share a copy. All of them make the same updates first
+            # and gather the buffers in the same order.
             transport = self._groups[shard.axis].transport(WEIGHTS_CHANNEL)
             label = f"the weights from {buffer.params[0].name} on"
             self._gathers[index] = transport.all_gather([buffer.data], [buffer.data[start:end]], label=label)

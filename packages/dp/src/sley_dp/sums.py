@@ -33,7 +33,7 @@ class AllReduceSums(Sums):
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         """Starts the all-reduce of `buffer`, and advances the all-reduces in flight."""
-        # Over the bucket's reduce group, whose ranks start their buckets in the same order.
+        # All ranks of the bucket's reduce group start their buckets in the same order.
         self._handles.append(group.transport().all_reduce(buffer.data, label=describe_bucket(buffer), checksum=buffer.checksum))
         self.sent.add(buffer.data, group, passes=2)
         for handle in self._handles:
@@ -52,7 +52,9 @@ class AllReduceSums(Sums):
 
 
 class Bf16Sums(Sums):
-    """Sums gradients in at least fp32, but sends them in bf16. All ranks of a group advance its sums in the same order."""
+    """Sums gradients in at least fp32, but sends them in bf16. All ranks of a group must start and finish its sums in the same
+    order.
+    """
 
     def __init__(self, sent: SentBytes) -> None:
         self.sent = sent
@@ -88,7 +90,7 @@ class _Bf16Sum:
         self.send_row, self.receive_row = buffer.data.new_zeros((2, num_columns), dtype=torch.bfloat16)
         self.send_row[: buffer.data.numel()].copy_(buffer.data)
         self._has_gathered = False
-        # Over the bucket's reduce group, whose ranks start their buckets in the same order.
+        # All ranks of the bucket's reduce group start their buckets in the same order.
         self.work: Work = group.all_to_all(self.receive_row, self.send_row, label=describe_bucket(buffer))
 
     def gather(self) -> None:
@@ -99,7 +101,7 @@ class _Bf16Sum:
         self.work.wait()
         dtype = torch.promote_types(self.buffer.data.dtype, torch.float32)
         local_slice = self.receive_row.view(self.group.size, -1).sum(0, dtype=dtype).bfloat16()  # [columns / ranks]
-        # Over the same group, whose ranks all call this before the start of the same bucket, or after the last start.
+        # All ranks of the group call this before they start the same later bucket, or after the last start.
         self.work = self.group.all_gather(self.send_row, local_slice, label=describe_bucket(self.buffer))
 
     def finish(self) -> None:
@@ -128,7 +130,7 @@ class ShardSums(Sums):
         transport = group.transport(SUMS_CHANNEL)
         copies_group = self._groups.get(copies_axis(buffer.reduce_group))
         scratch = self._acquire_scratch(buffer, transport.num_scratch_rows(buffer.local_part.numel()))
-        # Over the ranks that share a copy, on a separate channel. They start their buckets in the same order.
+        # This runs on a separate channel. All ranks that share a copy start their buckets in the same order.
         scatter = transport.reduce_scatter([buffer.data], [scratch], label=describe_bucket(buffer), checksum=buffer.checksum)
         self._sums.append(_ShardSum(buffer, scatter, copies_group.transport if copies_group else None))
         if scratch.numel():
@@ -192,7 +194,7 @@ class _ShardSum:
         self.scatter.wait()
         if self._copies_transport is not None:
             shard, checksum = self.buffer.local_part, self.buffer.checksum
-            # Over the ranks that hold the same shard. They call this in the order in which the buckets were started.
+            # The ranks that hold the same shard call this in the order in which the buckets were started.
             self._reduction = self._copies_transport().all_reduce(shard, label=describe_bucket(self.buffer), checksum=checksum)
 
     def wait(self) -> None:

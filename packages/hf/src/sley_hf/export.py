@@ -33,20 +33,22 @@ MAX_VOCAB_SIZE = 128
 PACKED_CU_SEQLENS = [[0, 16, 16], [0, 5, 16]]
 """The document bounds of two rows of 16 tokens, [b, n + 1]. The second row contains documents of 5 and 11 tokens."""
 
-LAYER_TOLERANCE = 1e-4
-"""The maximum difference of logits relative to the largest logit, and of losses relative to the expected loss, in fp32."""
+OUTPUT_TOLERANCE = 1e-4
+"""The maximum difference in fp32 between the outputs of a model in Sley and in transformers: for logits, relative to the
+largest absolute logit; for losses, relative to the expected loss.
+"""
 
 MAX_PROMPT_LENGTH = 16
 """The maximum number of tokens in the prompt with which an export is compared."""
 
 EXPORT_TOLERANCE = 1e-5
-"""The maximum difference of an export's hidden states or logits in fp32, relative to the largest value."""
+"""The maximum difference in fp32 between hidden states or logits of the run and its export, relative to the largest value."""
 
 
 @torch.no_grad()
 def compare_with_transformers(config: DecoderConfig) -> str:
     """Compares a small copy of the model in Sley and in transformers, and returns a note with the largest relative difference.
-    Raises PlanError "hf-differs" if a difference exceeds `LAYER_TOLERANCE`, and "hf-structure" or "hf-kernel" for an
+    Raises PlanError "hf-differs" if a difference exceeds `OUTPUT_TOLERANCE`, and "hf-structure" or "hf-kernel" for an
     unsupported model.
     """
     hf_config = read_hf_config(config)
@@ -73,7 +75,7 @@ def compare_with_transformers(config: DecoderConfig) -> str:
         expected = reference(input_ids=tokens, output_router_logits=True, use_cache=False).aux_loss
         differences["the load-balancing loss"] = abs(_compute_load_balancing_loss(model, tokens) / float(expected) - 1)
     for kind, difference in differences.items():
-        if not difference <= LAYER_TOLERANCE:
+        if not difference <= OUTPUT_TOLERANCE:
             values = f"{kind} of `{small.model_type}`"
             message = f"the relative difference between Sley and transformers is {difference:.1%} for {values}"
             raise PlanError("hf-differs", message, path=("model",), hint="use a model of another family")

@@ -83,7 +83,7 @@ class OffloadedStorage:
 
     def __del__(self) -> None:
         if self._event is not None:
-            self._event.hold_device()  # the next owner must not write to this memory before the copy ends
+            self._event.make_device_wait()  # the next owner must not write to this memory before the copy ends
         self._arena.release(self._host)
 
     @property
@@ -153,7 +153,7 @@ class OffloadedStorage:
             return self._source
         assert self._fetched is not None, "used before it was fetched"
         if self._event is not None:
-            self._event.hold_device()
+            self._event.make_device_wait()
             self._event = None
         return self._fetched
 
@@ -306,7 +306,7 @@ class HostActivations(ActivationPolicy):
         self._num_steps += phase == "train"
         self._release_leaving_storages()
         self._last_calls.clear()
-        self._stream.record().hold_device()
+        self._stream.record().make_device_wait()
         self.arena.trim(2 * self.arena.max_lent_bytes)
         buffers = [buffer for layer in self._parts.layers for buffer in layer.module.buffers()]
         self._permanent_addresses = AddressRanges([*buffers, *(param.parameter for param in self._parts.registry)])
@@ -450,7 +450,7 @@ class HostActivations(ActivationPolicy):
         """Releases all storages whose copies have started. Later device work, which may reuse them, waits for the copies."""
         while self._leaving_storages:
             event, storages = self._leaving_storages.popleft()
-            event.hold_device()
+            event.make_device_wait()
             for storage in storages:
                 storage.release()
 

@@ -268,7 +268,7 @@ class HostCopyMover(Mover):
             for storage, host in bucket:
                 self._streams.to_host.copy(host, storage.memory)
             # The allocator may reuse the memory for the next device work, which must wait for the copies.
-            self._streams.to_host.record().hold_device()
+            self._streams.to_host.record().make_device_wait()
             for storage, _ in bucket:
                 storage.free()
 
@@ -299,7 +299,7 @@ class HostCopyMover(Mover):
         """Makes later device work wait for the copies to the device, if they are in flight."""
         if self._where is Where.COMING:
             assert self._copies is not None, "memory comes without an event"
-            self._copies.end.hold_device()
+            self._copies.end.make_device_wait()
             self._where, self._copies, self._offloaded = Where.HERE, None, []
 
     def wait(self) -> None:

@@ -201,7 +201,7 @@ class HostOptimizer(movers.Mover):
             streams.wait()  # the next step may write gradients, or have other buckets
             self._weight_copies.clear()
             raise
-        streams.to_device.record().hold_device()
+        streams.to_device.record().make_device_wait()
         for sent in self._weight_copies.values():
             sent.finish(self._counters, to_host=False)
         self._weight_copies.clear()

@@ -37,18 +37,18 @@ IMPLIED: dict[Named, str] = {
     ("_start_onload", "wait_for", 0): "the device was held until each copy out was done, and the stream follows the device",
     (
         "begin",
-        "hold_device",
+        "make_device_wait",
         0,
     ): "where no step failed, what left was awaited before it was let go, and what came where it was used",
     ("_step", "wait_for_device", 1): "the host has waited for gradients, whose stream followed the device after the backward",
-    ("_step", "hold_device", 0): "the host waits for the same copies, and gives the device's next work after that",
+    ("_step", "make_device_wait", 0): "the host waits for the same copies, and gives the device's next work after that",
     ("host", "wait", 0): "a training reads states that are coming only after their copies out; `test_readers.py` reads earlier",
 }
 """Waits that another one brings about: without them, all orders of a training are the permitted ones."""
 
 OTHERS_RACES: dict[str, Named] = {
     "copies do not wait for the optimizer's writes": ("_send", "wait_for_device", 0),
-    "memory is used anew while a copy reads it": ("_send", "hold_device", 0),
+    "memory is used anew while a copy reads it": ("_send", "make_device_wait", 0),
     "a copy writes memory in which the device still works": ("_start_onload", "wait_for_device", 0),
 }
 """The three stream races that DeepSpeed's pull request 8186 mended, as waits that are missing here."""

@@ -144,8 +144,8 @@ def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceMod
 
 def _find_token_keys(plan: Plan) -> dict[str, Any]:
     """Returns the keys of `config.json` for special token ids and for the maximum sequence length. The ids come from the model
-    from which the run starts; without such a model, they are None. The length is the larger one of the data's sequence length
-    and of this model's maximum.
+    from which the run starts; without such a model, they are None. The length is the larger of the data's sequence length and
+    this model's maximum.
     """
     keys: dict[str, Any] = dict.fromkeys(IDS)
     sequence = getattr(plan.data.config, "sequence", None)

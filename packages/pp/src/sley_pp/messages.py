@@ -231,13 +231,13 @@ def message_bytes(layout: Layout, *, separate_header: bool) -> int:
 
 
 class Message:
-    """A message in `memory`, uint8 [bytes].
+    """A message stored in `memory`, a uint8 tensor of shape [bytes].
 
     device: the device of `memory`. separate_header: whether the header is a separate piece, on the host. tensors: views of the
     memory, in the order of the layout. pieces: the tensors to send or receive. lease: the pool's lease and the tensor that the
     pool lends, or None between leases.
 
-    The views have their own storage over the memory. So the number of users of that storage shows whether this message is in
+    The views have their own storage over the memory, so the number of users of that storage shows whether this message is in
     use, even if a pool and earlier users refer to the memory. A stage does not compute while its host thread prepares a
     message. To save this time, views are created once per layout, and the header is read and written without torch operations.
     """
@@ -275,7 +275,9 @@ class Message:
         return [tensor.data for tensor in self.tensors]
 
     def write_header(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
-        """Writes the header. fault: the error text of a mismatch, which is cut to fit; empty if there is none."""
+        """Writes the header. walk: the number of the current walk (see `WalkCheck`). micro: the microbatch. flags: the flags of
+        all tensors (`Description.flags`). fault: the error text of a mismatch, truncated to fit; empty if there is none.
+        """
         text = fault.encode()[: HEADER_BYTES - _NUMBERS.size]
         _NUMBERS.pack_into(self._header, 0, walk, micro, len(text))
         self._header[_NUMBERS.size : _NUMBERS.size + len(text)] = text

@@ -6,9 +6,9 @@ position 2 has 5 6 7 8.
 
 A schedule returns one list of compute actions per stage: `(num_stages, num_chunks, num_microbatches) -> lists`. In the drawings
 the number of stages P and the number of microbatches M are 4. F is a forward, B a backward. A split backward consists of I,
-which computes input gradients, and W, which computes weight gradients. The digit is the microbatch. Capital letters are chunk
-0, small letters chunk 1. Three characters are one unit of time. The time of an F is filled with `-`, the time of a B or
-I with `=`, and the time of a W with `~`; `.` is idle time.
+which computes input gradients, and W, which computes weight gradients. The digit is the microbatch. Uppercase letters are
+chunk 0, and lowercase letters are chunk 1. Three characters are one unit of time. The time of an F is filled with `-`, the time
+of a B or I with `=`, and the time of a W with `~`. Dots mark idle time.
 """
 
 import re

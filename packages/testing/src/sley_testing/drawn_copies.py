@@ -11,8 +11,8 @@ At each call and each torch operation, random numbers decide which pending copie
 * **rules** (`happens_before.py`): two conflicting accesses that no wait orders raise AssertionError with the operation, the
   tensor, and the missing wait. This also finds races that do not change any bit here.
 
-The device's own operations are complete when their calls return, as on every CPU. `hold_device` executes all copies before its
-event, since later operations may need them. The host may use host memory (`host_memory`) only after `wait`.
+The device's own operations are complete when their calls return, as on every CPU. `make_device_wait` executes all copies before
+its event, since later operations may need them. The host may use host memory (`host_memory`) only after `wait`.
 """
 
 import random
@@ -238,7 +238,7 @@ class DrawnEvent(CopyEvent):
         happens_before.merge_clocks(self._copies.detector.host, self.clock)
         happens_before.merge_clocks(self._copies.detector.device, self.clock)
 
-    def hold_device(self) -> None:
+    def make_device_wait(self) -> None:
         self._copies.wait_for(self.clock)
         happens_before.merge_clocks(self._copies.detector.device, self.clock)
 
@@ -335,7 +335,7 @@ def patch_tensor_repr() -> AbstractContextManager[object]:
     return mock.patch.object(torch.Tensor, "__repr__", safe_repr)
 
 
-WAITS = ((DrawnStream, "wait_for_device"), (DrawnStream, "wait_for"), (DrawnEvent, "hold_device"), (DrawnEvent, "wait"))
+WAITS = ((DrawnStream, "wait_for_device"), (DrawnStream, "wait_for"), (DrawnEvent, "make_device_wait"), (DrawnEvent, "wait"))
 """The class and name of each method that orders copies."""
 
 

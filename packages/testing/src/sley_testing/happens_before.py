@@ -6,7 +6,7 @@ the right of an arrow into the clocks on its left:
 
     stream.wait_for_device()   stream <- device       the work that was issued to the device so far
     stream.wait_for(e)         stream <- e            the work of the event's stream before the event, and its dependencies
-    e.hold_device()            device <- e
+    e.make_device_wait()       device <- e
     e.wait()                   host, device <- e      the host issues all work, so later work is ordered after the event
 
 Two accesses to the same bytes conflict if at least one is a write, and clocks must order them. A missing wait is found in every
@@ -108,7 +108,7 @@ class RaceDetector:
         for memory, access in pairs:
             byte_span = byte_range(access.tensor)
             if memory.copies:
-                clock, wait = (self.host, "`wait`") if is_host else (self.device, "`hold_device`")
+                clock, wait = (self.host, "`wait`") if is_host else (self.device, "`make_device_wait`")
                 self._check_copies(memory, clock, (*byte_span, access.writes), access.describe(name), wait)
             if not memory.is_host:
                 memory.device_accesses.setdefault(byte_span, [0, 0])[access.writes] = self.device[DEVICE]
@@ -118,7 +118,7 @@ class RaceDetector:
         memory = self._memory_of(storage)
         self.device[DEVICE] += 1
         text = f"the storage of {storage.nbytes()} bytes is resized"
-        self._check_copies(memory, self.device, (0, _MAX, True), text, "`hold_device`")
+        self._check_copies(memory, self.device, (0, _MAX, True), text, "`make_device_wait`")
         memory.device_accesses = {(0, _MAX): [0, self.device[DEVICE]]}
         memory.copies.clear()
 
@@ -149,7 +149,7 @@ class RaceDetector:
                 del self._memory_with_copies[key]
         for key in [key for key, memory in self._memory_with_copies.items() if memory.reference.expired()]:
             memory = self._memory_with_copies.pop(key)
-            clock, wait = (self.host, "`wait`") if memory.is_host else (self.device, "`hold_device`")
+            clock, wait = (self.host, "`wait`") if memory.is_host else (self.device, "`make_device_wait`")
             for copy in memory.copies:
                 assert copy.is_complete(clock), f"memory was freed while {copy} may be in flight: {wait} is missing"
 

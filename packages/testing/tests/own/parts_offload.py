@@ -65,7 +65,7 @@ class Naive(OffloadManager):
         return copy
 
     def _hold(self, event) -> None:
-        event.hold_device()
+        event.make_device_wait()
         event.wait()
 
 

@@ -231,6 +231,7 @@ class RunState(checkpointing.TrainingState):
         return {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")} | {"world": topology.world_size}
 
     def restore(self, saved: checkpointing.CheckpointReader) -> list[str]:
+        """Returns notes for the user on what changed or is lost. `TrainingState.restore` lists the errors."""
         changes = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
         check_changes(changes)
         restorer = RunRestorer(self, saved, is_same_layout=saved.description.layout == self._layout)

@@ -200,8 +200,8 @@ def draw_timeline(timeline: Timeline, num_columns: int | None = None) -> str:
         stage 0  F0-F1-F2-F3-.........B0====B1====B2====B3====
         stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
 
-    The text of an action begins with its letter and its microbatch, if both fit. Dots are time without an action. Small letters
-    stand for all chunks except the first. If the step is longer than the width, its middle is omitted.
+    The text of an action begins with its letter and its microbatch, if both fit. Dots mark idle time. Lowercase letters stand
+    for all chunks except the first. If the step is longer than the width, its middle is omitted.
     """
     num_columns = shutil.get_terminal_size((110, 24)).columns if num_columns is None else num_columns
     stages = range(timeline.stages)
@@ -213,7 +213,7 @@ def draw_timeline(timeline: Timeline, num_columns: int | None = None) -> str:
     kinds = {span.action.kind for span in timeline.spans}
     legend = [name for kind, name in _NAMES.items() if kind in kinds]
     if last_chunk := max((span.action.chunk for span in timeline.spans), default=0):
-        legend.append("small letters are chunk 1" if last_chunk == 1 else f"small letters are chunks 1 to {last_chunk}")
+        legend.append("lowercase letters are chunk 1" if last_chunk == 1 else f"lowercase letters are chunks 1 to {last_chunk}")
     lines += [", ".join(legend)] if legend else []
     if (columns := round(timeline.makespan_s * scale)) > max_columns:
         num_hidden = columns - max_columns + len(_OMISSION)

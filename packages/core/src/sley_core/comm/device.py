@@ -6,12 +6,12 @@ in parallel with the device's own work:
     stream.wait_for_device()         # copies start after all work that is queued on the device so far
     stream.copy(host, weights)       # several copies, in this order
     event = stream.record()
-    event.hold_device()              # work that is queued on the device from now on starts after the copies
+    event.make_device_wait()         # work that is queued on the device from now on starts after the copies
     free(weights)
 
-The device must not read, write or free the memory of a copy before `hold_device`, nor the host before `wait`. On the CPU a copy
-is done when `copy` returns, and all waits are no-ops. `sley_testing.drawn_copies` has a stream that delays and reorders its
-copies as far as these calls permit.
+The device must not read, write or free the memory of a copy before `make_device_wait`, nor the host before `wait`. On the CPU,
+a copy is done when `copy` returns, and all waits are no-ops. `sley_testing.drawn_copies` has a stream that delays and reorders
+its copies as far as these calls permit.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from sley_core.errors import RunError
 from sley_core.generators import host_state, seed_host, set_host_state
 
 Moment = float | torch.cuda.Event
-"""A point in a device's work: an event of the current stream on CUDA, else a value of `time.perf_counter` in seconds."""
+"""A timestamp of a device's work: on CUDA, an event of the current stream; otherwise, `time.perf_counter()` in seconds."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,7 +52,7 @@ class CopyEvent:
     def wait(self) -> None:
         """Blocks the host until the copies before this event are done."""
 
-    def hold_device(self) -> None:
+    def make_device_wait(self) -> None:
         """Makes all later work on the device's own stream wait for the copies before this event. Does not block the host."""
 
 
@@ -93,7 +93,7 @@ class _CudaEvent(CopyEvent):
         with torch.cuda.device(self._run_stream.device):
             self.event.synchronize()
 
-    def hold_device(self) -> None:
+    def make_device_wait(self) -> None:
         self._run_stream.wait_event(self.event)
 
 
@@ -284,7 +284,9 @@ class Device:
                 generator.set_state(device_state)
 
     def moment(self) -> Moment:
-        """Returns the current point in the device's work: on CUDA, an event on the current stream, recorded without waiting."""
+        """Returns a timestamp of the device's work: on CUDA, an event recorded on the current stream without synchronizing;
+        otherwise, `time.perf_counter()` in seconds.
+        """
         if not self.is_async:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -289,7 +289,7 @@ class Mark(NamedTuple):
 
     @property
     def encoded_text(self) -> bytes:
-        """Returns the label, cut to fit into a header, and the size, in UTF-8. Peers print this text in error messages."""
+        """Returns the label, truncated to fit in a header, and the size, as UTF-8. Peers print this text in error messages."""
         return _encode_text(self.label, self.num_bytes)
 
     def header(self) -> torch.Tensor:
@@ -316,7 +316,7 @@ def _checksum_label(operation: str, label: str) -> int:
 
 @lru_cache(maxsize=4096)
 def _encode_text(label: str, num_bytes: int) -> bytes:
-    """Returns, in UTF-8, `label` cut to the room in a header, and `num_bytes`."""
+    """Returns `label` and `num_bytes` as UTF-8 text, with `label` truncated so that the text fits in a header."""
     size = f" ({num_bytes} bytes)"
     room = HEADER_BYTES - 16 - len(size)
     return label.encode()[:room].decode("utf-8", "ignore").encode() + size.encode()

@@ -219,7 +219,9 @@ class Simulation:
         return None
 
     def fill_layers(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
-        """Replaces meta tensors of this rank's sharded layers with tensors of `dtype` for a step. This class does nothing."""
+        """Does nothing here. A subclass replaces the meta tensors of this rank's sharded layers with tensors of `dtype`, so
+        that a step can run.
+        """
 
 
 def _axes_with_cma(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str, ...]:

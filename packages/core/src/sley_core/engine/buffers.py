@@ -157,10 +157,12 @@ class Layout(NamedTuple):
     is_fixed: bool = False
 
     def check(self, trainable: Sequence[Param]) -> None:
-        """Asserts that each of `trainable` (in registry order) is once in `order`, and once in `buffers` or `unbuffered`."""
+        """Asserts that each parameter in `trainable` (in registry order) occurs exactly once in `order`, and exactly once in
+        `buffers` or `unbuffered`.
+        """
         for params in (self.order, [param for buffer in (*self.buffers, self.unbuffered) for param in buffer]):
             indices = sorted(param.index for param in params)
-            assert indices == [param.index for param in trainable], "a layout names every trainable parameter once"
+            assert indices == [param.index for param in trainable], "a layout must name every trainable parameter exactly once"
 
 
 class NormGroup(NamedTuple):

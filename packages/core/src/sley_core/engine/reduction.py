@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import StepState
     from sley_core.engine.registry import Param, Stages
 
-PRODUCT_BYTES = 1 << 25
+MAX_PRODUCT_BYTES = 1 << 25
 """The maximum size, in bytes, of a product that is added to a gradient of another dtype. Larger products are sliced."""
 
 
@@ -139,10 +139,10 @@ class Accumulator:
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
         """Adds left^T right, for left [n, out] and right [n, in] of one dtype. If it is also the view's dtype, allocates
-        nothing; else computes the product in slices of at most `PRODUCT_BYTES`, or of one row.
+        nothing; else computes the product in slices of at most `MAX_PRODUCT_BYTES`, or of one row.
         """
         if left.dtype != self.dtype:
-            num_rows = max(1, PRODUCT_BYTES // max(1, right.shape[1] * right.element_size()))
+            num_rows = max(1, MAX_PRODUCT_BYTES // max(1, right.shape[1] * right.element_size()))
             for start in uniform_items(range(0, len(self.view), num_rows)):
                 rows = slice(start, start + num_rows)
                 product = left[:, rows].t() @ right

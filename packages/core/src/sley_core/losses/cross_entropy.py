@@ -208,11 +208,11 @@ def check_shifted(batch: Mapping[str, Tensor], labels_name: str, has_weight: Ten
         ):
             raise RunError(
                 "labels-not-shifted",
-                f"every label equals the token at its own position (`{labels_name}` is `{name}`), so the model would "
-                "only learn to copy",
+                f"every label equals the token at its own position (`{labels_name}` equals `{name}`), so the model "
+                "would only learn to copy",
                 path=("loss", "labels"),
-                hint="shift the labels in the dataset: use `ids[:-1]` as tokens and `ids[1:]` as labels; or, to train copying, "
-                "set `[loss] copying = true`",
+                hint="shift the labels in the dataset: use `ids[:-1]` as tokens and `ids[1:]` as labels; or, if copying is "
+                "the task, set `[loss] copying = true`",
             )
 
 

@@ -344,7 +344,9 @@ class HostModel:
         raise PlanError("model-init", message, path=MODEL, hint=hint)
 
     def _check_modules(self, modules: Mapping[str, nn.Module]) -> None:
-        """Checks `modules`, by layer name, and records in the model's layers the tensors that a forward must not read."""
+        """Checks `modules`, a mapping from layer names to modules. For each of these layers in the model, records the tensors
+        that its forward must not read.
+        """
         _check_structure(self.model, modules)
         for name, module in modules.items():
             _check_parameters(name, module)

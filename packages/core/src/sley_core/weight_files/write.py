@@ -32,7 +32,7 @@ MAX_FILE_BYTES = 5 * 10**9
 WEIGHT_FILE_PATTERNS = ("model*.safetensors", INDEX_FILE)
 """Patterns that match the names of weight files and of their index."""
 
-DTYPES = {  # the name in safetensors of each of torch's dtypes
+DTYPES = {  # the safetensors name of each dtype that can be written
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -44,9 +44,9 @@ DTYPES = {  # the name in safetensors of each of torch's dtypes
 } | {dtype: f"I{8 * dtype.itemsize}" for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)}
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-"""torch's dtypes, by their names in safetensors."""
+"""The keys of `DTYPES`, by their names in safetensors."""
 
-_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}  # of one element
+_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}  # the size of one element
 
 Item = TypeVar("Item")
 

@@ -91,7 +91,7 @@ class FakeEvent(CopyEvent):
         if self.last_copy is not None:
             self._stream.wait_until(self.last_copy)
 
-    def hold_device(self) -> None:
+    def make_device_wait(self) -> None:
         self.wait()
 
 

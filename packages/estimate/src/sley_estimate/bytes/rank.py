@@ -331,8 +331,8 @@ def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashabl
     }
 
 
-def can_fork() -> bool:
-    """Returns whether a forked process can run a backward. torch refuses this if the current process has run one."""
+def can_run_backward_in_fork() -> bool:
+    """Returns whether a process that this process forks can run a backward. It cannot if this process has run one."""
     try:
         list(_run_forked([lambda: torch.ones(1, requires_grad=True).sum().backward()], 1))  # type: ignore[no-untyped-call]
     except (RuntimeError, RunError):
@@ -345,7 +345,7 @@ def run_calls(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[
     picklable; they run in this process if `num_processes` is 1 or if forked processes could not run a backward. Raises the
     errors of the calls, and RunError `estimate-ended` if a process exits before its call is done.
     """
-    if num_processes == 1 or not can_fork():
+    if num_processes == 1 or not can_run_backward_in_fork():
         return ((index, call()) for index, call in enumerate(calls))
     return _run_forked(calls, num_processes)
 

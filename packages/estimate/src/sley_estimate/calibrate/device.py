@@ -233,7 +233,7 @@ def _measure_copy_latency(device: Device) -> float:
             stream.wait_for_device()
             for _ in range(NUM_SMALL):
                 stream.copy(target, source)
-            stream.record().hold_device()
+            stream.record().make_device_wait()
             host_s = time.perf_counter() - start_s
             seconds = device.seconds_between(start, device.moment())
         times.append(seconds / NUM_SMALL)
@@ -245,13 +245,13 @@ def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, ten
     moments = [device.moment()]
     stream.wait_for_device()
     stream.copy(memory.data, tensor)
-    stream.record().hold_device()
+    stream.record().make_device_wait()
     num_bytes = free(tensor)
     moments.append(device.moment())
     reallocate(tensor, num_bytes)
     stream.wait_for_device()
     stream.copy(tensor, memory.data)
-    stream.record().hold_device()
+    stream.record().make_device_wait()
     moments.append(device.moment())
     return device.seconds_between(*moments[:2]), device.seconds_between(*moments[1:])
 
