@@ -71,9 +71,9 @@ def launch(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sley-", ignore_cleanup_errors=True))
         kill_timeout_s = sigterm_timeout_s + KILL_DELAY_S
         ranks = _LocalRanks(Path(folder), kill_timeout_s)
-        stack.callback(ranks.kill_sessions)
+        stack.callback(ranks.kill_process_groups)
         signal_handler = stack.enter_context(
-            SignalHandler(print_line, None, kill_timeout_s, stop_signals, exit_now=lambda _: ranks.kill_sessions())
+            SignalHandler(print_line, None, kill_timeout_s, stop_signals, exit_now=lambda _: ranks.kill_process_groups())
         )
         # -P: a file in the current folder must not replace a module of the same name.
         ranks.start([sys.executable, "-P", "-m", "train_cli", target, json.dumps(arguments)], num_ranks)
@@ -126,7 +126,7 @@ class _LocalRanks:
         self._add_failed_ranks(failed_ranks)
         return list(failed_ranks.values())
 
-    def kill_sessions(self) -> None:
+    def kill_process_groups(self) -> None:
         """Kills the process group of each rank."""
         _send_signal([process.pid for process in self._processes], signal.SIGKILL)
 

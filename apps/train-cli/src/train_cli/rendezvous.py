@@ -72,11 +72,13 @@ _ARRIVAL_TEXTS = (
     "did not connect",
     "start all hosts, with a MASTER_ADDR that all can reach, not localhost; raise [limits] start_timeout_s to wait longer",
 )
+"""As `_BUILD_TEXTS`, for the first round."""
+
 _BUILD_TEXTS = (
     "did not open their data and build their model",
     "check whether they read from a slow disk, for example; raise [limits] collective_timeout_s to wait longer",
 )
-"""For each of the two rounds: what the missing ranks did not do, as part of an error message, and the error's hint."""
+"""What the missing ranks did not do, as part of an error message, and the hint of that error."""
 
 
 @dataclass

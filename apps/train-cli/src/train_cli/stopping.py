@@ -62,8 +62,9 @@ def has_launcher() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Makes the kernel kill this process when its launcher or torchrun ends, even by SIGKILL. Does nothing in other processes.
-    This works even while the rank hangs in a driver. Call it before slow imports. Exits at once if the launcher is dead.
+    """Makes the kernel kill this rank when the launcher or torchrun that started it ends, even if that was by SIGKILL, and even
+    while this rank hangs in a driver. Exits at once if the launcher has already ended. Does nothing in a process that neither
+    of them started. Call it before slow imports.
     """
     global _has_launcher
     # The variable is removed, so that processes that the rank starts do not act as ranks.

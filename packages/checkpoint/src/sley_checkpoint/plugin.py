@@ -13,10 +13,12 @@ class AnyLayoutConfig(CheckpointConfig):
     """Checkpoints that a run can resume from in any layout. All ranks write them. A run also saves its last step."""
 
     every_steps: PositiveInt | None = None
-    """The number of optimizer steps between checkpoints."""
+    """The number of optimizer steps between checkpoints. By default, steps do not trigger a save."""
 
     every_minutes: PositiveFloat | None = None
-    """The number of minutes between checkpoints. With `every_steps`, a save is due whenever either interval has passed."""
+    """The number of minutes between checkpoints. With `every_steps`, a save is due whenever either interval has passed. By
+    default, time does not trigger a save.
+    """
 
     keep: PositiveInt = 2
     """The number of checkpoints to keep. Older checkpoints are deleted once a newer one is verified."""

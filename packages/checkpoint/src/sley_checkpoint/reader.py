@@ -43,8 +43,8 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIndex(state.SavedRun):
-    """All data of a checkpoint except its tensors. token: a text that is unique to each save, and begins with the id of the
-    attempt that saved. files: the digest of each file. tensors: the description of each tensor, by name.
+    """All data of a checkpoint except its tensors. token: a string that is unique to each save and begins with the id of the
+    attempt that made it. files: the digest of each file. tensors: the description of each tensor, by name.
     """
 
     token: str

@@ -298,7 +298,9 @@ class Connection:
         return True
 
     def _has_ended(self, peer: int) -> bool:
-        """Returns whether the peer's process has ended, so that another process may have its pid. Takes 1 us."""
+        """Returns whether the peer's process has ended, in which case its pid may now belong to another process. Takes about
+        1 us.
+        """
         return bool(self._process_polls[peer].poll(0))
 
     def _can_reach(self, peer: int) -> bool:

@@ -187,7 +187,7 @@ class SavedRun:
     run: the name of the run. step: the number of completed steps. lineage: the attempts that ran these steps. plan: the
     resolved plan in TOML. versions: the versions of torch and the plugins. layout: the number of ranks along each axis, and
     `world`. optimizer: the optimizer's name in the plan. state: the loss scale, the position in the data and other states that
-    are equal on all ranks. `with_ranks` sets the last three fields. values: the saved values that are not tensors, by name.
+    are equal on all ranks. `with_ranks` sets the other fields. values: the saved values that are not tensors, by name.
     trees: the nested structure of each parameter's optimizer state, by the parameter's name. ranks: the state of each rank.
     """
 
@@ -213,7 +213,7 @@ class SavedRun:
         return best is not None and bool(best["step"] == self.step)
 
     def with_ranks(self, rank_values: Sequence[Mapping[str, Any]]) -> Self:
-        """Returns the description with its last three fields set. rank_values: the result of `TrainingState.rank_values` on
+        """Returns a copy with `values`, `trees` and `ranks` set. rank_values: the result of `TrainingState.rank_values` on
         each rank, in rank order. Raises RunError "checkpoint-ranks" if two ranks have different values for a name.
         """
         values, trees = (_merge_mappings([rank[part] for rank in rank_values]) for part in ("values", "trees"))
@@ -352,8 +352,8 @@ def open_run_weights(path: Path, run: Path) -> TensorReader:
 
 
 def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
-    """Returns the name in the checkpoint of each module's extra state, by the name of the state in the model. If several ranks
-    saved a state, this is the first of its names in `saved.names`.
+    """Maps the name of each module's extra state in the model to its name in the checkpoint. If several ranks saved the same
+    state, the first name in `saved.names` is used.
     """
     names: dict[str, str] = {}
     for saved_name in saved.names:
@@ -364,7 +364,9 @@ def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
 
 
 def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointReader, name: str) -> None:
-    """Restores the saved state of the parameter `name` into `optimizer`, which has only this parameter, whole, on the CPU."""
+    """Restores the saved state of the parameter `name` into `optimizer`, whose only parameter must be this one, unsharded and
+    on the CPU.
+    """
     (parameter,) = optimizer.param_groups[0]["params"]
     values = saved.description.values
     leaves = {

@@ -53,8 +53,8 @@ class StageLink(Protocol):
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
         """Starts the exchanges of one list of actions; called at the start of a step or an evaluation.
 
-        keys: the key of each microbatch. peers: the neighbouring stages, which must begin the same list. If a peer begins a
-        different list, `receive` or `drain` raises RunError `stages-differ` on both ends.
+        keys: the key of each microbatch, in order. peers: the neighbouring stages, which must begin with equal `keys`. If
+        a peer begins with other keys, `receive` or `drain` raises RunError `stages-differ` on both ends.
         """
 
     def post_receive(self, transfer: Transfer, key: Hashable) -> None:

@@ -147,8 +147,8 @@ class Mixture:
                 expected, value = getattr(reference, key), getattr(info, key)
                 if value != expected or SOURCE in info.fields:
                     first, second = _format_value(expected), _format_value(value)
-                    values = f"`{self.sources[0]}` has {first}, but `{source.table.name}` has {second}"
-                    message = f"all sources of a mixture must have the same {key}: {values}"
+                    values = f"`{self.sources[0]}` has {first} and `{source.table.name}` has {second}"
+                    message = f"all sources of a mixture must have the same `{key}`, but {values}"
                     raise PlanError("mixture-sources", message, path=("data", "sources", source.number))
         return replace(reference, fields={**reference.fields, SOURCE: Field("int64")})
 

@@ -203,10 +203,12 @@ class SourceTable(PartTable):
     """The name of the source, which is part of the metrics `loss/NAME` and `share/NAME`."""
 
     weight: PositiveFloat | None = None
-    """The share of samples from this source, relative to the weights of the other sources. The weights need not add up to 1."""
+    """The share of samples from this source, relative to the weights of the other sources. The weights need not add up to 1.
+    Either all sources must set `weight`, or all must set `epochs`.
+    """
 
     epochs: PositiveFloat | None = None
-    """The number of passes over the source per epoch of the mixture, instead of `weight`; 0.5 reads half of the source."""
+    """The number of passes over the source per epoch of the mixture; 0.5 reads half of the source. Replaces `weight`."""
 
 
 class MixtureConfig(DataConfig):

@@ -84,10 +84,10 @@ def _find_differences(config: MixtureConfig) -> Iterator[Problem]:
         for key, (label, value) in _read_shared_properties(source).items():
             name, expected = references.setdefault(key, (source.name, value))
             if value != expected:
-                values = f"`{name}` has {expected!r}, but `{source.name}` has {value!r}"
+                values = f"`{name}` has {expected!r} and `{source.name}` has {value!r}"
                 if isinstance(value, tuple):
                     values = f"those of `{name}` and `{source.name}` differ"
-                message = f"all sources of a mixture must have the same {label}: {values}"
+                message = f"all sources of a mixture must have the same {label}, but {values}"
                 yield Problem(("data", "sources", number), message, _HINTS.get(key), "mixture-sources")
                 break
 

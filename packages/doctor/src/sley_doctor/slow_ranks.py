@@ -61,7 +61,7 @@ class Block:
 
     def has_idle_host(self, rank: int) -> bool:
         """Returns whether the host of `rank` waits for its device, so that longer work on the host does not lengthen a step."""
-        return self.ranks[rank].window.device_s > MAX_DEVICE_SHARE * self.step_s
+        return self.ranks[rank].window.device_wait_s > MAX_DEVICE_SHARE * self.step_s
 
 
 def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
@@ -240,13 +240,13 @@ def _find_slow_data(blocks: Sequence[Block]) -> list[Cause]:
         block
         for block in blocks
         if all(
-            work.window.data_s >= MIN_SHARE * block.step_s and not block.has_idle_host(rank)
+            work.window.data_wait_s >= MIN_SHARE * block.step_s and not block.has_idle_host(rank)
             for rank, work in block.ranks.items()
         )
     ]
     if not _covers_most(slow_blocks, blocks):
         return []
-    seconds = median_low(min(work.window.data_s for work in block.ranks.values()) for block in slow_blocks)
+    seconds = median_low(min(work.window.data_wait_s for work in block.ranks.values()) for block in slow_blocks)
     step_s, first, last = median_low(block.step_s for block in slow_blocks), slow_blocks[0].first, slow_blocks[-1].last
     return [Cause("data", tuple(slow_blocks[0].ranks), Location.DATA, seconds, 0.0, step_s, first, last)]
 
@@ -322,7 +322,7 @@ def describe_work(judgement: Judgement) -> Iterator[str]:
         work = _format_seconds(median_low(window.working_s for window in windows))
         waits = [
             (median_low(window.waits.median for window in windows), "other ranks"),
-            (median_low(window.device_s for window in windows), "its device"),
+            (median_low(window.device_wait_s for window in windows), "its device"),
         ]
         waited = " and ".join(f"{_format_seconds(s)} for {target}" for s, target in waits if s >= MIN_SHOWN_S)
         yield (

@@ -86,17 +86,19 @@ class Window:
 
     @property
     def working_s(self) -> float:
-        """Returns the seconds of work per step, without the wait for the device."""
+        """Returns the time of work per step, in seconds, without the wait for the device."""
         return sum(spread.median for location, spread in self.work.items() if location != Location.DEVICE)
 
     @property
-    def data_s(self) -> float:
-        """Returns the seconds per step in which the rank waits for its data."""
+    def data_wait_s(self) -> float:
+        """Returns the median time per step, in seconds, that the rank waits for its data."""
         return self.work.get(Location.DATA, ZERO_SPREAD).median
 
     @property
-    def device_s(self) -> float:
-        """Returns the seconds per step in which the host waits for its device, whose kernels may wait for other ranks."""
+    def device_wait_s(self) -> float:
+        """Returns the median time per step, in seconds, that the host waits for its device. This includes the time in which the
+        device's kernels wait for other ranks.
+        """
         return self.work.get(Location.DEVICE, ZERO_SPREAD).median
 
 

@@ -158,9 +158,9 @@ def list_ties(causal: Any, structure: ModuleNames) -> list[tuple[str, str]]:
 class Embed(nn.Module):
     """The layer `embed`: the forward of the base model up to its first decoder layer, [b, s] -> [b, s, hidden]."""
 
-    def __init__(self, causal: Any, structure: ModuleNames) -> None:
+    def __init__(self, causal_lm: Any, structure: ModuleNames) -> None:
         super().__init__()
-        self.base, self._recorders = copy_with_recorders(causal, structure, 1)
+        self.base, self._recorders = copy_with_recorders(causal_lm, structure, 1)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: compiling would not make the lookup faster, and the recorder ends the forward with an exception."""

@@ -130,9 +130,10 @@ def check_embeddings(layers: Sequence[Layer]) -> None:
         raise _embedding_error("no layer has a plain nn.Embedding, so there is no table to shard by columns", "remove the key")
     for table, name in find_parameter_users(layers, lambda *location: not is_table(*location)).items():
         if table in tables:
-            message = f"`{name}` shares the embedding table of `{tables[table]}`, and needs full rows of it"
             raise _embedding_error(
-                message, "use a separate weight in that module (in `models.llama`, set `tie_embeddings = false`)"
+                f'`{name}` shares the embedding table of `{tables[table]}` and needs its full rows, but `embedding = "hidden"` '
+                "splits each row between ranks",
+                "use a separate weight in that module (in `models.llama`, set `tie_embeddings = false`)",
             )
 
 

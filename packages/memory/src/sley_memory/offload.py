@@ -108,7 +108,7 @@ class BucketedStateMover(movers.Mover):
             self._buckets[index][1].onload()
 
     def _offload_buckets(self) -> None:
-        """Starts to offload the states of all buckets that are here or coming."""
+        """Starts offloading the states of all buckets that are on the device or on their way to it."""
         for _, states in self._buckets:
             if states.where in (Where.HERE, Where.COMING):
                 states.offload()

@@ -295,7 +295,7 @@ class Walker:
     def walk(self, lists: Sequence[Sequence[Action]], lengths: Sequence[int], *, training: bool = True) -> None:
         """Executes the list of this stage in `lists`, one per stage. Raises AssertionError if a received message differs from
         the sent one. lengths: the length of each microbatch, which determines the shapes of its messages. training: whether the
-        lists have backwards.
+        lists contain backward actions.
         """
         self._walk_number += 1
         self._lengths = lengths

@@ -102,7 +102,7 @@ class Update:
             norm: Tensor | float = totals.values[NORM]
         else:
             result = totals.read()
-            if not result.is_allowed:
+            if not result.allows_update:
                 return totals
             norm = result.grad_norm
         if self.config.clip_norm is not None:
@@ -112,7 +112,7 @@ class Update:
         self.masters.set_gradients()
         run_optimizer_step: Callable[[], Any] = self.optimizer.step
         if is_on_device:
-            run_optimizer_step = partial(optimizers.step_if, self.optimizer, totals.is_allowed_on_device)
+            run_optimizer_step = partial(optimizers.step_if, self.optimizer, totals.allows_update_on_device)
         if self.traits.keeps_gradients:
             run_optimizer_step = optimizers.copy_gradients_first(self.optimizer, run_optimizer_step)
         if self.averages is not None:
@@ -124,7 +124,7 @@ class Update:
                 step_buckets(self.optimizer, self.masters.optimizer_params, buckets, run_optimizer_step)
         self.masters.scatter_owned_params()
         if self.averages is not None:
-            allowed = totals.is_allowed_on_device if is_on_device else None
+            allowed = totals.allows_update_on_device if is_on_device else None
             self.averages.update(self.masters.local_params, step, step - num_skipped, allowed)
         self._has_stepped = self.was_taken = True
         self.masters.write_back()

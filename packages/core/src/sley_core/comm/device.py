@@ -243,7 +243,9 @@ class Device:
         return self.type == "cuda"
 
     def as_default(self) -> AbstractContextManager[object]:
-        """Returns a context manager that does nothing. A simulated device returns one that creates new tensors on it."""
+        """Returns a context manager that makes new tensors fake if the device is simulated. On a real device it does nothing,
+        since real tensors need no mode.
+        """
         return nullcontext()
 
     @contextmanager

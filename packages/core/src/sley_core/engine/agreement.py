@@ -359,7 +359,9 @@ def _compare_fingerprints(label: str, names: Sequence[str], fingerprints: Tensor
 
 
 COMPARE_EVERY = 256
-"""The number of steps between two comparisons of copies on different ranks, and of values before and after a layer's call."""
+"""The number of steps between two checks. One check compares the copies of weights and buffers that different ranks hold, and
+the other compares the values of a layer's weights and buffers before and after a call of the layer.
+"""
 
 
 class _TensorSlot(NamedTuple):

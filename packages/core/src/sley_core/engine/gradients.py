@@ -253,8 +253,9 @@ class GradientStore:
             self.watch()
 
     def watch(self) -> None:
-        """Installs the autograd hooks, now and in every later layout. The first `begin_step` calls this if nothing else has. If
-        no handler reduces gradients, parameters of the store's dtype get no hook: autograd sums their gradients itself.
+        """Installs the autograd hooks, and reinstalls them after each change of layout. The first `begin_step` calls this if
+        nothing else has. If the layout has no buffers, an unsharded parameter of the store's dtype without products gets no
+        hook, unless the order of sums is fixed: autograd sums its gradients itself.
         """
         self._is_watching = True
         for accumulator in self._order:

@@ -78,8 +78,8 @@ class StepTotals:
         return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, self.loss_scale, is_skipped)
 
     @property
-    def is_allowed_on_device(self) -> torch.Tensor:
-        """Returns `StepResult.is_allowed` as a bool scalar on the device, without a wait for the device."""
+    def allows_update_on_device(self) -> torch.Tensor:
+        """Returns `StepResult.allows_update` as a bool scalar on the device, without a wait for the device."""
         is_number = torch.isfinite(self.values[:WEIGHT]).all()
         return is_number & (self.values[WEIGHT] > 0) & (self.values[DIFFERS] == 0)
 
@@ -108,14 +108,16 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
-    def is_allowed(self) -> bool:
-        """Returns whether loss and norm are finite, the batch's weight is positive, and all ranks made the same exchanges."""
+    def allows_update(self) -> bool:
+        """Returns whether the update may be applied: the loss and the norm are finite, the batch's weight is positive, and all
+        ranks made the same exchanges.
+        """
         return self.is_finite and self.weight > 0 and not self.ranks_differ
 
     @property
     def is_refused(self) -> bool:
         """Returns whether an error prevented the step. A skip by the fp16 loss scale is not an error."""
-        return self.ranks_differ or not (self.is_skipped or self.is_allowed)
+        return self.ranks_differ or not (self.is_skipped or self.allows_update)
 
     @property
     def is_skippable(self) -> bool:
@@ -178,8 +180,8 @@ class Skips:
         self._unread: StepTotals | None = None
 
     def record(self, totals: StepTotals) -> None:
-        """Records the totals of the last step. Asserts that the step before it is settled."""
-        assert self._unread is None, "a step was launched before the one before it was counted"
+        """Records the totals of the last step. Asserts that the previous totals have been counted."""
+        assert self._unread is None, "a step was launched before the previous step was counted"
         self._unread = totals
 
     def settle(self, totals: StepTotals | None = None) -> None:

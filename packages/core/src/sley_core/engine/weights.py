@@ -209,14 +209,16 @@ class MasterWeights:
 
     @property
     def has_outside_writes(self) -> bool:
-        """Returns whether a program has written weights since the last `copy_outside_writes`. The weights may be offloaded."""
+        """Returns whether code outside the engine has written to weights since the last `copy_outside_writes`. Can be called
+        while the weights are offloaded.
+        """
         is_moved = next(self.weights.moved_parameters(), None) is not None
         return is_moved or any(entry.synced != entry.state for entry in self._masters.values())
 
     def copy_outside_writes(self) -> None:
-        """Copies the values that a program has written to working weights into their masters. Detects writes by version and
-        storage, without a device sync. Weights and masters must not be offloaded. Raises RunError `weight-replaced` if a
-        program has replaced a parameter or changed its dtype.
+        """Copies the values that code outside the engine has written to working weights into their masters. Detects writes by
+        version and storage, without a device sync. Weights and masters must not be offloaded. Raises RunError `weight-replaced`
+        if such code has replaced a parameter or changed its dtype.
         """
         for param, original, dtype in self._originals:
             parameter = param.parameter

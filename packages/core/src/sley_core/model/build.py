@@ -51,8 +51,8 @@ class Recipe:
     meta_error: str = ""
 
     def call(self) -> Model:
-        """Calls the factory, but no builders, and returns its model. Raises PluginError "plugin-failed" if the factory fails,
-        and PlanError "model-factory" if it does not return layers.
+        """Calls the factory, but no builders, and returns its model, with `adapt` set if the plan has adapters. Raises
+        PluginError "plugin-failed" if the factory fails, and PlanError "model-factory" if it does not return layers.
         """
         try:
             model = as_model(self.component.build(self.data))

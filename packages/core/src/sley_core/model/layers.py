@@ -226,10 +226,12 @@ def _make_layers(layers: Any) -> Iterator[Layer]:
         if not isinstance(name, str) or not name:
             raise _factory_error(f"the name of layer {index} of the model must be a string, but is {_describe_type(name)}")
         if count and not (is_builder and type(count[0]) is int and count[0] > 0):
-            raise _factory_error(
-                f"layer {index} of the model has the count {count[0]!r}, but a count must be at least 1, and only a builder "
-                "can have one"
+            message = (
+                f"layer {index} of the model has the count {count[0]!r}, but a count must be at least 1, and only builders can "
+                "have a count"
             )
+            hint = "set a count of at least 1, or remove it if the layer is not a builder"
+            raise PlanError("model-factory", message, path=MODEL, hint=hint)
         for layer_name in [f"{name}.{number}" for number in range(count[0])] if count else [name]:
             yield Layer(layer_name, nn.Module(), builder=module) if is_builder else Layer(layer_name, module)
 

@@ -186,8 +186,8 @@ def _canonical_problem(path: KeyPath, message: str, hint: str) -> records.Proble
     return records.Problem(path, f'{message}, so `reduction = "canonical"` is not possible', hint, "canonical-unsupported")
 
 
-SCOPE_RANKS = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
-"""The optimizer scopes from narrow to wide."""
+SCOPE_ORDER = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
+"""The position of each optimizer scope in the order from narrow to wide."""
 
 
 def check_offload(plan: Plan) -> Iterator[records.Problem]:
@@ -203,7 +203,7 @@ def check_offload(plan: Plan) -> Iterator[records.Problem]:
                 break
             manager_by_part[part] = component.name
         supported, needed = record.scope(component.config), scope_of(plan.optimizer.record, plan.optimizer.config)
-        if supported != "global" and SCOPE_RANKS[needed] > SCOPE_RANKS[supported]:
+        if supported != "global" and SCOPE_ORDER[needed] > SCOPE_ORDER[supported]:
             needs = "may need all gradients at once" if needed == "unknown" else "needs all gradients at once"
             message = f"`{component.name}` updates a few weights at a time, but `{plan.optimizer.name}` {needs}"
             hint = "use an optimizer such as `core.adamw`" + (SCOPE_HINT if needed == "unknown" else "")
