@@ -240,7 +240,7 @@ def test_a_run_without_improvement_stops_early(cli: Any, plan: Path, folder: Pat
     text = plan.read_text("utf-8").replace('["corpus.txt"]', '["?.txt"]\nheld_out_files = ["other.txt"]')
     plan.write_text(text.replace("dp = 2", "dp = 1") + EVALUATION, "utf-8")
     changes = ("run.steps=50", "optimizer.lr=1e-30")
-    reason = "held_out/own/loss has not improved in 2 evaluations; the best, "
+    reason = "held_out/own/loss has not improved in 2 evaluations; the best value, "
     cli("run", plan, changes=changes).expect(0, f", stopped early: {reason}")
     summary = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
     assert (summary["outcome"], summary["steps"], summary["best"]["step"]) == ("finished", 6, 2)

@@ -150,7 +150,7 @@ def test_tolerance_is_that_of_the_record_and_all_tensors_are_compared(
     key = ("gradient", "blocks.0.attention.key.weight")
     for rank in findings:
         rank.comparisons = [item for item in rank.comparisons if (item.quantity, item.name) != key]
-    message = r"no rank has the gradient of `blocks\.0\.attention\.key\.weight` \(of 1 such parameters\)"
+    message = r"no rank has the gradient of `blocks\.0\.attention\.key\.weight` \(the first of 1 such parameters\)"
     with pytest.raises(RunError, match=message):
         check_complete(findings, tmp_path)
 

@@ -85,7 +85,7 @@ def test_weights_that_a_program_computes_or_replaces_after_the_run_was_made(alon
         change(run.layers[1].module.inner)
         with pytest.raises(RunError, match=rf"weight-replaced.*'blocks\.0\.inner\.weight'.*{says}") as caught:
             run.step()
-    assert says != COMPUTED or "model factory" in caught.value.diagnostics[0].hint
+    assert says != COMPUTED or "in the factory" in caught.value.diagnostics[0].hint
 
 
 @pytest.mark.parametrize(
