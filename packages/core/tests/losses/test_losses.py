@@ -192,7 +192,7 @@ def weight(batch: dict[str, Tensor], **table: bool) -> float:
 @pytest.mark.parametrize("name", ["tokens", "input_ids"])
 def test_tokens_as_labels_are_refused(labels: Tensor, name: str) -> None:
     batch = {name: IDS[:, :-1], "labels": labels}
-    with pytest.raises(RunError, match=f"`labels` is `{name}`") as caught:
+    with pytest.raises(RunError, match=f"`labels` equals `{name}`") as caught:
         weight(batch)
     assert caught.value.diagnostics[0].code == "labels-not-shifted"
     assert weight(batch, copying=True) == float((labels != -100).sum())

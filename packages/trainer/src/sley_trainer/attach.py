@@ -47,9 +47,9 @@ def build_stepper(
     model: Model,
     stage: Stage,
     info: DataInfo,
-    communicator: protocols.WeightCommunicator | None,
+    weight_communicator: protocols.WeightCommunicator | None,
     undo: ExitStack,
-    sequence: protocols.SequenceCommunicator | None = None,
+    sequence_communicator: protocols.SequenceCommunicator | None = None,
     *,
     has_values: bool,
 ) -> Stepper:
@@ -84,9 +84,9 @@ def build_stepper(
         if isinstance(layer.module, protocols.AttachedModule):
             layer.module.attach_to_run(parts)
     update = build_update(plan, parts, model, has_values=has_values)
-    if communicator is not None:
-        communicator.attach(parts)
-        undo.callback(communicator.detach)
+    if weight_communicator is not None:
+        weight_communicator.attach(parts)
+        undo.callback(weight_communicator.detach)
     policy.attach(parts)
     undo.callback(policy.detach)
     parts.numbers.gather_names()
@@ -108,10 +108,10 @@ def build_stepper(
         step_progress,
         plan.limits.data_timeout_s,
         WriteWatch(parts, model.per_rank_buffers) if has_values else None,
-        sequence if has_values else None,
+        sequence_communicator if has_values else None,
     )
     boundaries = StageBoundaries(stage.action_lists.placement, stage.action_lists.stage, link)
-    executor = Executor(parts, stage.chunks, boundaries, caller, loss, fields, communicator, additivity, whole_sequences)
+    executor = Executor(parts, stage.chunks, boundaries, caller, loss, fields, weight_communicator, additivity, whole_sequences)
     compare = CopyComparison(parts, model.per_rank_buffers) if has_values else None
     stepper = Stepper(parts, executor, stage.action_lists, handlers, update, undo, compare, plan.model.config.attention)
     undo.callback(patch_layers(parts, splits_backwards=stage.action_lists.splits_backward(plan.num_microbatches(topology))))
