@@ -289,11 +289,11 @@ def test_sources_that_do_not_fit_each_other(tmp_path: Path) -> None:
     bytes_ = {**text(tmp_path, "a", words(90, 1)), "documents": "cut", "held_out": 0.0}
     (tmp_path / "a.bin").write_bytes(bytes(range(200)) * 20)
     tokens = {"use": "data.tokens", "files": ["a.bin"], "vocab_size": 65536, "sequence": 8, "weight": 1}
-    with pytest.raises(PlanError, match=r"same `vocab_size`: `s0` has 256, but `s1` has 65536"):
+    with pytest.raises(PlanError, match=r"same `vocab_size`, but `s0` has 256 and `s1` has 65536"):
         raise PlanError.from_diagnostics(check_plan(plan_from_dict(small_plan(data=mixture([bytes_, tokens])), tmp_path), 1))
-    with pytest.raises(PlanError, match="same vocab_size"):
+    with pytest.raises(PlanError, match="same `vocab_size`"):
         _ = opened(mixture([bytes_, tokens]), tmp_path).info
-    with pytest.raises(PlanError, match="same fields: `s0` has id, but `s1` has id, drawn"):
+    with pytest.raises(PlanError, match="same `fields`, but `s0` has id and `s1` has id, drawn"):
         _ = opened(
             mixture([numbered(3, 0, weight=1), {**numbered(3, 1, weight=1), "options": {"count": 3, "draws": True}}])
         ).info
@@ -302,7 +302,7 @@ def test_sources_that_do_not_fit_each_other(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="no samples"):
         len(opened(mixture([numbered(3, 0, weight=1), numbered(0, 1, weight=1)])))
     inner = mixture([numbered(3, 0, weight=1)])
-    with pytest.raises(PlanError, match="same fields"):
+    with pytest.raises(PlanError, match="same `fields`"):
         _ = opened(mixture([{**inner, "weight": 1}])).info
 
 
