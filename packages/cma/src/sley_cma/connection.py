@@ -131,7 +131,7 @@ NUMBER_OFFSET = ctypes.sizeof(Offer) - WORD_BYTES
 """The offset of the field `number` in an offer, in bytes."""
 
 _OFFER_WORDS = ctypes.sizeof(Offer) // WORD_BYTES  # the size of an offer, in words
-_RING_WORDS = SLOTS * (_OFFER_WORDS + 1)  # the size of a ring; each slot has an offer and a confirmation
+_RING_WORDS = SLOTS * (_OFFER_WORDS + 1)  # the size of a ring, in words; each slot has an offer and a confirmation
 
 _inboxes: list[ctypes.Array[ctypes.c_int64]] = []
 """The memory of all inboxes of this process. It is never freed, since peers of a failed run may still write to it."""

@@ -18,7 +18,7 @@ from sley_core.actions.action import describe_action
 from sley_doctor.work_record import ZERO_SPREAD, Location, Spread, Start, Window, WorkRecord
 
 MIN_SHARE = 0.25  # a cause is reported only if it costs at least this share of a step's time
-MIN_BLOCK_SHARE = 0.75  # ... and appears in blocks with at least this share of the examined steps
+MIN_BLOCK_SHARE = 0.75  # a cause is reported only if it appears in blocks with at least this share of the examined steps
 
 MIN_STEPS = 8  # the number of recorded steps below which no rank is judged
 

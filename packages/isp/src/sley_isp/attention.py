@@ -227,7 +227,7 @@ def _exchange(group: Group, to_heads: bool, label: str, checksum: int, tensors: 
     for target, part in zip(torch.split(buffer, widths, dim=-1), parts, strict=True):
         torch.unflatten(target, -1, part.shape[3:]).copy_(part)
     output = torch.empty_like(buffer)
-    # Over the ranks that hold the slices of the same samples, in the same order (see the module's docstring).
+    # The ranks that hold slices of the same samples call this in the same order (see the module's docstring).
     group.transport().all_to_all(output, buffer, label=label, checksum=checksum).wait_sent()
     received = zip(torch.split(output, widths, dim=-1), parts, strict=True)
     rows = [torch.unflatten(tensor, -1, part.shape[3:]) for tensor, part in received]

@@ -475,7 +475,7 @@ def open_store(environ: Mapping[str, str], rank: int, size: int, timeout: timede
 
 def make_prefix_store(store: Store, environ: Mapping[str, str], purpose: str) -> PrefixStore:
     """Returns a view of `store` in which all keys get a prefix that this process has not used before. Ranks that have called
-    this function equally often for `purpose` get the same prefix.
+    this function the same number of times for `purpose` get the same prefix.
     """
     key = (purpose, *(environ.get(name) for name in _STORE_KEYS))
     _num_uses_by_purpose[key] += 1

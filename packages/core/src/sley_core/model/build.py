@@ -379,8 +379,8 @@ def _emulate_plain_pytorch(seed: int) -> Iterator[None]:
 
 
 def _check_structure(model: Model, modules: Mapping[str, nn.Module]) -> None:
-    """Raises PlanError "model-differs" if the structure of `modules`, by layer name, differs from the structure of `model` on
-    meta: modules, parameters, buffers, shapes and ties; or if a parameter is frozen only in `modules`.
+    """Raises PlanError "model-differs" if the structure of `modules`, a mapping from layer names, differs from the structure
+    of `model` on meta: modules, parameters, buffers, shapes and ties; or if a parameter is frozen only in `modules`.
     """
     layers = [layer for layer in model.layers if layer.name in modules]
     declared_ties = {second for _, second in model.ties}
