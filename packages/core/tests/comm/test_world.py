@@ -174,9 +174,22 @@ class LostWork:
         raise RuntimeError("Connection closed by peer")
 
 
-@pytest.mark.parametrize(("stages", "sends"), [([([LostWork()], None)], ()), ([], [LostWork()])])
-def test_a_failed_exchange_fails_again_when_it_is_waited_for_again(stages, sends):
+class EndedWork:
+    """A work that has ended. Like that of gloo, it can be waited for once."""
+
+    def __init__(self):
+        self.num_waits = 0
+
+    def wait(self):
+        self.num_waits += 1
+        assert self.num_waits == 1
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_failed_exchange_fails_again_when_it_is_waited_for_again(is_sent):
     """A program that catches the error of a wait must not read the tensors of the exchange as if it had ended."""
+    works = [EndedWork(), LostWork()]
+    stages, sends = ([([EndedWork()], None)], works) if is_sent else ([(works, None)], ())
     with World.alone("cpu") as world:
         group = world.make_groups(Topology.from_sizes(1), 20)["control"]
         work = GroupWork(begin_turn("all-gather", group, "a test"), stages, sends)

@@ -223,7 +223,7 @@ class Executor:
             if self.whole_sequences is not None:
                 self.caller.seed_loss(micro)
             loss = self.loss.loss(output, fields)
-            if self.sources is not None and self.sources.computes_weight and micro.phase is Phase.TRAIN:
+            if self.sources is not None and self.sources.splitter.computes_weight and micro.phase is Phase.TRAIN:
                 self.sources.add(micro.micro, output, fields, batch[SOURCE], loss)
         if self.position_check is not None:
             self.position_check.check(output, fields)

@@ -267,8 +267,7 @@ class SourceSums:
         self, names: Sequence[str], parts: Parts, fields: Mapping[str, Field], loss: Loss, splitter: BatchSplitter
     ) -> None:
         self.names = tuple(names)
-        self.computes_weight = splitter.computes_weight
-        self._weight_of_full_sequences = splitter.weight_of_full_sequences
+        self.splitter = splitter
         self._fields = fields
         self._loss = loss
         self._reduction = parts.store.reduction
@@ -281,8 +280,8 @@ class SourceSums:
         shape = (batch.num_microbatches,) if self._reduction.has_fixed_order else ()
         self._weights = [[] for _ in self.names]
         self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
-        if self.computes_weight:
-            for piece in batch.whole if self._weight_of_full_sequences else batch.micros:
+        if self.splitter.computes_weight:
+            for piece in batch.whole if self.splitter.weight_of_full_sequences else batch.micros:
                 for source in sorted(set(piece[SOURCE].tolist())):
                     if not 0 <= source < len(self.names):
                         names = ", ".join(self.names)

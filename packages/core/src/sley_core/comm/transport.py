@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.exchanges import HEADER_BYTES, ExchangeLog, Mark, Members, Turn, begin_turn, mark_from_header, run_guarded
-from sley_core.errors import PluginError
+from sley_core.errors import PluginError, RunError
 from sley_core.records import TransportRecord, import_object
 
 
@@ -68,6 +68,7 @@ class GroupWork(Work):
     _turn: Turn | None
     _stages: list[tuple[Sequence[Any], Callable[[], object] | None]]
     _sends: Sequence[Any] = ()
+    _failure: RunError | None = None
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for works, _ in self._stages for work in works)
@@ -86,10 +87,18 @@ class GroupWork(Work):
         self._sends = ()
 
     def _await(self, works: Sequence[Any]) -> None:
-        """Waits for each of `works` in turn. Raises RunError `collective-failed` if one fails."""
+        """Waits for each of `works` in turn. Raises RunError `collective-failed` if one fails, and again at each later wait: a
+        second wait for a work of gloo that has ended would block.
+        """
+        if self._failure is not None:
+            raise self._failure
         for work in works:
             assert self._turn is not None
-            run_guarded(work.wait, self._turn)
+            try:
+                run_guarded(work.wait, self._turn)
+            except RunError as error:
+                self._failure = error
+                raise
 
 
 class Published(Protocol):

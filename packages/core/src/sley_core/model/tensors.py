@@ -166,10 +166,8 @@ _META_ADDRESS_SHIFT = 64
 """The number of bits by which imaginary addresses of meta tensors are shifted, so that they do not overlap real addresses."""
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}  # attributes of modules whose tensors follow a replacement
-_LEAF_TYPES: tuple[type, ...] = (
-    *(str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType),
-    *(torch.dtype, torch.device, torch.Generator, type(None)),
-)
+_LEAF_TYPES: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
+_LEAF_TYPES += (torch.dtype, torch.device, torch.Generator, type(None))
 """The types of objects that a search for tensors does not enter."""
 _CONTAINER_TYPES = (dict, OrderedDict)  # a search skips empty ones at once
 
