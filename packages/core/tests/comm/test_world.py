@@ -185,11 +185,18 @@ class EndedWork:
         assert self.num_waits == 1
 
 
-@pytest.mark.parametrize("is_sent", [False, True])
-def test_a_failed_exchange_fails_again_when_it_is_waited_for_again(is_sent):
+def find_mismatch():
+    raise RunError("collective-failed", "the headers differ")
+
+
+@pytest.mark.parametrize("place", ["works", "sends", "finish"])
+def test_a_failed_exchange_fails_again_when_it_is_waited_for_again(place):
     """A program that catches the error of a wait must not read the tensors of the exchange as if it had ended."""
-    works = [EndedWork(), LostWork()]
-    stages, sends = ([([EndedWork()], None)], works) if is_sent else ([(works, None)], ())
+    stages, sends = [([EndedWork()], find_mismatch if place == "finish" else None)], ()
+    if place == "works":
+        stages.append(([EndedWork(), LostWork()], None))
+    elif place == "sends":
+        sends = [EndedWork(), LostWork()]
     with World.alone("cpu") as world:
         group = world.make_groups(Topology.from_sizes(1), 20)["control"]
         work = GroupWork(begin_turn("all-gather", group, "a test"), stages, sends)

@@ -75,10 +75,7 @@ class GroupWork(Work):
 
     def wait(self) -> None:
         while self._stages:
-            works, finish = self._stages[0]
-            self._await(works)
-            if finish is not None:
-                finish()
+            self._await(*self._stages[0])
             del self._stages[0]
 
     def wait_sent(self) -> None:
@@ -86,19 +83,21 @@ class GroupWork(Work):
         self._await(self._sends)
         self._sends = ()
 
-    def _await(self, works: Sequence[Any]) -> None:
-        """Waits for each of `works` in turn. Raises RunError `collective-failed` if one fails, and again at each later wait: a
-        second wait for a work of gloo that has ended would block.
+    def _await(self, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:
+        """Waits for each of `works` in turn, and calls `finish`. Raises RunError `collective-failed` if a work fails, or the
+        RunError of `finish`, and raises it again at each later wait: a second wait for an ended work of gloo would block.
         """
         if self._failure is not None:
             raise self._failure
-        for work in works:
-            assert self._turn is not None
-            try:
+        try:
+            for work in works:
+                assert self._turn is not None
                 run_guarded(work.wait, self._turn)
-            except RunError as error:
-                self._failure = error
-                raise
+            if finish is not None:
+                finish()
+        except RunError as error:
+            self._failure = error
+            raise
 
 
 class Published(Protocol):
