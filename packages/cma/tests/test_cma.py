@@ -138,6 +138,39 @@ def test_a_wait_for_a_missing_peer_ends_in_time(ranks, sums):
     assert "with rank 1 failed on rank 0: it did not arrive within 0.5 s" in message
 
 
+def errors_of_three_waits(operation: str) -> list[str]:
+    """Returns the errors of `wait`, `wait` and `wait_sent` after rank 1 has started an exchange with other contents."""
+    group, label = (stage() if operation == "sum" else wp(), "weights" if int(os.environ["RANK"]) == 0 else "gradients")
+    vector, shard = torch.ones(2, 1), torch.ones(1, 1)
+    if operation == "published gather":
+        work = group.transport(GATHER).publish([shard], label=label).all_gather([vector], [shard], label=label)
+    elif operation == "gather":
+        work = group.transport(GATHER).all_gather([vector], [shard], label=label)
+    elif operation == "reduce-scatter":
+        work = group.transport(REDUCE).reduce_scatter([vector], [], label=label)
+    elif operation == "all-to-all":
+        work = group.transport(GATHER).all_to_all(torch.empty(2, 1), vector, label=label)
+    else:
+        work = group.transport().all_reduce(vector, label=label)
+    errors = []
+    for wait in (work.wait, work.wait, work.wait_sent):
+        start_s = time.monotonic()
+        with pytest.raises(RunError) as raised:
+            wait()
+        assert not errors or time.monotonic() - start_s < 1.0, "it waited again"
+        errors.append(str(raised.value))
+    return errors
+
+
+@pytest.mark.parametrize("operation", ["gather", "published gather", "reduce-scatter", "all-to-all", "sum"])
+def test_each_wait_raises_the_error_of_the_first(ranks, operation):
+    """A wait that returned silently would leave a result with the values of some peers only."""
+    for errors in ranks(2)(errors_of_three_waits, operation):
+        assert "weights" in errors[0]
+        assert "gradients" in errors[0]
+        assert set(errors) == {errors[0]}
+
+
 def copies_of_invalid_memory() -> list[int]:
     group = wp()
     inbox = group.transport(GATHER).rows.connection._addresses[0].inbox

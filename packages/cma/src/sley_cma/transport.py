@@ -60,6 +60,23 @@ def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout
     return {name: CmaTransport(connection, name, index) for index, name in enumerate(channels)}
 
 
+class FirstFailure:
+    """A context manager that raises the first error of its block again at each later entry. A read that failed is not repeated:
+    some of the peers' values may have been added, and another read would add them again.
+    """
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self._error = error
+
+
 class AllReduceQueue:
     """Holds the open all-reduces of a group, which all members start in the same order.
 
@@ -78,10 +95,20 @@ class AllReduceQueue:
         self.slices = slices
         self.num_reduced = 0
         self.open_sums: list[AllReduce] = []
+        self.failure = FirstFailure()
 
     def advance(self) -> bool:
         """Advances the first open all-reduce that can advance without waiting. Returns whether one advanced."""
         return any(open_sum.advance() for open_sum in self.open_sums)
+
+    def wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Callable[[], Turn]) -> None:
+        """Waits until `condition()` is true, and advances all sums meanwhile, since ranks may wait for their sums in different
+        orders. late_peer: a function that returns the coordinate of a peer that delays the wait, or None. turn: a function that
+        returns the description of the wait. The time limit restarts when a sum advances.
+        """
+        with self.failure:
+            while not condition():
+                self.inputs.connection.wait_until(lambda: self.advance() or condition(), late_peer, turn())
 
 
 class AllReduce(Work):
@@ -116,12 +143,13 @@ class AllReduce(Work):
         return can_reduce or can_gather
 
     def is_completed(self) -> bool:
-        self.advance()
+        with self._queue.failure:
+            self.advance()
         return self._is_complete
 
     def wait(self) -> None:
-        self._wait_until(lambda: self._is_reduced, lambda: self._queue.inputs.late_offerer(self._number), self._turn)
-        self._wait_until(lambda: self._is_complete, self._late_peer, self._turn)
+        self._queue.wait_until(lambda: self._is_reduced, lambda: self._queue.inputs.late_offerer(self._number), self._turn)
+        self._queue.wait_until(lambda: self._is_complete, self._late_peer, self._turn)
 
     def release(self) -> None:
         """Completes the sum, since peers need this rank's slice."""
@@ -137,7 +165,7 @@ class AllReduce(Work):
         """Waits until all peers have read this rank's offer in `offers`, and advances other sums meanwhile."""
         late_reader = partial(offers.late_reader, self._number)
         turn = partial(offers.turn, self._number, self._label, is_read=True)
-        self._wait_until(lambda: late_reader() is None, late_reader, turn)
+        self._queue.wait_until(lambda: late_reader() is None, late_reader, turn)
         offers.wait_read(self._number, self._label)
 
     def _turn(self) -> Turn:
@@ -145,14 +173,6 @@ class AllReduce(Work):
         queue = self._queue
         offers = queue.slices if queue.inputs.late_offerer(self._number) is None else queue.inputs
         return offers.turn(self._number, self._label)
-
-    def _wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Callable[[], Turn]) -> None:
-        """Waits until `condition()` is true, and advances all sums meanwhile, since ranks may wait for their sums in different
-        orders. late_peer: a function that returns the coordinate of a peer that delays the wait, or None. turn: a function that
-        returns the description of the wait. The time limit restarts when a sum advances.
-        """
-        while not condition():
-            self._queue.inputs.connection.wait_until(lambda: self._queue.advance() or condition(), late_peer, turn())
 
     def _late_peer(self) -> int | None:
         """Returns the coordinate of a peer that has not read this rank's input, which the peers' slices overwrite, or that has
@@ -192,23 +212,36 @@ BLOCK_BYTES = 1 << 18
 """The size, in bytes, of the blocks of a tensor that are read and added one at a time, so that each stays in the cache."""
 
 
-class _Exchange(Work):
-    """An exchange in which each rank offers `tensors` once. Subclasses implement the reads of the peers' tensors."""
+class _PeerRead(Work):
+    """The handle of an exchange whose first `wait` reads the peers' data. Subclasses implement the reads."""
+
+    def __init__(self) -> None:
+        self._is_open = True
+        self._failure = FirstFailure()
+
+    def wait(self) -> None:
+        with self._failure:
+            if self._is_open:
+                self._read_peers()
+                self._is_open = False
+
+    def _read_peers(self) -> None:
+        """Reads the data of all peers."""
+        raise NotImplementedError
+
+
+class _Exchange(_PeerRead):
+    """An exchange in which each rank offers `tensors` once. `_read_peers` also tells each peer when its data are read."""
 
     def __init__(self, offers: Offers, tensors: Sequence[Tensor], mark: Mark) -> None:
+        super().__init__()
         self._offers = offers
         self._label = mark.label
         self._tensors = tensors  # keeps them alive, since peers may read them
-        self._is_open = True
         self._number = offers.offer(tensors, mark, self._complete)
 
     def is_completed(self) -> bool:
         return not self._is_open or self._offers.late_offerer(self._number) is None
-
-    def wait(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._read_peers()
 
     def release(self) -> None:
         """Gives up the result, but completes the exchange, since peers wait until this rank has read their tensors."""
@@ -223,10 +256,6 @@ class _Exchange(Work):
         self.wait()
         self._offers.wait_read(self._number, self._label)
 
-    def _read_peers(self) -> None:
-        """Reads the data of all peers, and tells each peer when its data are read."""
-        raise NotImplementedError
-
 
 class Gather(_Exchange):
     """An all-gather of the ranks' `shards` into `outputs`."""
@@ -237,10 +266,11 @@ class Gather(_Exchange):
 
     def release(self) -> None:
         """Drops the result, and confirms to the peers that this rank no longer needs their data."""
-        if self._is_open:
-            self._is_open = False
-            for peer in self._offers.peers:
-                self._offers.finish_read(peer, self._number, self._label)
+        with self._failure:
+            if self._is_open:
+                for peer in self._offers.peers:
+                    self._offers.finish_read(peer, self._number, self._label)
+                self._is_open = False
         self._rows = []  # frees the memory before `wait_sent`
 
     def _read_peers(self) -> None:
@@ -317,31 +347,29 @@ class PublishedOffer(Published):
         self.offers.wait_read(self.number, self._label)
 
 
-class _PublishedGather(Work):
+class _PublishedGather(_PeerRead):
     """A gather of published shards, whose start and end need no message to peers."""
 
     def __init__(
         self, published: PublishedOffer, outputs: Sequence[Tensor], shards: Sequence[Tensor], indices: Sequence[int]
     ) -> None:
+        super().__init__()
         self._published = published
         self._indices = indices
-        self._is_open = True
         self._rows = copy_local_rows(outputs, shards, published.offers)
 
     def is_completed(self) -> bool:
         return not self._is_open or self._published.offers.late_offerer(self._published.number) is None
 
-    def wait(self) -> None:
-        """Reads the shard of each peer into the peer's row of the outputs. A second call does nothing."""
-        if self._is_open:
-            self._is_open = False
-            for peer in self._published.offers.peers:
-                self._published.read(peer, self._indices, [memory_span(rows[peer]) for rows in self._rows])
+    def _read_peers(self) -> None:
+        for peer in self._published.offers.peers:
+            self._published.read(peer, self._indices, [memory_span(rows[peer]) for rows in self._rows])
 
     def release(self) -> None:
         """Drops the result, and reads no more data."""
-        self._is_open = False
-        self._rows = []
+        with self._failure:
+            self._is_open = False
+            self._rows = []
 
     def wait_sent(self) -> None:
         """Returns at once, since peers may read the shards until `PublishedOffer.wait_sent`."""
