@@ -343,7 +343,7 @@ def plans(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=False, default=False)
 def readme(session: nox.Session) -> None:
-    """README's commands, all of them in their order, in a clone of what is committed and a fresh environment.
+    """All commands of the README, in order, in a clone of what is committed and a fresh environment.
 
     One is left out, `nox -s tests`: that is the session of this name, and takes minutes. Of commands that do the same,
     the first: README marks the others (`sh alternative`). As README says, commands use the environment of the quickstart once

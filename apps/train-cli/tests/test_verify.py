@@ -16,7 +16,7 @@ from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.verify import (
     Limits,
     RankFindings,
-    check_complete,
+    check_all_compared,
     compare_steps,
     compute_limits,
     find_differences,
@@ -146,13 +146,13 @@ def test_tolerance_is_that_of_the_record_and_all_tensors_are_compared(
     assert allowed.limit_for("loss", 1) == 1e-6
     canonical = plan_from_dict(small(parallel={"dp": 2, "reduction": "canonical"}), texts)
     assert compute_limits(canonical) == Limits(0.0, 0.0)
-    check_complete(findings, tmp_path)
+    check_all_compared(findings, tmp_path)
     key = ("gradient", "blocks.0.attention.key.weight")
     for rank in findings:
         rank.comparisons = [item for item in rank.comparisons if (item.quantity, item.name) != key]
     message = r"no rank has the gradient of `blocks\.0\.attention\.key\.weight` \(the first of 1 such parameters\)"
     with pytest.raises(RunError, match=message):
-        check_complete(findings, tmp_path)
+        check_all_compared(findings, tmp_path)
 
 
 def test_one_process_plan_keeps_results(install_plugins: Any, texts: Path) -> None:

@@ -130,7 +130,7 @@ def test_written_machine_is_read_back(tmp_path):
     machine = read(tmp_path, GOOD)
     assert machine.device.matmul.fp16.half_flops == 1e9
     assert machine.links.other_host.shared
-    assert machine.engine.seconds(100, 4) == pytest.approx(1e-3 + 2e-3 + 4 * (2e-4 + 1e-3))
+    assert machine.engine.step_seconds(100, 4) == pytest.approx(1e-3 + 2e-3 + 4 * (2e-4 + 1e-3))
     assert read(tmp_path, machine_text(machine)) == machine
 
 

@@ -145,7 +145,7 @@ def test_host_seconds_are_those_of_layers_and_engine(host: float) -> None:
     layers = timed_layers(plan, host=host, launch_s=0.0)
     machine = machine_from_dict(small_machine(device__launch_s=0.0, layers=layers, engine=ENGINE))
     estimate, num_microbatches = estimate_plan(plan, 1, machine), plan.num_microbatches(plan.topology(1))
-    engine_s = EngineTable(**ENGINE).seconds(count_parameters(plan), num_microbatches)
+    engine_s = EngineTable(**ENGINE).step_seconds(count_parameters(plan), num_microbatches)
     layers_s = sum(layer.seconds.forward + layer.seconds.backward for layer in estimate.layers) * num_microbatches
     # The first recorded microbatch has fewer operators than the others.
     assert estimate.step.host_s == (pytest.approx(host * layers_s + engine_s, rel=0.02),)
@@ -174,7 +174,7 @@ def test_host_waits_before_an_update_that_the_device_cannot_skip(changes: dict[s
 
 def test_engine_table_is_solved_from_exact_seconds() -> None:
     table = EngineTable(**ENGINE)
-    seconds = {(count, micros): table.seconds(count, micros) for count in WEIGHT_COUNTS for micros in MICROBATCH_COUNTS}
+    seconds = {(count, micros): table.step_seconds(count, micros) for count in WEIGHT_COUNTS for micros in MICROBATCH_COUNTS}
     assert solve_engine_table(seconds).model_dump() == pytest.approx(ENGINE)
     constant = solve_engine_table(dict.fromkeys(seconds, 1.0))
     assert constant.model_dump() == pytest.approx({"step_s": 1.0, "parameter_s": 0.0, "micro_s": 0.0, "gradient_s": 0.0})
@@ -187,7 +187,7 @@ def test_engine_is_measured_by_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         table = measure_engine(world.device, plan_from_dict(small_plan(precision={"compute": "bf16"})))
     assert table.keys() == ENGINE.keys()
     assert all(0.0 <= value < 1.0 and math.isfinite(value) for value in table.values())
-    many, few = (EngineTable(**table).seconds(count, 1) for count in (1000, 10))
+    many, few = (EngineTable(**table).step_seconds(count, 1) for count in (1000, 10))
     assert many > 2 * few > 0, "weights take time"
 
 

@@ -209,16 +209,16 @@ class Checkpoint(Mapping[str, Tensor]):
         """
         num_missing = requested.numel
         for file, rectangle in self.index.tensors[name].pieces:
-            common = rectangle.intersection(requested)
-            if common is not None:
-                self._read_common(file, name, rectangle, common, target[common.slices_in(requested)])
-                num_missing -= common.numel
+            overlap = rectangle.intersection(requested)
+            if overlap is not None:
+                self._read_overlap(file, name, rectangle, overlap, target[overlap.slices_in(requested)])
+                num_missing -= overlap.numel
         if num_missing:
             raise self._build_damage_error(f"{num_missing} elements of {name!r} are in no file")
 
-    def _read_common(self, file: str, name: str, rectangle: state.Rectangle, common: state.Rectangle, target: Tensor) -> None:
-        """Copies the elements in `common` from `file`, which stores `rectangle` of the tensor `name`, to `target`. Reads full
-        rows of `rectangle`, and reads them directly into `target` if `common` is as wide as the rows and the dtypes match.
+    def _read_overlap(self, file: str, name: str, rectangle: state.Rectangle, overlap: state.Rectangle, target: Tensor) -> None:
+        """Copies the elements in `overlap` from `file`, which stores `rectangle` of the tensor `name`, to `target`. Reads full
+        rows of `rectangle`, and reads them directly into `target` if `overlap` is as wide as the rows and the dtypes match.
         """
         stored = self._read_header(file).get(name)
         if stored is None or stored.rectangle != rectangle:
@@ -226,20 +226,20 @@ class Checkpoint(Mapping[str, Tensor]):
         sizes = list(rectangle.sizes)
         row_offset = 0
         if sizes:
-            row_offset = (common.offsets[0] - rectangle.offsets[0]) * prod(sizes[1:]) * stored.dtype.itemsize
-            sizes[0] = common.sizes[0]
+            row_offset = (overlap.offsets[0] - rectangle.offsets[0]) * prod(sizes[1:]) * stored.dtype.itemsize
+            sizes[0] = overlap.sizes[0]
         is_direct = (
             target.device.type == "cpu"
             and target.dtype == stored.dtype
             and target.is_contiguous()
-            and tuple(sizes) == common.sizes
+            and tuple(sizes) == overlap.sizes
         )
         rows = target if is_direct else torch.empty(sizes, dtype=stored.dtype)
         memory = state.bytes_of(rows)
         if self.folder.read_into(file, stored.start + row_offset, memory) != len(memory):
             raise self._build_damage_error(f"{file} is truncated")
         if not is_direct:
-            slices = common.slices_in(rectangle)
+            slices = overlap.slices_in(rectangle)
             target.copy_(rows[(slice(None), *slices[1:])] if slices else rows)
 
     def _read_header(self, file: str) -> dict[str, StoredTensor]:

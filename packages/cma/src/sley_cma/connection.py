@@ -219,7 +219,8 @@ class Connection:
         values = gather_values(connection._addresses[0], channel)
         connection._addresses = [_Address(host and tuple(host), *fields) for host, *fields in values]
         hosts = {address.host for address in connection._addresses}
-        # Descriptors are opened before tokens are read, so that a correct token proves that the descriptor is of the peer.
+        # Descriptors are opened before tokens are read, so that a correct token proves that the descriptor
+        # belongs to the peer.
         is_connected = (
             len(hosts) == 1
             and None not in hosts

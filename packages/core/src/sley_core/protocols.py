@@ -48,7 +48,9 @@ class StageLink(Protocol):
     """
 
     def prepare(self, parts: Parts) -> None:
-        """Called once, after the groups are created. Messages use the channels `up` and `down` of the group `pp`."""
+        """Prepares the channels `up` and `down` of the group `pp`, which messages use. Called once, after the groups are
+        created.
+        """
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
         """Starts the exchanges of one list of actions; called at the start of a step or an evaluation.
@@ -97,8 +99,8 @@ class WeightCommunicator(Protocol):
     head: HeadChunks | None = None
 
     def prepare(self, layers: Sequence[Layer]) -> None:
-        """Called with all layers, on meta, before any parameter is sharded. The modules that `attach` finds later are different
-        objects with the same names. Raises PlanError if the model is not supported.
+        """Checks the model and sets `head`. Raises PlanError if the model is not supported. Called with all layers, on meta,
+        before any parameter is sharded. The modules that `attach` finds later are different objects with the same names.
         """
 
     def shard_dim(self, locations: Sequence[tuple[nn.Module, str]]) -> int | None:
@@ -114,7 +116,11 @@ class WeightCommunicator(Protocol):
         """Installs the communicator, once, after sharding. If it raises, it must leave all modules unchanged."""
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Called before a step or an evaluation runs `actions`, in this order."""
+        """Discards the exchanges of a failed step, and prepares to gather the weights of `actions`, which run in this order.
+        Called before each step and each evaluation.
+
+        phase: `Phase.TRAIN` before a step, `Phase.EVALUATE` before an evaluation, which has no backward.
+        """
 
     def wrap_action(self, action: Action) -> AbstractContextManager[None]:
         """Returns a context manager in which `action` runs. When the last gradient action of a chunk ends, the store must hold
@@ -123,7 +129,7 @@ class WeightCommunicator(Protocol):
         ...
 
     def detach(self) -> None:
-        """Called when the run closes or its assembly fails. Restores the modules' forwards. The weights remain sharded."""
+        """Restores the modules' forwards; the weights remain sharded. Called when the run closes or its assembly fails."""
 
 
 class SequenceCommunicator(Protocol):
@@ -134,7 +140,9 @@ class SequenceCommunicator(Protocol):
     """
 
     def prepare(self, data: DataInfo) -> None:
-        """Called before `attach`, with the declaration of the data, which has a field `positions` and the full length."""
+        """Receives the declaration of the data, which has a field `positions` and the full sequence length. Called before
+        `attach`.
+        """
         return
 
     def attach(self, layers: Sequence[Layer]) -> None:
@@ -153,7 +161,7 @@ class SequenceCommunicator(Protocol):
         return call(args, fields)
 
     def detach(self) -> None:
-        """Called when the run closes or its assembly fails. Restores every attention."""
+        """Restores every attention. Called when the run closes or its assembly fails."""
 
 
 class GradientHandler(Protocol):
@@ -177,27 +185,34 @@ class GradientHandler(Protocol):
     """
 
     def attach(self, parts: Parts) -> None:
-        """Called once, when the parameter registry and the groups are complete. A reducer lays out the store's buffers here."""
+        """Stores the parts that later calls need; a reducer also lays out the store's buffers. Called once, when the parameter
+        registry and the groups are complete.
+        """
 
     def begin_step(self, step: StepState) -> None:
-        """Called before the first forward of an optimizer step."""
+        """Discards the exchanges of a failed step, and resets what the handler keeps for one step. Called before the first
+        forward of an optimizer step.
+        """
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Called when the accumulated gradient of `param` on this rank is complete; its reduction may start."""
+        """May start the reduction of the gradient of `param`. Called when the accumulated gradient on this rank is complete."""
 
     def chunk_done(self, chunk: int, step: StepState) -> None:
-        """Called after the last gradient action of `chunk`. By then `gradient_ready` has been called for the chunk's
-        parameters, except parameters whose turn in the common order comes after an incomplete parameter of another chunk.
+        """May start work on the chunk's gradients. Called after the last gradient action of `chunk`. By then `gradient_ready`
+        has been called for the chunk's parameters, except parameters whose turn in the common order comes after an incomplete
+        parameter of another chunk.
         """
 
     def finish_step(self, step: StepState) -> None:
-        """Called after the step's last action. When it returns, `store.gradient(param)` must hold this handler's result."""
+        """Completes this handler's work, so that `store.gradient(param)` holds its result. Called after the last action."""
 
     def weights_updated(self, step: StepState) -> None:
-        """Called after the optimizer step."""
+        """Starts work that needs the updated weights, such as a gather of their parts. Called after the optimizer step."""
 
     def detach(self) -> None:
-        """Called when the run closes or its assembly fails."""
+        """Ends the exchanges in progress, even if a peer has failed, and undoes what `attach` changed outside the handler.
+        Called when the run closes or its assembly fails.
+        """
 
 
 class SchedulerHook(Protocol):
@@ -286,7 +301,9 @@ class AttachedModule(Protocol):
     """A layer's module that adds numbers to each metrics row, or exchanges values with other ranks."""
 
     def attach_to_run(self, parts: Parts) -> None:
-        """Called once on each rank that has the layer, like `attach` of a handler; `parts.numbers.add` adds a number."""
+        """Adds the numbers by `parts.numbers.add`, and stores the groups to exchange values with. Called once on each rank that
+        has the layer.
+        """
 
 
 class ActivationPolicy(Protocol):
@@ -295,7 +312,9 @@ class ActivationPolicy(Protocol):
     """
 
     def attach(self, parts: Parts) -> None:
-        """Called once, before the first step. A partitioner that times layers uses `call` without calling `attach`."""
+        """Prepares the policy for the run, for example its buffers. Called once, before the first step. A partitioner that
+        times layers uses `call` without calling `attach`.
+        """
         return
 
     def compiled_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -303,7 +322,10 @@ class ActivationPolicy(Protocol):
         return forward
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Called before a step or an evaluation runs `actions`. Must discard the tensors that a failed step saved."""
+        """Discards the tensors that a failed step saved. Called before a step or an evaluation runs `actions`.
+
+        phase: `Phase.TRAIN` before a step, `Phase.EVALUATE` before an evaluation.
+        """
         return
 
     def call(
@@ -313,7 +335,7 @@ class ActivationPolicy(Protocol):
         ...
 
     def detach(self) -> None:
-        """Called when the run closes or its assembly fails."""
+        """Frees the memory of the policy. Called when the run closes or its assembly fails."""
         return
 
 
@@ -355,7 +377,7 @@ class MetricsWriter(Protocol):
         """Writes `row`, which has the metrics of one step by name."""
 
     def close(self) -> None:
-        """Called when the run closes."""
+        """Writes all rows that are still queued, and closes the output. Called when the run closes."""
 
 
 @runtime_checkable
@@ -409,7 +431,7 @@ class Checkpointer(Protocol):
         ...
 
     def probe(self) -> None:
-        """Called before the first step of `Run.train`. Raises RunError on all ranks if later saves would fail."""
+        """Raises RunError on all ranks if later saves would fail. Called before the first step of `Run.train`."""
         return
 
     def is_due(self, step: int) -> bool:
@@ -421,7 +443,7 @@ class Checkpointer(Protocol):
         return False
 
     def request_save(self) -> None:
-        """Called on all ranks after at least one rank has voted for a save. The next `is_due` must return True."""
+        """Makes the next `is_due` return True. Called on all ranks after at least one rank has voted for a save."""
         return
 
     def start_save(self, step: int) -> None:
@@ -429,7 +451,7 @@ class Checkpointer(Protocol):
         self.save(None, step)
 
     def finish_training(self, step: int, *, was_stopped: bool) -> None:
-        """Called after the last step of `Run.train`. Finishes the save in progress and saves the run. was_stopped: whether a
+        """Finishes the save in progress and saves the run. Called after the last step of `Run.train`. was_stopped: whether a
         rank has asked to stop before the plan's last step.
         """
         return

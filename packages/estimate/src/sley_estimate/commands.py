@@ -187,7 +187,7 @@ def seconds_lines(estimate: "PlanEstimate", machine: MachineFile) -> Iterator[st
 
 
 def _describe_sources(estimate: "PlanEstimate") -> str:
-    """Returns a text that states how many layers have their seconds from each source."""
+    """Returns a text that says how many layers got their times from each source."""
     counts: Counter[str] = Counter(layer.source for layer in estimate.layers)
     texts = [(counts[source], text) for source, text in SOURCES.items() if counts[source]]
     if len(texts) == 1:

@@ -165,7 +165,7 @@ class EngineTable(Table):
     gradient_s: Latency
     """Seconds per microbatch for each trained parameter tensor of the rank."""
 
-    def seconds(self, num_trained: int, num_microbatches: int) -> float:
+    def step_seconds(self, num_trained: int, num_microbatches: int) -> float:
         """Returns the host's seconds for a step with `num_microbatches` microbatches and `num_trained` trained parameters."""
         microbatch_s = self.micro_s + self.gradient_s * num_trained
         return self.step_s + self.parameter_s * num_trained + microbatch_s * num_microbatches
@@ -227,11 +227,11 @@ class MachineFile(Table):
     """Copies between device and host."""
 
     engine: EngineTable | None = None
-    """The time of the host outside the layers. `train-cli calibrate` omits it on a CPU."""
+    """The host's time outside the layers. `train-cli calibrate` omits it on a CPU."""
 
     layers: Array[LayerTable] = ()
-    """The measured layers. The time of any other layer is computed from its operators. If this list has the layer under another
-    policy or microbatch size, the measured time there scales the computed time.
+    """The measured layers. The time of any other layer is computed from its operators. If the list contains the layer with
+    another policy or microbatch size, the computed time is scaled by that measurement.
     """
 
 

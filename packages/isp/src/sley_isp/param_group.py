@@ -126,9 +126,11 @@ class UnshardedGroup:
             if group.options.gather_precision == "fp8":
                 layout = FlatLayout([(size * len(shard),) for shard in shards], ALIGNMENT_BYTES)
                 received = layout.views(received_lease.enter_context(group.pool.lease((layout.numel,), torch.uint8, device)))
-            # Over `wp`, whose ranks gather the same groups in the same order, with their parameters in the same order.
+            # A collective over `wp`. All its ranks gather the same groups in the same order, with their parameters in the same
+            # order.
             self._work = source.all_gather(received, shards, label=f"the weights of {group.name}")
-            self._lease, self._received_lease = lease.pop_all(), received_lease.pop_all()  # if this is not reached, they end
+            # If an exception is raised before this line, the `with` block returns the buffers to the pool.
+            self._lease, self._received_lease = lease.pop_all(), received_lease.pop_all()
         self._encoded = [(rows.view(size, -1), view) for rows, view in zip(received, views, strict=True) if rows is not view]
         self.full_tensors = {param: remove_padding(view, param) for param, view in zip(group.params, views, strict=True)}
 

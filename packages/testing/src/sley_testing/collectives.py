@@ -253,7 +253,9 @@ def _caller_label(communicator: str) -> str:
 
 
 def _user_frames() -> tuple[str, ...]:
-    """Returns up to _NUM_SITES frames of the caller outside torch and the test kit, the innermost first, as in `site`."""
+    """Returns up to _NUM_SITES frames of the caller outside torch and the test kit, each as "file:line function". The first is
+    the innermost.
+    """
     codes = ((frame.f_code, line) for frame, line in walk_stack(None))
     user_codes = ((code, line) for code, line in codes if not code.co_filename.startswith(_HIDDEN_FOLDERS))
     return tuple(f"{code.co_filename}:{line} {code.co_name}" for code, line in islice(user_codes, _NUM_SITES))

@@ -318,7 +318,9 @@ class LossContract:
         return 1, num_samples // 2
 
     def _loss_and_gradient(self, output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
-        """Returns the loss of an output, and the gradient of the output. Asserts that the loss is a scalar with a graph."""
+        """Returns the loss of `output` on `batch`, and its gradient with respect to the output. Asserts that the loss is a
+        scalar with a graph.
+        """
         leaf = output.detach().clone().requires_grad_()
         loss = self._loss().loss(leaf, batch)
         assert loss.shape == (), f"the loss is {tuple(loss.shape)}, not a scalar"

@@ -242,7 +242,11 @@ def compute_limits(plan: Plan, tolerance: float | None = None) -> Limits:
 
 
 def save_reference(run: Run, num_steps: int, folder: Path) -> None:
-    """Takes `num_steps` steps of the one-process `run` and saves their results in `folder`. Ends early if the run stops."""
+    """Takes `num_steps` steps of the one-process `run` and saves their results in `folder`. Ends early if the run stops.
+
+    Writes one file with the weights before the first step and, for each step, three files: its row of numbers, its gradients
+    before clipping, and the weights after it.
+    """
     save_file(full_weights(run), tensor_file(folder, 0, "weights"))
     for step, row in _take_steps(run, num_steps):
         (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
@@ -330,8 +334,11 @@ class StepComparer:
                     self._noise_masks[name] = differs | self._noise_masks.get(name, differs)
 
 
-def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
-    """Raises RunError `not-compared` if one process saved a first value, gradient or weight that no rank has compared."""
+def check_all_compared(ranks: Sequence[RankFindings], folder: Path) -> None:
+    """Raises RunError `not-compared` if the one-process run saved a first value, gradient or weight that no rank has compared.
+
+    folder: the folder that `save_reference` has filled.
+    """
     saved: list[tuple[Quantity, int]] = [("first value", 0)]
     for step in range(1, 1 + sum(1 for _ in folder.glob("row-*.json"))):
         saved += [("weight", step)] if step in _skipped_steps(ranks) else [("gradient", step), ("weight", step)]

@@ -221,7 +221,7 @@ class Executor:
             output, fields = self.whole_sequences(output, fields, batch)
         with self.caller.hold_generators("the loss", micro, self.loss):
             if self.whole_sequences is not None:
-                self.caller.seed_loss(micro)
+                self.caller.seed_generators_for_loss(micro)
             loss = self.loss.loss(output, fields)
             if self.sources is not None and self.sources.splitter.computes_weight and micro.phase is Phase.TRAIN:
                 self.sources.add(micro.micro, output, fields, batch[SOURCE], loss)

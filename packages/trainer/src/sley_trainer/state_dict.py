@@ -44,7 +44,7 @@ from sley_core.weight_files.write import (
     check_replaceable,
     complete_folder,
     describe_write_error,
-    discard_folder,
+    discard_scratch_folder,
     probe,
     scratch_folder,
     split_by_size,
@@ -166,7 +166,7 @@ class WeightSaver:
         reasons = zip(self._control.ranks, (reason for reason, _, _ in messages), strict=True)
         if failures := [f"rank {rank}: {reason}" for rank, reason in reasons if reason]:
             if self._parts.world.rank == 0:
-                discard_folder(folder)
+                discard_scratch_folder(folder)
             hint = "use a folder that every rank can write to"
             raise RunError("weights-unsaved", f"the weights are not saved in `{folder}`: {failures[0]}", hint=hint)
         files_of_ranks = [
@@ -347,7 +347,8 @@ class _WeightLoader:
 
     def exchange_reports(self, strict: bool) -> LoadedWeights:
         """Exchanges faults, names and checksums, and returns all ranks' missing and unknown names. All ranks must call it. All
-        raise RunError "weights-mismatch" after a fault, or "weights-differ" if ranks received different values.
+        raise RunError "weights-mismatch" after a fault, or "weights-differ" if ranks received different values. strict: whether
+        missing and unknown names are faults.
         """
         control = self.control
         missing = [name for name in self.params if name not in self.received_names]

@@ -89,7 +89,7 @@ class Update:
         self.was_taken = False
         self._factor = self.lr_factor(step - num_skipped)
         gradients = list(self.store.norm_groups())
-        totals = self._totals(gradients, loss, weight, votes)
+        totals = self._unscale_and_reduce(gradients, loss, weight, votes)
         if self.scale is not None:
             overflowed = totals.read().is_skipped  # the same on every rank; waits for the device
             self.scale.update(step, overflowed=overflowed)
@@ -199,7 +199,7 @@ class Update:
         for group in self.parameter_groups(self.masters.add(new_params)) if new_params else ():
             self.optimizer.add_param_group(group)
 
-    def _totals(self, gradients: list[NormGroup], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
+    def _unscale_and_reduce(self, gradients: list[NormGroup], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
         """Unscales `gradients`, and returns the norm, the loss, votes and plugins' numbers, summed over all ranks. An inf-norm
         or a fixed order of sums needs a second all-reduce.
         """

@@ -214,7 +214,7 @@ def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, 
     """
     import torch
 
-    from sley_testing.verify import check_complete, find_dropout_modules, read_findings, save_reference
+    from sley_testing.verify import check_all_compared, find_dropout_modules, read_findings, save_reference
     from train_cli.local_launch import launch
     from train_cli.rank import open_run
 
@@ -239,7 +239,7 @@ def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, 
         if fault.exit_code != EXIT_OK:
             raise typer.Exit(fault.exit_code)
         ranks_findings = read_findings(folder, world_size)
-        check_complete(ranks_findings, folder)
+        check_all_compared(ranks_findings, folder)
         return ranks_findings
 
 

@@ -167,8 +167,8 @@ class LayerCaller:
             )
         return call_layer(layer, args, fields, micro)
 
-    def seed_loss(self, micro: MicroStep) -> None:
-        """Seeds all generators for the loss of `micro`, equally on all ranks that share its sequences."""
+    def seed_generators_for_loss(self, micro: MicroStep) -> None:
+        """Seeds all generators for the loss of `micro`, with the same seed on all ranks that share its sequences."""
         self.device.seed((derive_seed(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN_RATIO_64) % (1 << 63))
 
     def _call_with_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:

@@ -50,7 +50,7 @@ class Recipe:
     adapters: "Component | None" = None
     meta_error: str = ""
 
-    def call(self) -> Model:
+    def call_factory(self) -> Model:
         """Calls the factory, but no builders, and returns its model, with `adapt` set if the plan has adapters. Raises
         PluginError "plugin-failed" if the factory fails, and PlanError "model-factory" if it does not return layers.
         """
@@ -88,7 +88,7 @@ def _run_factory(recipe: Recipe, to_meta: "MetaParameters", *, on_meta: bool) ->
     """
     context = _parameters_on_meta(to_meta) if on_meta else nullcontext()
     with use_program_seed(recipe.seed), _preserve_defaults(), context:
-        model = recipe.call()
+        model = recipe.call_factory()
         for layer in model.layers:
             model.build_layer(layer, recipe.seed, initialises=False)
             _move_to_meta(layer, to_meta)
@@ -242,7 +242,7 @@ class HostModel:
         self.model = model
         self._seed = recipe.seed
         with _emulate_plain_pytorch(self._seed):
-            self._factory_model = recipe.call()
+            self._factory_model = recipe.call_factory()
             self._factory_model.initialise()
             for layer in self._factory_model.layers:
                 if layer.builder is None:

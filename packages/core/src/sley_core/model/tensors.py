@@ -222,7 +222,7 @@ def check_references(
                 unreadable.setdefault(layer, []).append(reference)
             if not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.strided:
                 spans.setdefault(id(tensor), _Span(*_byte_range(tensor), reference.attribute, tensor, False))
-    _check_memory(span for span in spans.values() if span.end)
+    _check_overlaps(span for span in spans.values() if span.end)
     return unreadable
 
 
@@ -254,7 +254,7 @@ class _Span(NamedTuple):
         return "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
 
 
-def _check_memory(spans: Iterable[_Span]) -> None:
+def _check_overlaps(spans: Iterable[_Span]) -> None:
     """Raises PlanError "model-init" if the memory ranges of a trained parameter and another tensor overlap."""
     active: list[_Span] = []
     for span in sorted(spans, key=lambda span: span.start):

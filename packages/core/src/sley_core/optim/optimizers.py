@@ -377,7 +377,9 @@ def changed_values(before: SharedValues, after: SharedValues) -> SharedValues:
 
 
 def is_equal(first: Any, second: Any) -> bool:
-    """Returns whether two pieces of plain data are equal: two NaN floats are, but tensors on a device or with NaN never are."""
+    """Returns whether two pieces of plain data are equal. Two NaN floats are equal, but tensors that are not on the CPU, or
+    that contain NaN, never are.
+    """
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         is_on_host = first.device.type == second.device.type == "cpu"
         return is_on_host and first.dtype == second.dtype and torch.equal(first, second)
@@ -488,7 +490,10 @@ def can_skip_on_device(optimizer: Optimizer) -> bool:
 
 
 def step_if(optimizer: Optimizer, is_allowed: Tensor) -> None:
-    """Calls `optimizer.step()`, which changes nothing if the bool tensor `is_allowed` is false. Does not synchronize."""
+    """Calls `optimizer.step()`, which changes nothing if the bool tensor `is_allowed` is false. Does not synchronize.
+
+    optimizer: must support this (`can_skip_on_device`), since it has to read the attribute `found_inf` that this function sets.
+    """
     fused: Any = optimizer
     fused.grad_scale, fused.found_inf = None, (~is_allowed).float()
     try:

@@ -290,13 +290,13 @@ class LimitsTable(Table):
     """The time limits after which a run reports a hang."""
 
     start_timeout_s: Seconds = 120.0
-    """The seconds in which all ranks must connect."""
+    """The time in seconds within which all ranks must connect."""
 
     collective_timeout_s: Seconds = 600.0
-    """The seconds that each exchange between ranks may take."""
+    """The maximum time in seconds of each exchange between ranks."""
 
     data_timeout_s: Seconds = 600.0
-    """The seconds that the dataset may take to return a batch."""
+    """The time in seconds within which the dataset must return a batch."""
 
 
 class CompileConfig(Table):

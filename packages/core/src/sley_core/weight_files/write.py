@@ -228,7 +228,7 @@ def describe_write_error(error: OSError, folder: Path) -> str:
     return f"cannot write `{error.filename or folder}`: {error.strerror or error}"
 
 
-def discard_folder(folder: Path) -> None:
+def discard_scratch_folder(folder: Path) -> None:
     """Removes `scratch_folder(folder)`; does not change `folder`."""
     shutil.rmtree(scratch_folder(folder), ignore_errors=True)
 
@@ -260,7 +260,7 @@ def write_tensors(
             write_extras(scratch)
         complete_folder(out, files)
     except BaseException as error:  # including KeyboardInterrupt
-        discard_folder(out)
+        discard_scratch_folder(out)
         if isinstance(error, OSError):
             raise RunError("weight-files", describe_write_error(error, out)) from None
         raise

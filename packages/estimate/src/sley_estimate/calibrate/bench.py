@@ -33,7 +33,7 @@ from sley_core.model.build import HostModel
 from sley_core.model.layers import Layer, Model
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
-from sley_estimate.calibrate.device import Lead
+from sley_estimate.calibrate.device import LeadingWrites
 from sley_estimate.layers import trace
 from sley_estimate.layers.times import LayerSeconds
 from sley_estimate.search.layouts import list_choices
@@ -65,7 +65,7 @@ class PartSeconds(NamedTuple):
 Parts = Sequence[PartSeconds]
 """The three parts of a call: the forward; the backward, or the first half of a split backward; the second half, or 0."""
 
-NO_LEAD = (0.0, 0.0, 0.0)  # the seconds of the `Lead` before each part of a call, if leads only need to clear caches
+NO_LEAD = (0.0, 0.0, 0.0)  # the seconds of the leading writes before each part of a call, if they only need to clear caches
 
 
 class LayerBench:
@@ -85,7 +85,7 @@ class LayerBench:
         self._is_direct = self._gradients == self._dtype and plan.precision.accumulation == "direct"
         self._caller = LayerCaller(device, plan.run.seed, plan.activations.build([layer.name for layer in model.layers]))
         self._fields, self._loss = self._load_microbatch(dataset), plan.loss.build()
-        self._lead = Lead(device)
+        self._lead = LeadingWrites(device)
         self._empty_backward_s = time_empty_backward(device) if device.is_async else 0.0
         self._host = HostModel(model)
         self._drops_gradients = False
@@ -203,7 +203,9 @@ class LayerBench:
         return [*parts, PartSeconds(products_device_s(), products_s)]
 
     def _time_work(self, work: Callable[[], object], host_s: float) -> tuple[float, Callable[[], float]]:
-        """Runs `work` after a `Lead`. Returns the host's seconds, and a function that waits for and returns the device's."""
+        """Runs `work` after leading writes. Returns the host's seconds, and a function that waits for the device's seconds and
+        returns them.
+        """
         self._lead(host_s)
         start, start_s = self.device.moment(), time.perf_counter()
         work()

@@ -54,9 +54,11 @@ STEP_BYTES = 7 * 4 + 6
 except the gradient, and rounds the weight to bf16 (reads 4 bytes, writes 2)."""
 
 WRITTEN_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""The bytes of one write of a `Lead`. They exceed the caches, which in a run hold data of other layers when a layer starts."""
+"""The bytes of one write of `LeadingWrites`, by type of device. They exceed the caches, which in a run hold data of other
+layers when a layer starts.
+"""
 
-LEAD_FACTOR = 1.5  # seconds of a `Lead` per second that the host needs to launch work; the margin covers slower launches
+LEAD_FACTOR = 1.5  # seconds of leading writes per second that the host needs to launch work; the margin covers slower launches
 
 
 def measure_device(device: Device) -> dict[str, Any]:
@@ -114,7 +116,7 @@ def _min_seconds(device: Device, work: Callable[[], object]) -> float:
     return max(min(times), 1e-9)
 
 
-class Lead:
+class LeadingWrites:
     """Writes to unused memory of `device` before a measurement. The writes remove other data from the caches. On a device with
     a queue, they also keep it busy while the host launches the measured work, as in a run whose host is ahead of its device.
 
@@ -222,7 +224,7 @@ def _measure_copy_latency(device: Device) -> float:
     """Returns the mean seconds per copy of many consecutive tiny copies, in the faster direction."""
     memory, stream = device.host_memory(SMALL_BYTES), device.copy_stream()
     tensor = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=device.torch_device)
-    lead = Lead(device)
+    lead = LeadingWrites(device)
     times = []
     for target, source in ((memory.data, tensor), (tensor, memory.data)):
         stream.copy(target, source)

@@ -298,7 +298,7 @@ def _row_statistic(rows: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm as one kernel per direction. Its results have no values."""
+    """Stands in for an RMSNorm with one kernel per direction. Records both kernels, and returns uninitialized tensors."""
 
     @staticmethod
     def forward(ctx: Any, record: RecordOperator, input: Tensor, weight: Tensor | None) -> Tensor:
@@ -318,7 +318,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Attention as one kernel per direction. Its results have no values."""
+    """Stands in for an attention with one kernel per direction. Records each kernel that torch does not run as one operator.
+    The values of the results have no meaning.
+    """
 
     @staticmethod
     def forward(

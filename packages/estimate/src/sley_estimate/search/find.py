@@ -156,7 +156,7 @@ class Roofline:
         )
         engine, host = self.machine.engine, split.by_stage(layers.host) * num_microbatches
         if engine is not None:
-            host = host + [engine.seconds(int(count), num_microbatches) for count in split.by_stage(self._num_weights)]
+            host = host + [engine.step_seconds(int(count), num_microbatches) for count in split.by_stage(self._num_weights)]
         return forward, split.by_stage(backward), host, held_bytes, ramp_s
 
     @memoize

@@ -115,7 +115,7 @@ class _ProgramBuilder:
     def _engine_s(self, stage: int, num_microbatches: int) -> float:
         """Returns the seconds of the stage's host outside the layers; 0 if the machine file has no `[engine]`."""
         engine = self.machine.engine
-        return engine.seconds(self.records[stage].num_trained, num_microbatches) if engine else 0.0
+        return engine.step_seconds(self.records[stage].num_trained, num_microbatches) if engine else 0.0
 
     def _action_scale(self, events: Events, stage: int, action: Action | None) -> ActionScale:
         """Returns the rule for the seconds of the operators in `events`. action: None for events outside the action list."""
