@@ -38,7 +38,7 @@ TENSORS_NOTE = (  # printed after the memory of the stages
     "the figures count only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
 )
 
-SOURCES = {  # the source of the layers' seconds (`times.Source`) in words that follow "3 layers were"
+SOURCES = {  # the source of the layers' times (`times.Source`), in words that follow "3 layers were"
     "measured": "measured on this machine",
     "in proportion": "scaled from variants of them that were measured on this machine",
     "counted": "computed from their operators",
@@ -70,7 +70,7 @@ def estimate(
     ] = None,
     machine: Annotated[
         Path | None,
-        typer.Option("--machine", metavar="FILE", help="The machine file of `calibrate`, to also estimate the step time."),
+        typer.Option("--machine", metavar="FILE", help="The machine file from `calibrate`, to also estimate the step time."),
     ] = None,
     form: console.FormatOption = console.OutputFormat.text,
 ) -> None:
@@ -127,7 +127,7 @@ def parse_size(text: str) -> int:
 
 
 def memory_lines(stages: Sequence["RankBytes"], world_size: int, limit: int | None) -> Iterator[str]:
-    """Yields the lines that describe the memory of `stages`. limit: the bytes of a device; None means no limit."""
+    """Yields the lines that describe the memory of `stages`. limit: the memory of a device in bytes; None means no limit."""
     per_stage = world_size // len(stages)
     for stage in stages:
         ranks = f"rank {stage.rank}" if per_stage == 1 else f"ranks {stage.rank} to {stage.rank + per_stage - 1}"
@@ -161,7 +161,7 @@ def draw_step(plan: Plan, world_size: int, machine: MachineFile) -> Iterator[str
 
 
 def seconds_lines(estimate: "PlanEstimate", machine: MachineFile) -> Iterator[str]:
-    """Yields lines about the seconds of a step, the work and waits of each stage, and the sources of the layers' seconds."""
+    """Yields lines about the time of a step, the work and waits of each stage, and the sources of the layers' times."""
     step = estimate.step
     host_wait_s = step.seconds - step.devices_s
     waiting = f", of which devices wait {host_wait_s:.4g} s for a host" if host_wait_s else ""
@@ -197,7 +197,7 @@ def _describe_sources(estimate: "PlanEstimate") -> str:
 
 
 def seconds_data(estimate: "PlanEstimate") -> dict[str, Any]:
-    """Returns the estimated seconds of a step, its stages and its layers, as data for JSON."""
+    """Returns the estimated times of a step, of its stages and of its layers in seconds, as data for JSON."""
     step = estimate.step
     return {
         "step": step.seconds,
@@ -216,7 +216,7 @@ def search(
     plan: console.PlanArgument,
     world: Annotated[int, typer.Option("--world", min=1, metavar="RANKS", help="The number of ranks.")],
     machine: Annotated[
-        Path | None, typer.Option("--machine", metavar="FILE", help="The machine file of `calibrate` (required).")
+        Path | None, typer.Option("--machine", metavar="FILE", help="The machine file from `calibrate` (required).")
     ] = None,
     overrides: console.SetOption = None,
     memory: Annotated[
@@ -268,7 +268,9 @@ def search(
 
 
 def result_lines(result: "SearchResult", skip_reasons: Sequence[str], limit: int | None) -> Iterator[str]:
-    """Yields lines about the result of a search. skip_reasons: see `Choices`. limit: a device's bytes; None means no limit."""
+    """Yields lines about the result of a search. skip_reasons: texts to print. limit: a device's memory in bytes; None means no
+    limit.
+    """
     too_large = "" if limit is None else f"; {result.num_too_large:,} exceed {console.format_bytes(limit)}"
     yield f"{result.num_layouts:,} layouts considered; the {result.num_verified:,} best by the formula were verified{too_large}"
     yield from (f"  {count:,} excluded: {reason}" for reason, count in result.refusals.most_common())
@@ -287,7 +289,7 @@ def result_lines(result: "SearchResult", skip_reasons: Sequence[str], limit: int
         yield f"  {fast.seconds:10.4g} s  {console.format_bytes(fast.num_bytes):>12}  {fast.layout}"
     sources = {source for fast in result.fastest_layouts for source in fast.sources}
     if "counted" in sources and len(sources) > 1:
-        yield "  Some layers were measured, and others were computed from their operators. Their seconds may not be comparable."
+        yield "  Some layers were measured, and others were computed from their operators. Their times may not be comparable."
         yield "  Use `calibrate --plan` to measure the layers of the plan."
 
 
@@ -298,7 +300,7 @@ def plan_text(plan: Plan, world_size: int, best: "VerifiedLayout") -> str:
     return f"{head}# {best.layout}\n" + "\n".join(plan_sections(best.layout.apply(plan, world_size).tables))
 
 
-TIMEOUT_S = 60.0  # the maximum seconds that a rank of `calibrate` waits for other ranks
+TIMEOUT_S = 60.0  # the maximum time in seconds that a rank of `calibrate` waits for other ranks
 
 
 def calibrate(

@@ -73,7 +73,7 @@ class DeviceTable(Table):
     """Bytes per second, counting both the reads and the writes of an operator."""
 
     launch_s: Annotated[float, Field(ge=0, le=0.1), ValueDescription("seconds, from 0 to 0.1")]
-    """Seconds that the host needs to launch one operator."""
+    """The time in seconds that the host needs to launch one operator."""
 
     matmul: MatmulsTable
     """The speed of matrix products by dtype."""
@@ -83,7 +83,7 @@ class ExchangeTable(Table):
     """The speed of one kind of exchange over a link."""
 
     latency_s: Latency
-    """Seconds of one message, one all-to-all or one round of a ring, independent of its bytes."""
+    """The fixed time in seconds of one message, one all-to-all or one round of a ring, whatever its size."""
 
     bandwidth: Bandwidth
     """Bytes per second that a rank sends while it receives at the same rate. If the link is `shared`, this is the total of all
@@ -91,9 +91,9 @@ class ExchangeTable(Table):
     """
 
     overlap: Annotated[float, Field(ge=0, le=1), ValueDescription("a share, from 0 to 1")] = 1.0
-    """The share of an exchange's time that can overlap with computing. During the rest, a waiting rank itself works on the
-    exchange. The share is 0 if ranks read each other's memory, and below 1 if the threads that send messages need cores that
-    compute.
+    """The share of an exchange's time that can overlap with computing. During the rest of the time, a waiting rank itself works
+    on the exchange. The share is 0 if ranks read each other's memory, and below 1 if the threads that send messages need cores
+    that compute.
     """
 
 
@@ -123,10 +123,10 @@ class LinksTable(Table):
     """The links between ranks. An estimate that needs a missing link raises PlanError "machine-links"."""
 
     same_host: LinkTable | None = None
-    """Between ranks of one host."""
+    """The link between ranks of one host."""
 
     other_host: LinkTable | None = None
-    """Between ranks of different hosts."""
+    """The link between ranks of different hosts."""
 
     ranks_per_host: Annotated[int, Field(ge=1, le=1024)] = 8
     """The number of ranks on one host. Rank r is on host r // ranks_per_host."""
@@ -142,7 +142,7 @@ class HostTable(Table):
     """Bytes per second of copies to the device."""
 
     latency_s: Latency = 0.0
-    """Seconds of a copy, independent of its bytes."""
+    """The fixed time in seconds of a copy, whatever its size."""
 
     memory_bandwidth: Bandwidth | None = None
     """Bytes per second, counting both the reads and the writes of an operator on the host's cores. It is needed only to
@@ -154,19 +154,19 @@ class EngineTable(Table):
     """The host's time outside the layers in a step with clipping and AdamW, if the host runs ahead of its device."""
 
     step_s: Latency
-    """Seconds per step that do not depend on the size of the step."""
+    """The time in seconds per step that does not depend on the size of the step."""
 
     parameter_s: Latency
     """Seconds per step for each trained parameter tensor of the rank."""
 
     micro_s: Latency
-    """Seconds per microbatch."""
+    """Seconds per microbatch, without its gradients."""
 
     gradient_s: Latency
     """Seconds per microbatch for each trained parameter tensor of the rank."""
 
     def step_seconds(self, num_trained: int, num_microbatches: int) -> float:
-        """Returns the host's seconds for a step with `num_microbatches` microbatches and `num_trained` trained parameters."""
+        """Returns the host's time in seconds for a step with `num_microbatches` microbatches and `num_trained` parameters."""
         microbatch_s = self.micro_s + self.gradient_s * num_trained
         return self.step_s + self.parameter_s * num_trained + microbatch_s * num_microbatches
 
@@ -181,20 +181,20 @@ class LayerTable(Table):
     """The name of the first layer of the model with this key."""
 
     forward: Seconds
-    """Seconds of the forward."""
+    """The time of the forward in seconds."""
 
     backward: Seconds
-    """Seconds of the whole backward, with recomputation."""
+    """The time of the whole backward in seconds, with recomputation."""
 
     input_gradient: Seconds
-    """Seconds of the first half of a split backward, with recomputation."""
+    """The time of the first half of a split backward in seconds, with recomputation."""
 
     weight_gradient: Seconds
-    """Seconds of the second half of a split backward, which computes the gradients of the weights."""
+    """The time in seconds of the second half of a split backward, which computes the gradients of the weights."""
 
     host_forward: Seconds = 0.0
-    """Seconds that the host needs to launch the forward, or 0 if the host does not run ahead of the device. The next three
-    fields are the same for the backward and its halves, without the accumulation of gradients.
+    """The time in seconds that the host needs to launch the forward, or 0 if the host does not run ahead of the device. The
+    next three fields are the times for the backward and its halves, without the accumulation of gradients.
     """
 
     host_backward: Seconds = 0.0
@@ -202,10 +202,10 @@ class LayerTable(Table):
     host_weight_gradient: Seconds = 0.0
 
     output_bytes: Annotated[int, Field(ge=0, le=10**13), ValueDescription("bytes, from 0 to 1e13")]
-    """Bytes of the layer's output."""
+    """The size of the layer's output in bytes."""
 
     activations: str | None = None
-    """The activation policy of the measurement, with its options."""
+    """The activation policy under which the layer was measured, with the policy's options."""
 
     micro_size: Annotated[int, Field(ge=1)] | None = None
     """The number of samples in the microbatch."""
@@ -273,8 +273,8 @@ Ranks = Sequence[int]
 
 
 class Cost(NamedTuple):
-    """The seconds of an exchange: its latency, the transfer of its bytes over idle links, and the work of each waiting rank.
-    Their sum is the time of the exchange if no computation overlaps with it.
+    """The parts of an exchange's time in seconds: the latency, the transfer of the bytes over idle links, and the work of each
+    waiting rank. The sum of the parts is the time of the exchange if no computation overlaps with it.
     """
 
     latency_s: float
@@ -327,7 +327,7 @@ def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links:
 
 
 def message_cost(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
-    """Returns the cost of a message while all ranks of the host send. Raises PlanError "machine-links" for a missing link."""
+    """Returns the cost of a message while all ranks of its host send. Raises PlanError "machine-links" for a missing link."""
     is_local = sender // links.ranks_per_host == receiver // links.ranks_per_host
     link = _require_link(links, "same_host" if is_local else "other_host")
     table = link.send or link
@@ -375,13 +375,13 @@ def slowest_cost(
     links: LinksTable,
     ranks: tuple[int, ...] | None = None,
 ) -> Cost:
-    """Returns the cost of a collective in the slowest of `concurrent_groups`. Raises as `collective_cost` does."""
+    """Returns the cost of a collective in the slowest of `concurrent_groups`. May raise PlanError "machine-links"."""
     groups = concurrent_groups(topology, axis, links.ranks_per_host, ranks)
     return max((collective_cost(collective, num_bytes, group, links) for group in groups), key=sum)
 
 
 def slowest_message_cost(num_bytes: int, stages: tuple[int, int], topology: Topology, links: LinksTable) -> Cost:
-    """Returns the cost of the slowest message between two `stages`. Raises as `message_cost` does."""
+    """Returns the cost of the slowest message between two `stages`. Raises PlanError "machine-links" for a missing link."""
     size, per_host = topology.ranks_per_stage, links.ranks_per_host
     firsts = [stage * size for stage in stages]
     pairs = {

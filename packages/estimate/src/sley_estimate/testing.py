@@ -39,14 +39,16 @@ _SMALL: Tables = {  # the tables of `small_machine` without changes
 
 
 def small_machine(**changes: Any) -> Tables:
-    """Returns the tables of a machine with one host of eight devices and no layers. changes: passed to `changed`."""
+    """Returns the tables of a machine with one host of eight devices and no layers. changes: keys to set, as in
+    `device__launch_s=0.1`.
+    """
     return changed(_SMALL, **changes)
 
 
 def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: float = 1e-6) -> list[Tables]:
     """Returns `[[layers]]` tables for the layers of `plan`, as if they had been measured on `small_machine`. times: the ratio
-    of the measured seconds to the seconds computed from the operators. host: the ratio of the host's seconds to the device's
-    seconds. launch_s: the seconds to launch one operator, which the computed seconds include.
+    of the measured times to the times computed from the operators. host: the ratio of the host's times to the device's times.
+    launch_s: the time in seconds to launch one operator, which the computed times include.
     """
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model, machine = build_meta_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))
@@ -87,7 +89,7 @@ def simulate_without_plan(
     messages: Sequence[Cost],
     final_instructions: Mapping[int, Sequence[Instruction]] | None = None,
 ) -> StepTime:
-    """Returns a simulated step from the lowered action list of each stage, without a plan. layers: the seconds of the layers at
+    """Returns a simulated step from the lowered action list of each stage, without a plan. layers: the times of the layers at
     each position. messages: the cost of a message between positions i and i + 1. final_instructions: instructions to append to
     a stage's program, by stage.
     """

@@ -56,7 +56,7 @@ class Allocation:
 
 class Ledger:
     """Records the memory of storages. locate: a function that returns the current position. allocations: all allocations so
-    far, in order. current_bytes: the bytes of live allocations. num_events: the number of allocations and frees so far.
+    far, in order. current_bytes: the size of all live allocations. num_events: the number of allocations and frees so far.
     """
 
     def __init__(self, locate: Callable[[], StepPosition] = lambda: START) -> None:
@@ -96,7 +96,7 @@ class Ledger:
         self._ignored_references[key] = weakref.ref(storage, partial(self._remove_ignored, key))
 
     def poll(self, storage: torch.UntypedStorage) -> None:
-        """Makes each `track` check whether `storage` was freed. Python's weak references miss this while torch has its own."""
+        """Makes each `track` check whether `storage` was freed. Python's weak references miss this if torch also has one."""
         key = storage._cdata
         if key not in self._references:
             self._keys_to_poll.add(key)
@@ -398,8 +398,8 @@ class _UncacheableError(Exception):
 
 
 class _CachedResult(NamedTuple):
-    """The cached result of a call. container: the type of a list or tuple of results; None for a single result. recipes: see
-    `_make_recipe`. scratch: the bytes that the operator allocates internally.
+    """The cached result of a call. container: the type of a list or tuple of results; None for a single result. recipes: how to
+    make each result again. scratch: the number of bytes that the operator allocates internally.
     """
 
     container: type | None

@@ -187,8 +187,8 @@ class FakeWork(Work):
 @dataclass(eq=False)
 class FakeTransport(Transport):
     """A transport without peers, for the group `members` and one channel. on_start: called with the collective, axis, channel
-    and bytes of an exchange; returns a function to call at the wait. scratch_rows: returns the rows of scratch memory that the
-    caller must provide for a shard of n rows. scratch: allocates the memory needed to sum a tensor.
+    and size in bytes of an exchange; returns a function to call at the wait. scratch_rows: returns the rows of scratch memory
+    that the caller must provide for a shard of n rows. scratch: allocates the memory needed to sum a tensor.
     """
 
     members: Members
@@ -266,7 +266,7 @@ class StepSimulation(Simulation):
         return lambda number, chunk: outputs[placement.position(number, chunk)]
 
     def fill_layers(self, layers: Sequence[Layer], dtype: torch.dtype) -> None:
-        """Replaces all meta tensors that `layers` refer to by new fake tensors; see `replace_tensors`."""
+        """Replaces all parameters, buffers and other meta tensors to which `layers` refer by new fake tensors."""
         modules = {id(module): module for layer in layers for module in layer.module.modules()}
         parameter_ids = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
         cpu = torch.device("cpu")

@@ -52,7 +52,7 @@ from train_cli.meta_model import meta_micro_batch, micro_batch
 
 STEPS = 3
 """The number of steps that an estimate runs. The first step creates the optimizer states. Steps before the last have as few
-microbatches as possible. If the first step has the highest peak, all steps run again with as many in the first as in the last.
+microbatches as possible. If the first step has the highest peak, all steps run again, and the first is as long as the last.
 """
 
 OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # memory that is on the host if the optimizer runs there
@@ -69,9 +69,9 @@ eight pending messages, while further messages are written and used."""
 
 @dataclass(frozen=True)
 class RankBytes:
-    """The memory of rank `rank`, in bytes of its device. states: the bytes of each part of the run between two steps. batch:
-    the bytes of the samples of two batches on a CPU, which are not in fake tensors; 0 on CUDA. peak: the peak bytes, reached at
-    `position`. alive: the bytes at the peak by owner, in descending order. curve: (entry, peak bytes) for each entry of the
+    """The memory of rank `rank` on its device, in bytes. states: the memory of each part of the run between two steps. batch:
+    the memory of the samples of two batches on a CPU, which are not in fake tensors; 0 on CUDA. peak: the peak, reached at
+    `position`. alive: the memory at the peak by owner, in descending order. curve: (entry, peak bytes) for each entry of the
     step with the peak.
     """
 
@@ -86,7 +86,7 @@ class RankBytes:
 
 
 def run_rank(plan: Plan, rank: int, world_size: int, draft: Draft | None = None) -> tuple[RankBytes, RankRecord]:
-    """Runs steps of rank `rank` in a fake world, without devices or peers. Returns the bytes of the rank and the record of its
+    """Runs steps of rank `rank` in a fake world, without devices or peers. Returns the memory of the rank and the record of its
     last step. draft: the plan's model and stages, which the run consumes; if None, they are built. Raises PlanError for each
     failed check of the plan, and RunError `estimate-layer` for a layer that needs values.
     """
@@ -99,7 +99,7 @@ def run_rank(plan: Plan, rank: int, world_size: int, draft: Draft | None = None)
 def _run_steps(
     plan: Plan, rank: int, world_size: int, draft: Draft | None, *, is_first_full: bool
 ) -> tuple[RankBytes, RankRecord, bool]:
-    """Runs `STEPS` steps. Returns the bytes, the last step's record, and whether the first step was full, that is, had as many
+    """Runs `STEPS` steps. Returns the memory, the last step's record, and whether the first step was full, that is, had as many
     microbatches as the last. If it was not full, pools are counted from the start of the first step, since in a long run they
     are already full at the start of a step. is_first_full: whether to make the first step full.
     """
@@ -150,7 +150,7 @@ def _run_steps(
 @contextmanager
 def fake_run(plan: Plan, rank: int, world_size: int, draft: Draft | None = None) -> Iterator[tuple[Run, Ledger, Recording]]:
     """Yields the run of rank `rank` in a fake world, the ledger of its memory, and the recording for a step. The run saves
-    nothing. draft: see `run_rank`. Raises PlanError for each failed check of the plan.
+    nothing. draft: the draft that the run consumes; None builds one. Raises PlanError for each failed check of the plan.
     """
     evaluation = None if plan.evaluation is None else plan.evaluation.model_copy(update={"keep_best": None})
     plan = replace(plan, checkpoint=None, evaluation=evaluation)
@@ -168,7 +168,7 @@ def fake_run(plan: Plan, rank: int, world_size: int, draft: Draft | None = None)
 
 
 def take_step(run: Run, batch: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Runs a step of `run` on the microbatches in `batch`. Raises RunError `estimate-layer` if it needs values of tensors."""
+    """Runs a step of `run` on the microbatches in `batch`. Raises RunError `estimate-layer` if it needs tensor values."""
     try:
         run.step(batch)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -181,8 +181,8 @@ def take_step(run: Run, batch: Sequence[Mapping[str, torch.Tensor]]) -> None:
 
 
 def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
-    """Sets the owner of each allocation to the part of the run that holds it. Excludes parts `on_host`. This is a function so
-    that no variable keeps a tensor alive.
+    """Sets the owner of each allocation to the part of the run that holds it. Excludes the parts in `on_host`. This is a
+    function so that no variable keeps a tensor alive.
     """
     for part in PARTS:
         for _, tensor in run.memory.inventory.all_tensors(part):
@@ -242,9 +242,7 @@ def build_rank0_draft(plan: Plan, world_size: int) -> Draft:
 
 
 def stage_bytes(plan: Plan, world_size: int, cores: int = 1) -> list[RankBytes]:
-    """Returns the estimated memory of each stage's first rank, computed in `cores` processes. Raises the errors of
-    `run_stages`.
-    """
+    """Returns the memory of the first rank of each stage, from `cores` processes. Raises the errors of `run_stages`."""
     draft, stages = build_rank0_draft(plan, world_size), range(plan.topology(world_size).pp)
     return [memory for memory, _ in run_stages(plan, world_size, stages, draft, cores)]
 
@@ -252,9 +250,9 @@ def stage_bytes(plan: Plan, world_size: int, cores: int = 1) -> list[RankBytes]:
 def run_stages(
     plan: Plan, world_size: int, stages: Sequence[int], draft: Draft, cores: int, *, max_bytes: int | None = None
 ) -> list[tuple[RankBytes, RankRecord]]:
-    """Runs the steps of the first rank of each stage in `stages`. Returns the bytes and the record of each, in order. draft:
-    the draft of rank 0, which is not consumed. cores: the number of parallel processes. Raises the errors of `run_rank` and
-    `run_calls`, and StageTooLargeError for a stage whose peak exceeds `max_bytes`.
+    """Runs the steps of the first rank of each stage in `stages`. Returns the memory and the record of each rank, in order.
+    draft: the draft of rank 0, which is not consumed. cores: the number of parallel processes. Raises the errors of `run_rank`
+    and `run_calls`, and StageTooLargeError for a stage whose peak exceeds `max_bytes`.
     """
     ranks_per_stage = plan.topology(world_size).ranks_per_stage
 
@@ -299,8 +297,8 @@ def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashab
 
 
 def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[int]:
-    """Returns for each stage the stage that represents it. Of all stages with the same work, this is the one with the most
-    pending forwards, so it needs the most bytes. Raises the errors of `stage_work_keys`.
+    """Returns for each stage the stage that represents it. Of all stages with the same work, the one with the most pending
+    forwards represents them, since it needs the most memory. Raises the errors of `stage_work_keys`.
     """
     lists, keys = draft.stage.action_lists, stage_work_keys(plan, topology, draft)
     num_microbatches = min_equivalent_microbatches(lists, plan.num_microbatches(topology))
@@ -334,7 +332,7 @@ def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashabl
 
 
 def can_run_backward_in_fork() -> bool:
-    """Returns whether a process that this process forks can run a backward. It cannot if this process has run one."""
+    """Returns whether a process that this process forks can run a backward. It cannot if this process has run a backward."""
     try:
         list(_run_forked([lambda: torch.ones(1, requires_grad=True).sum().backward()], 1))  # type: ignore[no-untyped-call]
     except (RuntimeError, RunError):
@@ -353,7 +351,7 @@ def run_calls(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[
 
 
 def _run_forked(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
-    """Yields (index, result) of each call when it completes in one of `num_processes` forked processes; see `run_calls`."""
+    """Yields (index, result) of each call when the call completes in one of `num_processes` forked processes."""
     with FakeTensors(Ledger()):
         torch.empty(2).add_(1)  # imports parts of torch once, instead of in every forked process
     pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"), _start_worker, (calls,))
@@ -370,7 +368,7 @@ def _run_forked(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterato
 
 
 _calls: Sequence[Callable[[], Any]] = ()
-"""The calls that a forked process may run. It inherits them, since they cannot be pickled."""
+"""The calls that a forked process may run. The process inherits them, since they cannot be pickled."""
 
 
 def _start_worker(calls: Sequence[Callable[[], Any]]) -> None:

@@ -44,19 +44,19 @@ from train_cli.meta_model import meta_micro_batch
 NUM_CALLS, NUM_CALIBRATION_CALLS = 5, 15  # timed calls of each layer, for a partition and for a machine file
 NUM_HOST_CALLS = 3  # calls on an idle device, which show how long the host needs to launch a call
 
-HOST_S = 0.03  # seconds of timing the host per timed call; other programs can slow a host by a third for a tenth of a second
+HOST_S = 0.03  # seconds to time the host, per timed call; other programs can slow a host by a third for a tenth of a second
 
 HOST_BOUND_SHARE = 0.5
-"""If the host needs more than this share of the device's seconds for a layer, the host is timed over rows of calls.
-Otherwise, the layer is so large that memory may not have room for a row."""
+"""If the host needs more than this share of the device's time for a layer, the host is timed over rows of calls. Otherwise, the
+layer is so large that memory may not have room for a row."""
 
 ROW_LENGTH = 4  # the number of calls in a row, which runs all forwards and then all backwards
 NUM_EMPTY_BACKWARDS = 20  # the number of timed backwards without operators
-DIGITS = 6  # decimals to which seconds are rounded, so that a resolved plan contains exactly the numbers used to partition it
+DIGITS = 6  # decimals to which times are rounded, so that a resolved plan contains exactly the numbers used to partition it
 
 
 class PartSeconds(NamedTuple):
-    """The seconds that a part of a call takes on the device, and that the host needs to launch it."""
+    """The time of a part of a call on the device, and the time that the host needs to launch the part, in seconds."""
 
     device_s: float
     host_s: float
@@ -65,7 +65,7 @@ class PartSeconds(NamedTuple):
 Parts = Sequence[PartSeconds]
 """The three parts of a call: the forward; the backward, or the first half of a split backward; the second half, or 0."""
 
-NO_LEAD = (0.0, 0.0, 0.0)  # the seconds of the leading writes before each part of a call, if they only need to clear caches
+NO_LEAD = (0.0, 0.0, 0.0)  # the duration of the leading writes before each part of a call, if they only clear caches
 
 
 class LayerBench:
@@ -91,9 +91,9 @@ class LayerBench:
         self._drops_gradients = False
 
     def time_layer(self, layer: Layer, value: trace.Value | None, *, split: bool = False) -> tuple[LayerSeconds, trace.Value]:
-        """Returns the median seconds of `layer`, and its output. The host's seconds exclude the accumulation of gradients; they
-        are 0 if the host does not run ahead of the device, as on a CPU. value: the output of the previous layer; None for the
-        first layer. split: whether to also time the two halves of a split backward; otherwise their seconds are 0.
+        """Returns the median times of `layer`, and its output. The host's times exclude the accumulation of gradients; they are
+        0 if the host does not run ahead of the device, as on a CPU. value: the output of the previous layer; None for the first
+        layer. split: whether to also time the two halves of a split backward; otherwise their times are 0.
         """
         meta_module = layer.module
         host_tensors = [
@@ -121,7 +121,7 @@ class LayerBench:
         return times, trace.describe_next_input(outputs[-1], layer)
 
     def _median_parts(self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None, outputs: list[Any]) -> Parts:
-        """Returns the median seconds of each part of a call. value: the input. queue: the queue for weight gradients in a split
+        """Returns the median times of each part of a call. value: the input. queue: the queue for weight gradients in a split
         backward; None for a whole backward. outputs: is set to a list with the output of the last call.
         """
 
@@ -150,7 +150,7 @@ class LayerBench:
         """Makes backwards within the block add the gradients of the layer to separate buffers, as a run does."""
 
         def add_gradient(accumulated: torch.Tensor, parameter: torch.Tensor) -> None:
-            """Adds `parameter.grad` to `accumulated`, unless it is None or to be dropped, and sets it to None."""
+            """Adds `parameter.grad` to `accumulated`, unless the gradient is None or to be dropped, and sets it to None."""
             if parameter.grad is not None and not self._drops_gradients:
                 accumulated.add_(parameter.grad)
             parameter.grad = None
@@ -177,8 +177,9 @@ class LayerBench:
     def _time_call(
         self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None, outputs: list[Any], launch_s: Sequence[float]
     ) -> Parts:
-        """Runs one call, and returns the seconds of its parts. launch_s: the seconds that the host needs to launch each part; 0
-        if unknown. `_median_parts` describes the other arguments.
+        """Runs one call on the input `value`, and returns the times of its parts. queue: receives the weight gradients of a
+        split backward; None for a whole backward. outputs: is set to a list with the output. launch_s: the time that the
+        host needs to launch each part; 0 if unknown.
         """
         in_flight, args, named = trace.start_call(layer, value, self._fields)
         outputs.clear()
@@ -203,9 +204,7 @@ class LayerBench:
         return [*parts, PartSeconds(products_device_s(), products_s)]
 
     def _time_work(self, work: Callable[[], object], host_s: float) -> tuple[float, Callable[[], float]]:
-        """Runs `work` after leading writes. Returns the host's seconds, and a function that waits for the device's seconds and
-        returns them.
-        """
+        """Runs `work` after leading writes. Returns the host's time, and a function that waits for the device's time."""
         self._lead(host_s)
         start, start_s = self.device.moment(), time.perf_counter()
         work()
@@ -213,7 +212,7 @@ class LayerBench:
         return host_s, lambda: self.device.seconds_between(start, end)
 
     def _time_rows(self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None) -> tuple[float, float, float]:
-        """Runs a row of calls without waiting for the device. Returns the host's mean seconds for each part of one call."""
+        """Runs a row of calls without waiting for the device. Returns the host's mean time for each part of one call."""
         calls = [trace.start_call(layer, value, self._fields) for _ in range(ROW_LENGTH)]
         self.device.wait_until(self.device.moment())
         times = [time.perf_counter()]
@@ -243,7 +242,7 @@ class LayerBench:
 
 
 def time_empty_backward(device: Device) -> float:
-    """Returns the host's median seconds for a backward without operators. A layer's time does not include them."""
+    """Returns the host's median time in seconds for a backward without operators, which a layer's time does not include."""
     value = torch.ones(1, device=device.torch_device)
     description, tensors = describe_output(value.requires_grad_())
     seconds = []
@@ -259,7 +258,7 @@ def time_empty_backward(device: Device) -> float:
 
 
 def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns the seconds of the forward and backward of each layer, equal on all ranks. A partitioner's record calls it as
+    """Returns the time in seconds of the forward plus the backward of each layer, equal on all ranks. This is a partitioner's
     `timer`. A blocking collective of `world`: rank 0 times the layers on one microbatch of the plan's data, and the other ranks
     wait. build_model: returns the model on meta; only rank 0 calls it. dtype: the dtype of the weights with which layers
     compute. If rank 0 fails, it raises its error, and the other ranks raise RunError `start-failed`.

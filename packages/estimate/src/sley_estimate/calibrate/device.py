@@ -2,10 +2,10 @@
 
 The engine is the host's work in a step outside the layers: batches, gradients from autograd, norm, clipping, optimizer, totals.
 
-    seconds of a step = step_s + parameter_s x weights + microbatches x (micro_s + gradient_s x weights)
+    step time in seconds = step_s + parameter_s x weights + microbatches x (micro_s + gradient_s x weights)
 
-Four runs, with few or many weights and with one or several microbatches, determine these four figures. Their weights have one
-element each, so their device is almost idle, and a step takes as long as its host works.
+Four runs, with few or many weights and with one or several microbatches, determine these four figures. All weights have one
+element, so the device is almost idle, and a step takes as long as the host works.
 """
 
 import platform
@@ -41,7 +41,7 @@ MAX_FIGURE_S = 0.5  # after this number of seconds of measuring a figure, no fur
 
 REPETITIONS = 7  # the maximum number of timed calls for one figure
 
-SMALL_BYTES, NUM_SMALL = 1 << 12, 100  # the bytes of a copy whose latency is timed, and the number of consecutive copies
+SMALL_BYTES, NUM_SMALL = 1 << 12, 100  # the size in bytes of a copy whose latency is timed, and the number of copies in a row
 
 NUM_BUCKETS, BUCKET_NUMEL = 4, 1 << 24
 """The number of buckets of an optimizer on the host, and of elements per bucket: 64 MiB of fp32, as in a run. Together, the
@@ -54,11 +54,11 @@ STEP_BYTES = 7 * 4 + 6
 except the gradient, and rounds the weight to bf16 (reads 4 bytes, writes 2)."""
 
 WRITTEN_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""The bytes of one write of `LeadingWrites`, by type of device. They exceed the caches, which in a run hold data of other
-layers when a layer starts.
+"""The size in bytes of one write of `LeadingWrites`, by type of device. It exceeds the caches, which in a run hold other
+layers' data when a layer starts.
 """
 
-LEAD_FACTOR = 1.5  # seconds of leading writes per second that the host needs to launch work; the margin covers slower launches
+LEAD_FACTOR = 1.5  # the ratio of the time of leading writes to the time to launch work; the margin covers slower launches
 
 
 def measure_device(device: Device) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def measure_bandwidth(device: Device, num_bytes: int) -> float:
 
 
 def _min_seconds(device: Device, work: Callable[[], object]) -> float:
-    """Returns the seconds of the fastest of several calls of `work` after one warm-up call, but at least 1 ns."""
+    """Returns the time in seconds of the fastest of several calls of `work` after one warm-up call, but at least 1 ns."""
     work()
     times: list[float] = []
     while len(times) < REPETITIONS and (sum(times) < MAX_FIGURE_S or not times):
@@ -118,7 +118,7 @@ def _min_seconds(device: Device, work: Callable[[], object]) -> float:
 
 class LeadingWrites:
     """Writes to unused memory of `device` before a measurement. The writes remove other data from the caches. On a device with
-    a queue, they also keep it busy while the host launches the measured work, as in a run whose host is ahead of its device.
+    a queue, they also keep the device busy while the host launches the measured work, as in a run whose host is ahead.
 
         host     launch writes | launch the layer |
         device   write write write write write    | the layer, without a wait for a launch |
@@ -192,7 +192,7 @@ class HostOptimizerBench:
             stream.wait_for_device()
 
     def step(self) -> float:
-        """Updates all buckets once. Returns the seconds from the arrival of the first RING gradients to the last rounding."""
+        """Updates all buckets once. Returns the time from the arrival of the first RING gradients to the last rounding."""
         gradient_copies = [self._copy_gradient(index) for index in range(RING)]
         for event in gradient_copies:
             event.wait()
@@ -221,7 +221,7 @@ class HostOptimizerBench:
 
 
 def _measure_copy_latency(device: Device) -> float:
-    """Returns the mean seconds per copy of many consecutive tiny copies, in the faster direction."""
+    """Returns the mean time in seconds per copy of many consecutive tiny copies, in the faster direction."""
     memory, stream = device.host_memory(SMALL_BYTES), device.copy_stream()
     tensor = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=device.torch_device)
     lead = LeadingWrites(device)
@@ -243,7 +243,7 @@ def _measure_copy_latency(device: Device) -> float:
 
 
 def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, tensor: torch.Tensor) -> tuple[float, float]:
-    """Returns the seconds to copy the uint8 `tensor` to the host and free it, and to allocate it and copy it back."""
+    """Returns the times in seconds to copy the uint8 `tensor` to the host and free it, and to allocate it and copy it back."""
     moments = [device.moment()]
     stream.wait_for_device()
     stream.copy(memory.data, tensor)
@@ -339,7 +339,7 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
 
 
 def solve_engine_table(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
-    """Returns the four figures of `[engine]`; negative ones become 0. seconds: a step's seconds by (weights, microbatches)."""
+    """Returns the four figures of `[engine]`; negative figures become 0. seconds: a step's time by (weights, microbatches)."""
     min_count, max_count = MICROBATCH_COUNTS
     micro_s, gradient_s = _fit_line(
         {n: (seconds[n, max_count] - seconds[n, min_count]) / (max_count - min_count) for n in WEIGHT_COUNTS}
@@ -349,7 +349,7 @@ def solve_engine_table(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
 
 
 def _fit_line(values: Mapping[int, float]) -> tuple[float, float]:
-    """Returns the intercept and the slope of the line through two points; negative ones become 0. values: y by x."""
+    """Returns the intercept and the slope of the line through two points; a negative value becomes 0. values: y by x."""
     (first_x, first_y), (second_x, second_y) = values.items()
     slope = max(0.0, (second_y - first_y) / (second_x - first_x))
     return max(0.0, first_y - first_x * slope), slope
@@ -370,7 +370,7 @@ def _engine_plan(device: Device, precision: Mapping[str, str], num_weights: int,
 
 
 def mean_step_s(run: Run, num_steps: int) -> float:
-    """Returns the mean seconds of `num_steps` steps. Each step starts before the totals of the previous step are read."""
+    """Returns the mean time of `num_steps` steps in seconds. Each step starts before the previous step's totals are read."""
     device = run.world.device
     current = run.launch(None)
     device.wait_until(device.moment())

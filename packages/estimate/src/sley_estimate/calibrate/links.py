@@ -25,15 +25,15 @@ PRODUCT_EDGE, NUM_PRODUCTS = 256, 32
 """Work before or during an exchange consists of products of square matrices. These are the edge of the matrices, and the number
 of products that run to measure the time of one product."""
 
-WORK_S = 2e-3  # the seconds of work before an exchange, about as long as half of a layer
+WORK_S = 2e-3  # the duration in seconds of the work before an exchange, about half of a layer's
 BeginExchange = Callable[[], list[Work]]  # a function that starts an exchange and returns its handles
 
 
 def measure_machine(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | None:
     """Returns the measured machine on rank 0 of `world`, and None on other ranks. A collective of all ranks. If there are
-    several ranks, it also measures their links. Rank 0 measures the device and, unless `plan` is None, the layers of `plan`. On
-    CPUs, all ranks measure them at the same time, since they share memory and caches. Each process then also keeps freed memory
-    from now on, unless the plan disables this. timeout_s: the maximum seconds of a wait between ranks.
+    several ranks, their links are measured. Only rank 0 measures the device and, unless `plan` is None, the layers of `plan`;
+    on CPUs, all ranks do so at the same time, since they share memory and caches. On CPUs, each process keeps freed memory from
+    now on, unless the plan disables this. timeout_s: the maximum time in seconds of a wait between ranks.
     """
     is_cpu = world.device.type == "cpu"
     if is_cpu and (plan is None or plan.run.keep_freed_memory):
@@ -53,7 +53,7 @@ def measure_machine(world: World, plan: Plan | None, timeout_s: float) -> Machin
 def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     """Returns the table `[links]` of a machine file, equal on all ranks: the latency, bandwidth and overlap of each kind of
     exchange. The link itself has the figures of the slowest kind. A collective of at least two ranks, all on one host.
-    timeout_s: the maximum seconds of a wait between ranks.
+    timeout_s: the maximum time in seconds of a wait between ranks.
     """
     size = world.size
     shard_groups = world.make_groups(Topology.from_sizes(size, wp=size), timeout_s, cross_memory=True)
@@ -73,8 +73,8 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
 
 def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> dict[str, float]:
     """Returns `latency_s`, in seconds, and `bandwidth`, in bytes per second. With these figures, the cost of an exchange of
-    SMALL_BYTES bytes is about `small_s` seconds, and that of LARGE_BYTES bytes about `large_s` seconds. exchange_type: a kind
-    of exchange, as in `prepare_exchanges`. size: the number of ranks in the exchange.
+    SMALL_BYTES bytes is about `small_s` seconds, and that of LARGE_BYTES bytes about `large_s` seconds. exchange_type: "sum",
+    "gather", "reduce", "swap" or "send". size: the number of ranks in the exchange.
     """
     rounds = (2 if exchange_type == "sum" else 1) * (size - 1)
     share = 1.0 if exchange_type == "send" else rounds / size
@@ -125,7 +125,7 @@ class LinkTimer:
         self.groups, self.device = groups, world.device
 
     def time_work(self, work: Callable[[], object]) -> float:
-        """Returns the largest of the ranks' median seconds for `work`."""
+        """Returns the largest of the ranks' median times for `work`, in seconds."""
         work()
         times = []
         for _ in range(REPETITIONS):
@@ -136,12 +136,12 @@ class LinkTimer:
         return float(max(self.groups["control"].gather_objects(statistics.median(times), label="the times of exchanges")))
 
     def time_exchange(self, begin: BeginExchange) -> float:
-        """Returns the median seconds that the exchange started by `begin` takes on the slowest rank."""
+        """Returns the median time in seconds that the exchange started by `begin` takes on the slowest rank."""
         return self.time_work(lambda: end_exchange(begin()))
 
     def time_after_work(self, begin: BeginExchange) -> float:
-        """Returns the seconds that an exchange adds to work before it, but at least the seconds of the exchange alone. After
-        work, ranks start the exchange at different times.
+        """Returns the time in seconds that an exchange adds to work before it, but at least the time of the exchange alone.
+        After work, ranks start the exchange at different times.
         """
         work = self._make_work(WORK_S)
 
@@ -152,8 +152,8 @@ class LinkTimer:
         return max(self.time_exchange(begin), self.time_work(work_and_exchange) - self.time_work(work))
 
     def measure_overlap(self, begin: BeginExchange) -> float:
-        """Returns the share of an exchange's time, from 0 to 1, that overlaps with equally long work. It is measured only on
-        CPUs, where the threads of an exchange compete with the work for cores. On other devices, it is 1.
+        """Returns the share of an exchange's time, from 0 to 1, that overlaps with work of the same length. Measures only on
+        CPUs, where the threads of an exchange compete with the work for cores. Returns 1 on other devices.
         """
         if self.device.type != "cpu":
             return 1.0
@@ -169,7 +169,7 @@ class LinkTimer:
         return min(1.0, max(0.0, (exchange_s + work_s - both_s) / min(exchange_s, work_s)))
 
     def _make_work(self, seconds: float) -> Callable[[], None]:
-        """Returns a function that computes matrix products for about `seconds` seconds, equally many on all ranks."""
+        """Returns a function that computes matrix products for about `seconds` seconds, the same number on all ranks."""
         square, result = (torch.ones(PRODUCT_EDGE, PRODUCT_EDGE, device=self.device.torch_device) for _ in range(2))
 
         def products(count: int) -> None:

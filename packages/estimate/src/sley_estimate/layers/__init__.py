@@ -1,1 +1,1 @@
-"""Counts the operators of layers, identifies equal layers by keys, and computes the seconds of layers."""
+"""Counts the operators of layers, identifies equal layers by keys, and computes the times of layers."""

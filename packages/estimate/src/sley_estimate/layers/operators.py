@@ -7,8 +7,8 @@ attention     torch's fused operator                   one kernel each way; the 
 RMSNorm       its formula; saves the input in fp32     one kernel each way; saves the input and one number per row
 dropout       saves a mask in the input's dtype        one kernel each way; saves one byte per element
 
-The right column follows torch's sources in aten/src/ATen/native/cuda and native/transformers/cuda.
-`assume_device_type("cuda")` changes the masks of documents and the loss in the same way.
+The right column follows torch's sources in aten/src/ATen/native/cuda and native/transformers/cuda. `assume_device_type("cuda")`
+makes document masks and the loss behave as on CUDA.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ class Operator:
 
 @dataclass(frozen=True, eq=False)
 class LayerWork:
-    """The operators of a layer on one microbatch, by phase, and the bytes of its output and of tensors for its backward."""
+    """The operators of a layer on one microbatch, by phase, and the sizes in bytes of its output and of its saved tensors."""
 
     forward: tuple[Operator, ...]
     recompute: tuple[Operator, ...]
@@ -108,7 +108,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def saved_bytes(self) -> int:
-        """Returns the bytes of all tensors saved so far; each storage counts once."""
+        """Returns the size in bytes of all tensors saved so far; each storage counts once."""
         return sum(self._saved.values())
 
     def record(self, operator: Operator) -> None:
@@ -129,7 +129,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator | None:
-    """Returns the work of one call of torch's operator `func`, or None if it computes and moves nothing, such as a view.
+    """Returns the work of one call of torch's operator `func`, or None if the call, such as a view, computes and moves nothing.
     Tensors that an operator without results writes in place count as outputs.
     """
     packet = func._overloadpacket
@@ -212,7 +212,7 @@ def _total_bytes(*tensors: Tensor) -> int:
 
 
 def moved_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor that an operator reads or writes. An expanded dimension counts as one element."""
+    """Returns the number of bytes of a tensor that an operator reads or writes. An expanded dimension counts as one element."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         numel *= size if stride else 1
@@ -229,7 +229,7 @@ RecordOperator = Callable[[Operator], None]  # a function that records a kernel 
 
 @contextmanager
 def imitate_cuda(record: RecordOperator | None = None) -> Iterator[None]:
-    """Makes layers and the loss save the same tensors within the block as on CUDA. record: see `FusedKernels`."""
+    """Makes layers and the loss save the same tensors within the block as on CUDA. record: called with each fused kernel."""
     with assume_device_type("cuda"), FusedKernels(record):
         yield
 
@@ -279,7 +279,7 @@ class FusedKernels(TorchFunctionMode):
         return torch.native_dropout(input, p, True)[0]
 
     def backward(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
-        """Runs torch's backward from the gradient edges of `tensors`, which keeps this mode active during recomputation."""
+        """Runs torch's backward from the gradient edges of `tensors`, and keeps this mode active during recomputation."""
         with self:
             torch.autograd.backward([get_gradient_edge(tensor) for tensor in tensors], *args, **kwargs)
 
@@ -356,8 +356,8 @@ _REDUCTION_OPS = {aten.sum, aten.mean, aten.prod, aten.linalg_vector_norm}
 
 
 def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Returns the bytes of the copies that the CPU operator `func` makes internally to convert its tensors to a common dtype,
-    as `fp32.add_(fp16)` does: a TensorIterator kernel works on one dtype. Returns 0 if `func` is neither an elementwise
+    """Returns the size in bytes of the copies that the CPU operator `func` makes internally to convert its tensors to a common
+    dtype, as `fp32.add_(fp16)` does: a TensorIterator kernel works on one dtype. Returns 0 if `func` is neither an elementwise
     operator nor a reduction.
     """
     packet = func._overloadpacket
@@ -382,5 +382,5 @@ def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
 
 
 def _conversion_bytes(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
-    """Returns the bytes of copies of `tensors` in `dtype`. Tensors that have this dtype are not copied."""
+    """Returns the size in bytes of copies of `tensors` in `dtype`. Tensors that have this dtype are not copied."""
     return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor.dtype != dtype)

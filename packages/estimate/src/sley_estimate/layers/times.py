@@ -1,4 +1,4 @@
-"""Computes the seconds of layers on a machine: measured, in proportion to a measured variant, or counted from their operators.
+"""Computes the times of layers on a machine: measured, in proportion to a measured variant, or counted from their operators.
 
 An operator takes as long as its matrix product or its memory traffic, whichever is longer. On a CPU its launch time is added.
 On a GPU the host launches kernels ahead of the device. For measured layers the times of device and host are known, and a step
@@ -34,14 +34,14 @@ from sley_estimate.search.layouts import Choice, list_choices
 from train_cli.meta_model import meta_micro_batch
 
 Source = Literal["measured", "in proportion", "counted"]
-"""The source of a layer's seconds: the machine file, another variant of the layer there, or only its operators."""
+"""The source of a layer's times: the machine file, another variant of the layer there, or only its operators."""
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """The seconds of a layer on one microbatch, as in `LayerTable`. The backward includes recomputation. input_gradient,
-    weight_gradient: the first and the second half of a split backward; 0 if they were not measured. host_*: the seconds that
-    the host needs to launch each part; 0 if the host does not run ahead of the device.
+    """The times of a layer on one microbatch in seconds. The backward includes recomputation. input_gradient, weight_gradient:
+    the first and the second half of a split backward; 0 if they were not measured. host_*: the time that the host needs to
+    launch each part; 0 if the host does not run ahead of the device.
     """
 
     forward: float
@@ -55,13 +55,13 @@ class LayerSeconds:
 
     @classmethod
     def from_table(cls, table: LayerTable) -> "LayerSeconds":
-        """Returns the seconds in a `[[layers]]` table of a machine file."""
+        """Returns the times in a `[[layers]]` table of a machine file."""
         return cls(**{entry.name: getattr(table, entry.name) for entry in fields(cls)})
 
     @classmethod
     def from_operators(cls, work: LayerWork, device: DeviceTable, *, with_host: bool = False) -> "LayerSeconds":
-        """Returns the seconds of a layer's operators on `device`. with_host: whether to also set the host's seconds if `device`
-        is a GPU. Raises the errors of `operators_s`.
+        """Returns the times of a layer's operators on `device`. with_host: whether to also set the host's times if `device` is
+        a GPU. Raises the errors of `operators_s`.
         """
         backward = operators_s(work.recompute, device) + operators_s(work.backward, device)
         seconds = cls(operators_s(work.forward, device), backward)
@@ -74,10 +74,10 @@ class LayerSeconds:
     def from_variant(
         cls, work: LayerWork, baseline: LayerWork, measured: "LayerSeconds", device: DeviceTable
     ) -> "LayerSeconds":
-        """Returns the counted seconds of `work`, multiplied by the ratio of measured to counted seconds of another variant of
-        the layer. baseline, measured: the work and the measured seconds of this other variant. Forward and backward have ratios
-        of their own. Recomputation in `work` has the ratio of the forward if `baseline` has none. The second half of a split
-        backward is proportional to the backward without recomputation, and the first half has the rest. The host's seconds are
+        """Returns the counted times of `work`, multiplied by the ratio of measured to counted times of another variant of the
+        layer. baseline, measured: the work and the measured times of this other variant. Forward and backward have separate
+        ratios. Recomputation in `work` has the ratio of the forward if `baseline` has none. The second half of a split backward
+        is proportional to the backward without recomputation, and the first half has the rest. The host's times are
         proportional to the number of operators. Raises the errors of `operators_s`.
         """
         seconds_of = partial(device_operators_s if measured.host_forward else operators_s, device=device)
@@ -100,16 +100,16 @@ class LayerSeconds:
         )
 
     def action_s(self, action_type: Kind) -> float:
-        """Returns the seconds of the layer on the device in an action of kind `action_type`."""
+        """Returns the time in seconds of the layer on the device in an action of kind `action_type`."""
         return float(getattr(self, action_type.name.lower()))
 
     def host_action_s(self, action_type: Kind) -> float:
-        """Returns the seconds that the host needs to launch the layer in an action of kind `action_type`."""
+        """Returns the time in seconds that the host needs to launch the layer in an action of kind `action_type`."""
         return float(getattr(self, f"host_{action_type.name.lower()}"))
 
     @property
     def total_s(self) -> float:
-        """Returns the seconds of the forward plus the backward. In each, the slower one of device and host counts."""
+        """Returns the time in seconds of the forward plus the backward. In each, the slower of device and host counts."""
         return max(self.forward, self.host_forward) + max(self.backward, self.host_backward)
 
 
@@ -119,15 +119,15 @@ def _ratio(measured: float, counted: float) -> float:
 
 
 def operators_s(operators: Sequence[Operator], device: DeviceTable) -> float:
-    """Returns the seconds of consecutive operators: on a CPU, the sum of launches and work; on CUDA, the longer of the two.
-    Raises PlanError "machine-matmul" for a matrix product in a dtype that the machine file does not list.
+    """Returns the time in seconds of consecutive operators: on a CPU, the sum of launches and work; on CUDA, the longer of the
+    two. Raises PlanError "machine-matmul" for a matrix product in a dtype that the machine file does not list.
     """
     host_s, device_s = device.launch_s * len(operators), device_operators_s(operators, device)
     return max(host_s, device_s) if device.kind == "cuda" else host_s + device_s
 
 
 def host_operators_s(operators: Sequence[Operator], machine: MachineFile) -> float:
-    """Returns the seconds of operators on the host's cores. If the device is a GPU, they follow from the host's memory
+    """Returns the time in seconds of operators on the host's cores. If the device is a GPU, it follows from the host's memory
     bandwidth. Raises PlanError "machine-host" if the machine file of a GPU does not have this bandwidth.
     """
     if machine.device.kind == "cpu":
@@ -138,7 +138,7 @@ def host_operators_s(operators: Sequence[Operator], machine: MachineFile) -> flo
 
 
 def device_operators_s(operators: Sequence[Operator], device: DeviceTable) -> float:
-    """Returns the seconds of consecutive operators without their launches. Raises the errors of `operators_s`."""
+    """Returns the time in seconds of consecutive operators without their launches. Raises the errors of `operators_s`."""
     total_s = 0.0
     for operator in operators:
         seconds = operator.num_bytes / device.memory_bandwidth
@@ -158,8 +158,8 @@ Result = TypeVar("Result")
 
 
 def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Returns `method` with a cache in its object. If an earlier call had the same positional arguments, returns the cached
-    result, or raises the cached SleyError. The arguments must be hashable.
+    """Returns `method` with a cache in the object that it belongs to. If an earlier call had the same positional arguments,
+    returns the cached result, or raises the cached SleyError. The arguments must be hashable.
     """
 
     @wraps(method)
@@ -190,7 +190,7 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredVariant:
-    """The measured seconds of a layer in `variant`. index: the index in the model of the first layer with the same key."""
+    """The measured times of a layer in `variant`. index: the index in the model of the first layer with the same key."""
 
     variant: Variant
     index: int
@@ -199,7 +199,7 @@ class MeasuredVariant:
 
 @dataclass(eq=False)
 class LayerTimes:
-    """Computes the seconds of the layers of `model`, which is on meta, in any variant. Traces the layers under an activation
+    """Computes the times of the layers of `model`, which is on meta, in any variant. Traces the layers under an activation
     policy when the policy is first used. policies: the policies under which the layers in `machine` may have been measured,
     always with whole sequences.
     """
@@ -231,7 +231,7 @@ class LayerTimes:
         return [self._scaled_work(single, double, samples, has_slices) for single, double in pairs]
 
     def seconds(self, variant: Variant) -> list[tuple[LayerSeconds, Source]]:
-        """Returns the seconds of each layer in `variant`, without exchanges between the ranks that split a sequence, and their
+        """Returns the times of each layer in `variant`, without exchanges between the ranks that split a sequence, and their
         source. If some layer was not measured in this variant, can raise the errors of `layer_work` and `operators_s`.
         """
         measured = self._measured_seconds
@@ -244,8 +244,8 @@ class LayerTimes:
 
     @memoize
     def _layer_seconds(self, work: LayerWork, key: str, measured: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
-        """Returns the seconds of a layer with this `work`, and their source. key: the layer's key in the machine file; "" if
-        the file cannot contain the layer. measured: a variant of the layer that the file contains; None if there is none.
+        """Returns the times of a layer with this `work`, and their source. key: the layer's key in the machine file; "" if the
+        file cannot contain the layer. measured: a variant of the layer that the file contains; None if there is none.
         """
         if key in self._measured_seconds:
             return self._measured_seconds[key], "measured"
@@ -360,8 +360,8 @@ def _extrapolate(single: int, double: int, samples: float) -> int:
 
 @dataclass(frozen=True)
 class LayerEstimate:
-    """The seconds of the layer `name`, without exchanges between the ranks that split a sequence, and the source of these
-    seconds. seconds: None if the source is "counted".
+    """The times of the layer `name`, without exchanges between the ranks that split a sequence, and the source of these times.
+    seconds: None if the source is "counted".
     """
 
     name: str

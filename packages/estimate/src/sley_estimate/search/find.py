@@ -55,20 +55,21 @@ from train_cli.main import disable_gc
 Floats = NDArray[np.float64]
 
 UPDATE_NUMEL = 1 << 24  # elements for which the time of an update is computed; so many that the latency of copies is negligible
-TOTALS_BYTES = 64  # the bytes of the all-reduce that ends a step: the loss, the gradient norm and the votes to stop
+TOTALS_BYTES = 64  # the size in bytes of the all-reduce that ends a step: the loss, the gradient norm and the votes to stop
 
 
 class RooflineEstimate(NamedTuple):
-    """An estimate of a layout by the formula: the seconds of a step, and the bytes of the rank that needs the most memory."""
+    """An estimate of a layout by the formula: the time of a step in seconds, and the largest memory of a rank in bytes."""
 
     seconds: float
     num_bytes: float
 
 
 class LayerCosts(NamedTuple):
-    """The costs of a model's layers on one microbatch. Each array has one element per layer. forward, backward: seconds on the
-    device. host: the seconds that the host needs to launch the forward and the backward. saved_bytes: the bytes saved for the
-    backward. output_bytes: the bytes of the output. backward_bytes: the bytes that the backward needs in addition.
+    """The costs of a model's layers on one microbatch. Each array has one element per layer. forward, backward: the times on
+    the device in seconds. host: the time in seconds that the host needs to launch the forward and the backward. saved_bytes:
+    the size of the tensors saved for the backward. output_bytes: the size of the output. backward_bytes: the additional memory
+    that the backward needs.
     """
 
     forward: Floats
@@ -136,9 +137,9 @@ class Roofline:
 
     @memoize
     def _microbatch_costs(self, layout: Layout) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """Returns four arrays [stages] and a number. The arrays: the seconds of the forward and of the backward of one
-        microbatch, the seconds of the host in a step, and the bytes that pending forwards and one backward hold. The number:
-        the seconds of all messages that one microbatch needs between stages, in both directions.
+        """Returns four arrays [stages] and a number. The arrays: the times in seconds of the forward and of the backward of one
+        microbatch, the host's time in a step, and the memory in bytes that pending forwards and one backward hold. The number:
+        the time of all messages that one microbatch needs between stages, in both directions.
         """
         split = self._split_stages(layout.pp, layout.schedule)
         num_microbatches = layout.num_microbatches(self.plan, self.world_size)
@@ -161,7 +162,7 @@ class Roofline:
 
     @memoize
     def _message_s(self, num_bytes: int, stages: tuple[int, int], pp: int) -> float:
-        """Returns the seconds of the slowest message of `num_bytes` bytes between `stages`, which are two of `pp` stages."""
+        """Returns the time in seconds of the slowest message of `num_bytes` bytes between `stages`, two of `pp` stages."""
         return sum(slowest_message_cost(num_bytes, stages, Topology(self.world_size, pp), self.machine.links))
 
     @memoize
@@ -199,15 +200,15 @@ class Roofline:
         build_meta_model(layout.apply(self.plan, sp), self._data_info)
 
     def _swaps_s(self, operators: tuple[Operator, ...], sp: int) -> float:
-        """Returns the seconds to exchange the inputs and outputs of all attention operators in `operators` over `sp` ranks."""
+        """Returns the time in seconds to exchange inputs and outputs of all attentions in `operators` over `sp` ranks."""
         topology, links = Topology(self.world_size, sp=sp), self.machine.links
         sizes = [operator.num_bytes // 2 for operator in operators if operator.name == ATTENTION]
         return sum(2 * sum(slowest_cost("swap", num_bytes, topology, "sp", links)) for num_bytes in sizes)
 
     @memoize
     def _shard_exchanges(self, wp: int, weights: Choice | None) -> tuple[Floats, Floats]:
-        """Returns the seconds to gather the weights of each layer, and to reduce its gradients, over `wp` ranks. Both are
-        arrays [2, layers]: row 0 can overlap with computing, and row 1 cannot. weights: None if `wp` is 1; then both are 0.
+        """Returns the times in seconds to gather the weights of each layer, and to reduce its gradients, over `wp` ranks. Both
+        are arrays [2, layers]: row 0 can overlap with computing, and row 1 cannot. weights: None if `wp` is 1; then both are 0.
         """
         if weights is None:
             none = np.zeros((2, len(self._num_trained)))
@@ -221,7 +222,7 @@ class Roofline:
         )
 
     def _exchange_s(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
-        """Returns the seconds [2, sizes] of exchanges of `sizes` bytes: row 0 can overlap with computing, and row 1 cannot."""
+        """Returns the times [2, sizes] of exchanges of `sizes` bytes: row 0 can overlap with computing, and row 1 cannot."""
         costs = {size: slowest_cost(collective, int(size), topology, axis, self.machine.links) for size in sizes}
         return np.array([(costs[size].latency_s + costs[size].transfer_s, costs[size].member_work_s) for size in sizes]).T
 
@@ -229,9 +230,9 @@ class Roofline:
     def _stage_costs(
         self, pp: int, schedule: Choice | None, wp: int, is_shared: bool
     ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """Returns five arrays [stages] for a step: the seconds of sums of gradients, and of gathers of updated weights, that
-        can overlap with computing; the exposed seconds of both; the seconds of the update; and the bytes held between steps.
-        is_shared: whether each replica of a stage holds only a part of the reduced gradients and of the states.
+        """Returns five arrays [stages] for a step: the times in seconds of sums of gradients, and of gathers of updated
+        weights, that can overlap with computing; the exposed time of both; the time of the update; and the memory in bytes held
+        between steps. is_shared: whether each replica of a stage holds only a part of the reduced gradients and of the states.
         """
         split, topology = self._split_stages(pp, schedule), Topology(self.world_size, pp, wp=wp)
         shards = split.by_stage(self._num_trained) / wp
@@ -239,14 +240,14 @@ class Roofline:
         sums = self._exchange_s("reduce" if is_shared else "sum", shards * self._gradient_bytes, topology, "wdp")
         gathers = self._exchange_s("gather", shards * self._weight_bytes, topology, "wdp") if is_shared else np.zeros_like(sums)
         held_bytes = shards * (self._weight_bytes + self._gradient_bytes) + owned * self._state_bytes
-        if wp > 1:  # the layer that computes and the next one are whole at the same time
+        if wp > 1:  # the computing layer and the next layer are whole at the same time
             two_layers = self._num_trained + np.append(self._num_trained[1:], 0)
             largest = np.maximum.reduceat(two_layers, split.starts)[split.positions].max(axis=0)
             held_bytes = held_bytes + largest * (self._weight_bytes + self._gradient_bytes)
         return sums[0], gathers[0], sums[1] + gathers[1], owned * self._update_s, held_bytes
 
     def _update_costs(self) -> tuple[float, float]:
-        """Returns the seconds of an update and the device's bytes of master weights and states, both per weight element."""
+        """Returns the time of an update in seconds, and the device's bytes of master weights and states, per weight element."""
         plan, num_states = self.plan, count_states(self.plan)
         offload = next((manager for manager in plan.offload if component_hint(manager).moves_every_step(manager.config)), None)
         device, states = self.machine.device, num_states * self._master_bytes
@@ -328,12 +329,12 @@ def count_states(plan: Plan) -> int:
 
 NUM_VERIFIED = 30  # the number of layouts that `estimate_plan` verifies in a round, the best ones first
 MAX_ROUNDS = 4  # the maximum number of rounds of a search; another round follows while too few verified layouts fit
-SIMILARITY = 0.01  # two layouts are nearly equal if their seconds and their bytes differ by at most about this share
+SIMILARITY = 0.01  # two layouts are nearly equal if their times and their memory differ by at most about this share
 
 
 class VerifiedLayout(NamedTuple):
-    """A layout that `estimate_plan` verified. seconds: the seconds of a step. num_bytes: the peak bytes of the stage that needs
-    the most memory. sources: the sources of the layers' seconds.
+    """A layout that `estimate_plan` verified. seconds: the time of a step. num_bytes: the peak memory of the stage that needs
+    the most. sources: the sources of the layers' times.
     """
 
     layout: Layout
@@ -346,9 +347,9 @@ class VerifiedLayout(NamedTuple):
 class SearchResult:
     """The result of a search. num_layouts: the number of all layouts. num_too_large: the number of layouts that are too large
     by the formula. refusals: the number of invalid layouts by reason. fastest_layouts: the layouts that fit, the fastest first.
-    smallest_layout, min_bytes: the layout with the fewest bytes by the formula, and these bytes; None and infinity if no layout
-    is valid. num_verified: the number of layouts given to `estimate_plan`. num_dropped: the number of these layouts that turned
-    out to be too large.
+    smallest_layout, min_bytes: the layout that needs the least memory by the formula, and this memory in bytes; None and
+    infinity if no layout is valid. num_verified: the number of layouts given to `estimate_plan`. num_dropped: the number of
+    these layouts that turned out to be too large.
     """
 
     num_layouts: int = 0
@@ -377,8 +378,8 @@ def search_layouts(
 ) -> SearchResult:
     """Searches for the `top` fastest layouts of `space` that need at most `max_bytes` bytes on every rank. max_bytes: None
     means no limit. cores: the number of parallel processes. report_progress: called after each verified layout with the number
-    of layouts verified so far, and with this number at the end of the round. Replaces `space.plan` by a plan for the device
-    type of `machine`. Raises PlanError for a model or dataset that cannot be built.
+    of layouts verified so far, and the number that the search will have verified at the end of the round. Replaces `space.plan`
+    by a plan for the device type of `machine`. Raises PlanError for a model or dataset that cannot be built.
     """
     space.plan = plan_for_machine(space.plan, machine)
     ((_, (result, best, smallest)),) = run_calls([partial(rank_layouts, space, machine, max_bytes)], cores)
@@ -419,8 +420,8 @@ def rank_layouts(
     space: Layouts, machine: MachineFile, max_bytes: int | None
 ) -> tuple[SearchResult, list[tuple[int, RooflineEstimate]], int]:
     """Ranks all layouts by the formula. Returns a result with the counts of layouts; the layouts that fit with their estimates,
-    the fastest first; and the layout with the fewest bytes, or -1 if no layout is valid. Each layout is returned as its index
-    in `Layouts.all_layouts`, since records of plugins may not be picklable.
+    the fastest first; and the layout that needs the least memory, or -1 if no layout is valid. Each layout is returned as its
+    index in `Layouts.all_layouts`, since records of plugins may not be picklable.
     """
     result, roofline = SearchResult(), Roofline(space.plan, space.world_size, machine, space.choices)
     smallest, ranked = -1, list[tuple[int, RooflineEstimate]]()
@@ -443,8 +444,8 @@ def rank_layouts(
 
 def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Layouts) -> list[Layout]:
     """Returns the layouts of `best` in a new order: the first of each group of nearly equal layouts, then all others. Nearly
-    equal layouts have about the same seconds and bytes, and differ only in `sp`, in `micro_size` or, with one microbatch, in
-    the options of the weight communicator.
+    equal layouts need about the same time and memory, and differ only in `sp`, in `micro_size` or, with one microbatch, in the
+    options of the weight communicator.
     """
     groups: dict[Hashable, list[Layout]] = defaultdict(list)
     for layout, estimate in best:

@@ -49,7 +49,10 @@ def sley_estimate_hints() -> Mapping[str, Mapping[str, Any]]:  # type: ignore[em
 
 @dataclass(frozen=True)
 class Hint:
-    """A plugin's hint for one record; `sley_estimate_hints` describes the fields."""
+    """A plugin's hint for one record. variants: the tables that a search tries. offloads_activations: whether the activation
+    policy copies saved tensors to the host. moves_every_step: returns whether an offload manager with this config moves states
+    in every step.
+    """
 
     variants: Sequence[Mapping[str, Any]] = ()
     offloads_activations: bool = False
@@ -88,7 +91,8 @@ def component_hint(component: Component) -> Hint:
 @dataclass(frozen=True)
 class Choice:
     """One way to fill a table of a plan, such as `[activations]`. name: the full name of the record. options: the keys of the
-    table except `use`. config: the validated options. offloads_activations: see `sley_estimate_hints`.
+    table except `use`. record: None for a factory. config: the validated options. offloads_activations: whether the activation
+    policy copies saved tensors to the host.
     """
 
     name: str
@@ -240,8 +244,8 @@ class Layout(NamedTuple):
 
 @dataclass
 class Layouts:
-    """Lists the layouts of `plan` on `world_size` ranks that divide the ranks and the batch evenly. keep_axes: the axes on
-    which every layout has the plan's own value or choice. Raises UsageError "no-axis" for an unknown axis.
+    """Lists the layouts of `plan` that divide `world_size` ranks and the batch evenly. keep_axes: the axes on which every
+    layout has the plan's own value or choice. Raises UsageError "no-axis" for an unknown axis.
     """
 
     plan: Plan
@@ -272,7 +276,7 @@ class Layouts:
                 yield Layout(pp, sp, wp, micro_size, schedule, policy, reducer, weights, attention)
 
     def sizes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (pp, sp, wp, micro_size) for each even division. micro_size is a power of two, unless `keep_axes` has it."""
+        """Yields (pp, sp, wp, micro_size) for each even division. micro_size is a power of two, unless it is in `keep_axes`."""
         parallel, world_size, choices, batch = self.plan.parallel, self.world_size, self.choices, self.plan.batch
         divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
         slice_counts = [size for size in divisors if size <= MAX_SLICES]

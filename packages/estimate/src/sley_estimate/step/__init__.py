@@ -1,1 +1,1 @@
-"""Records a step of a plan, and estimates its seconds on a machine."""
+"""Records a step of a plan, and estimates how long it takes on a machine."""

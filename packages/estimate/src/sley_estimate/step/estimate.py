@@ -31,13 +31,13 @@ from sley_estimate.step.record import BeginEvent, ComputeEvent, Events, Queue, R
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepTime, simulate_programs
 from sley_trainer.assemble import Draft
 
-MeasuredSeconds = Mapping[tuple[int, int], Sequence[times.LayerSeconds]]  # of a chunk's layers, by (stage, chunk)
+MeasuredSeconds = Mapping[tuple[int, int], Sequence[times.LayerSeconds]]  # the times of a chunk's layers, by (stage, chunk)
 
 
 class ActionScale(NamedTuple):
-    """The rule for the seconds of an action's operators. runs_ahead: whether the host launches operators ahead of the device,
-    so that launches add nothing to the device's seconds. factor: multiplies the operators' seconds. launch_s: the host's
-    seconds to launch each operator. fixed_s: the seconds of a measured action without operators, else 0.
+    """The rule for how long an action's operators take. runs_ahead: whether the host launches operators ahead of the device, so
+    that launches add nothing to the device's time. factor: multiplies the operators' times. launch_s: the time in seconds that
+    the host needs to launch each operator. fixed_s: the time of a measured action without operators, else 0.
     """
 
     runs_ahead: bool = False
@@ -47,8 +47,8 @@ class ActionScale(NamedTuple):
 
 
 class _OperatorSeconds(NamedTuple):
-    """The seconds of consecutive operators. host_s: the operators on the host's cores. device_s, launched_s: the operators on
-    the device, without and with their launches. num_on_device: the number of operators on the device.
+    """The times of consecutive operators. host_s: the operators on the host's cores. device_s, launched_s: the operators on the
+    device, without and with their launches. num_on_device: the number of operators on the device.
     """
 
     host_s: float
@@ -59,8 +59,8 @@ class _OperatorSeconds(NamedTuple):
 
 @dataclass(eq=False)
 class _ProgramBuilder:
-    """Builds the programs of stages from their recorded steps. If every layer of a chunk was measured, the operators of each of
-    its actions together take the measured time. host_waits: whether the host waits for its device before each update.
+    """Builds the programs of stages from their recorded steps. If every layer of a chunk was measured, the operators of each
+    action of this chunk together take the measured time. host_waits: whether the host waits for its device before each update.
     """
 
     records: Sequence[RankRecord]
@@ -69,7 +69,7 @@ class _ProgramBuilder:
     measured: MeasuredSeconds
     num_microbatches: int
     host_waits: bool
-    _seconds_by_id: dict[int, _OperatorSeconds] = field(default_factory=dict)  # by `id` of operators; records keep them alive
+    _seconds_by_id: dict[int, _OperatorSeconds] = field(default_factory=dict)  # by `id` of the operators, which stay alive
 
     def program(self, stage: int, entries: LoweredList) -> Iterator[Instruction]:
         """Yields a stage's program: exchanges of earlier steps, the opening, the messages and actions of `entries`, the
@@ -113,12 +113,12 @@ class _ProgramBuilder:
         yield Compute(waited_s, None, self._engine_s(stage, self.num_microbatches))
 
     def _engine_s(self, stage: int, num_microbatches: int) -> float:
-        """Returns the seconds of the stage's host outside the layers; 0 if the machine file has no `[engine]`."""
+        """Returns the time in seconds of the stage's host outside the layers; 0 if the machine file has no `[engine]`."""
         engine = self.machine.engine
         return engine.step_seconds(self.records[stage].num_trained, num_microbatches) if engine else 0.0
 
     def _action_scale(self, events: Events, stage: int, action: Action | None) -> ActionScale:
-        """Returns the rule for the seconds of the operators in `events`. action: None for events outside the action list."""
+        """Returns the rule for how long the operators in `events` take. action: None for events outside the action list."""
         engine = self.machine.engine
         if action is None:  # the time in `[engine]` includes the launches of these operators
             return ActionScale(runs_ahead=engine is not None)
@@ -137,7 +137,7 @@ class _ProgramBuilder:
         return ActionScale(runs_ahead, measured_s / counted_s, launch_s)
 
     def _operator_seconds(self, operators: tuple[Operator, ...]) -> _OperatorSeconds:
-        """Returns the seconds of `operators`. Computes them once for each tuple."""
+        """Returns the times of `operators`. Computes them once for each tuple."""
         if id(operators) not in self._seconds_by_id:
             device = self.machine.device
             on_host = [operator for operator in operators if operator.is_on_host]
@@ -211,7 +211,7 @@ def list_instructions(
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """The estimated step of a plan, its layers in the order of the model, and the bytes of each stage whose steps ran."""
+    """The estimated step of a plan, its layers in the order of the model, and the memory of each stage whose steps ran."""
 
     step: StepTime
     layers: Sequence[times.LayerEstimate]
@@ -231,7 +231,7 @@ def estimate_plan(
     of all its layers are known, and the time of its operators otherwise.
 
     cores: the number of parallel processes. all_stages: whether to run the steps of every stage, not only of one stage per kind
-    of work. max_bytes: the limit of bytes on each rank; None means no limit.
+    of work. max_bytes: the limit of each rank's memory in bytes; None means no limit.
 
     Raises PlanError for each failed check of the plan; the errors of `run_stages`; PlanError "machine-matmul", "machine-links"
     or "machine-host" for a missing part of the machine file; PlanError "estimate-seconds" for an action that was not recorded.
@@ -258,7 +258,7 @@ def estimate_plan(
 def record_stages(
     plan: Plan, world_size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
 ) -> tuple[list[RankBytes], list[RankRecord]]:
-    """Returns the bytes of each stage whose steps ran, and a record for every stage. Raises the errors of `run_stages`."""
+    """Returns the memory of each stage whose steps ran, and a record for every stage. Raises the errors of `run_stages`."""
     representatives = representative_stages(plan, plan.topology(world_size), draft)
     stages = range(len(representatives)) if all_stages else sorted(set(representatives))
     results = run_stages(plan, world_size, stages, draft, cores, max_bytes=max_bytes)

@@ -80,7 +80,7 @@ Events = tuple[Event, ...]
 @dataclass(frozen=True)
 class RecordedStep:
     """The events of one step of one rank. opening, closing: the events before the first action and after the action list.
-    carried_exchanges: for each queue, the first exchange of an earlier step for which this step waited, and all that followed.
+    carried_exchanges: for each queue, the first exchange of an earlier step for which this step waited, and all after it.
     """
 
     opening: Events
@@ -92,7 +92,7 @@ class RecordedStep:
 @dataclass(frozen=True)
 class RankRecord:
     """A recorded step of a rank, and facts about its run. groups: the global ranks of the rank's groups, by axis.
-    message_bytes: the bytes of the output of each position (a chunk's place in the model) except the last. num_trained: the
+    message_bytes: the size of the output of each position (a chunk's place in the model) except the last. num_trained: the
     number of parameter tensors that the rank trains.
     """
 
@@ -103,7 +103,7 @@ class RankRecord:
     num_trained: int
 
     def for_stage(self, stage: int) -> "RankRecord":
-        """Returns a copy of this record for the first rank of `stage`. That stage must do the same work as this record's."""
+        """Returns a copy of this record for the first rank of `stage`. `stage` must do the same work as the recorded stage."""
         stage_ranks = set(self.groups["stage"])
         shift = stage * self.topology.ranks_per_stage - min(stage_ranks)
         groups = {
@@ -190,7 +190,7 @@ class Recording:
         return self._record_exchange(BeginEvent(direction, HOST, str(stream), num_bytes, after))
 
     def on_wait(self, number: int) -> None:
-        """Records that the device or the host waits for exchange or copy `number`. Ignores later waits for it."""
+        """Records that the device or the host waits for exchange or copy `number`. Ignores later waits for the same one."""
         if number in self._awaited:
             return
         self._awaited.add(number)

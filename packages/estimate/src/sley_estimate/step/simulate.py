@@ -26,7 +26,7 @@ from sley_core.errors import PlanError
 
 
 class Compute(NamedTuple):
-    """An instruction to compute for `seconds`. action: None outside the action list. host_s: the seconds of its launch."""
+    """An instruction to compute for `seconds`. action: None outside the action list. host_s: the time to launch it."""
 
     seconds: float
     action: Action | None = None
@@ -35,9 +35,9 @@ class Compute(NamedTuple):
 
 class Exchange(NamedTuple):
     """An exchange between the programs `members`. It starts when all members have begun it and the earlier exchanges on its
-    channel have ended. latency_s: the latency, which other exchanges do not affect. transfer_s: the seconds to transfer its
-    bytes over otherwise idle links. member_work_s: the seconds that each waiting member works on it at the end. links: the
-    links that it uses, and may share. after: the key of an exchange that must end before this one starts, or None.
+    channel have ended. latency_s: the latency, which other exchanges do not affect. transfer_s: the time to transfer its bytes
+    over otherwise idle links. member_work_s: the time that each waiting member works on it at the end. links: the links that it
+    uses, and may share. after: the key of an exchange that must end before this one starts, or None.
     """
 
     key: Hashable
@@ -79,8 +79,8 @@ class ExposedWait(NamedTuple):
 @dataclass
 class _RunningExchange:
     """An exchange that has not ended. ready_members: the members that have begun it. start_s: negative before the start.
-    remaining_s: the seconds that the transfer would still need on idle links at `updated_s`. share: the share of the full speed
-    at which it runs. version: the number of times that its end was computed.
+    remaining_s: the time that the transfer would still need on idle links at `updated_s`. share: the share of the full speed at
+    which it runs. version: the number of times that its end was computed.
     """
 
     exchange: Exchange
@@ -152,7 +152,7 @@ class ProgramSimulator:
         self.ends_s[rank] = now_s
 
     def _finish_wait(self, exchange: Exchange, rank: int, wait_start_s: float, now_s: float) -> None:
-        """Ends a wait since `wait_start_s`, and starts the rank's work on the exchange, if any. Records both as exposed."""
+        """Ends a wait since `wait_start_s`, and starts the rank's work on the exchange, if any. Both count as exposed."""
         end_s = now_s + exchange.member_work_s
         if end_s > wait_start_s:
             self.exposed_waits.append(ExposedWait(rank, exchange.channel, exchange.key, wait_start_s, end_s))
@@ -174,7 +174,7 @@ class ProgramSimulator:
         self._start_if_ready(exchange.key, now_s)
 
     def _start_if_ready(self, key: Hashable, now_s: float) -> None:
-        """Starts an exchange if all members have begun it, it is first in its channels, and `after` has ended."""
+        """Starts an exchange if all members have begun it, it is the first on its channel, and `after` has ended."""
         running = self._running[key]
         exchange = running.exchange
         if len(running.ready_members) < len(exchange.members) or running.start_s >= 0:
@@ -239,10 +239,10 @@ class ProgramSimulator:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A simulated step. exposed_waits: the time spans in which stages wait for exchanges or work on them. computing_s: the
-    seconds that each stage computes. updating_s: the part of `computing_s` outside the action list, such as the norm and the
-    update. devices_s: the time at which all devices are done. host_s: the seconds that the host of each stage needs to launch
-    the step, or 0 if hosts do not run ahead.
+    """A simulated step. exposed_waits: the time spans in which stages wait for exchanges or work on them. computing_s: the time
+    that each stage computes. updating_s: the part of `computing_s` outside the action list, such as the norm and the update.
+    devices_s: the time at which all devices are done. host_s: the time that the host of each stage needs to launch the step, or
+    0 if hosts do not run ahead. Times are in seconds.
     """
 
     timeline: Timeline
@@ -254,11 +254,11 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of the step: the time of the devices or of the slowest host, whichever is longer."""
+        """Returns the time of the step in seconds: that of the devices or of the slowest host, whichever is longer."""
         return max((self.devices_s, *self.host_s))
 
     def exposed_s(self, stage: int) -> dict[str, float]:
-        """Returns the exposed seconds of a stage by the first word of the channel, such as `up`, `down`, `reduce` or `all`."""
+        """Returns the exposed time of a stage by the first word of the channel, such as `up`, `down`, `reduce` or `all`."""
         seconds: dict[str, float] = defaultdict(float)
         for span in self.exposed_waits:
             if span.rank == stage:
