@@ -36,7 +36,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         state.parts.events.gradients_done.append(self.copy_unwritten_state)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns the numbers of complete and of failed saves (`saved`, `failed`), and the seconds for which training waited
+        """Returns the numbers of complete and of failed saves (`saved`, `failed`), and the time in seconds that training waited
         for saves to start and to finish (`seconds_blocked`, `seconds_waited`).
         """
         return dict(self._counts)
@@ -184,8 +184,9 @@ class AnyLayoutCheckpointer(Checkpointer):
     def load(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
         """Loads the checkpoint at `path`, or the newest intact checkpoint if `path` is a folder of checkpoints. All ranks call
         it. With "auto", loads this run's newest checkpoint, or returns None if the run has no checkpoint. allow_fresh_start:
-        see `list_candidates`. Raises the errors of `list_candidates` and `choose_checkpoint`, RunError `no-checkpoint` if there
-        is no checkpoint at `path`, and RunError `checkpoint-mismatch` if "auto" finds a checkpoint of another run.
+        whether a run without a checkpoint may repeat its steps. Raises the errors of `list_candidates` and `choose_checkpoint`,
+        RunError `no-checkpoint` if there is no checkpoint at `path`, and RunError `checkpoint-mismatch` if "auto" finds a
+        checkpoint of another run.
         """
         self.finish()
         self.state.agree("loading a checkpoint")

@@ -88,7 +88,7 @@ class LocalFolder:
         return LocalFolder(self.path.parent / f"{STAGING_PREFIX}{self.path.name}-{token}")
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
-        """Returns whether the subfolder `name` is an unfinished checkpoint. last_file: used only in an object store."""
+        """Returns whether the subfolder `name` is an unfinished checkpoint. last_file: unused on a disk."""
         return name.startswith(STAGING_PREFIX)
 
     def publish(self, target: "Folder") -> None:

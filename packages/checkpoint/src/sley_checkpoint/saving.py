@@ -32,9 +32,9 @@ from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, Te
 from sley_core.errors import RunError, SleyError, format_cause
 
 _CLOSE_TIMEOUT_S = 10.0
-"""The seconds for which `BackgroundWriter.wait_or_cancel` waits for ranks that may have died."""
+"""The time in seconds that `BackgroundWriter.wait_or_cancel` waits for ranks that may have died."""
 
-_MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1  # the first pause between two looks at the notes, and the longest, in seconds
+_MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1  # the shortest and the longest pause between two reads of the notes, in seconds
 
 
 @dataclass
@@ -368,7 +368,7 @@ class SavePreparation:
             return ["", "", f"the folder {folder.uri} cannot be read: {format_cause(error)}"]
 
     def _agree_on_assignment(self, digests: list[str], infos: "list[PieceInfo]") -> "WriteAssignment":
-        """Returns the assignment of pieces to ranks. digests: the digest of each rank's pieces. infos: this rank's."""
+        """Returns the assignment of pieces to ranks. digests: the digest of each rank's pieces. infos: this rank's pieces."""
         if self._assignment is None or self._assignment[0] != digests:
             # All ranks join this exchange or none: they compare the same digests with those of the last save.
             lists = self._control.gather_objects(infos, label="the tensors of all ranks")
@@ -400,7 +400,7 @@ def _check_equal(values: list[str], description: str, ranks: tuple[int, ...]) ->
 
 
 class PieceInfo(NamedTuple):
-    """The description of a `TensorPiece` without its data, which a rank sends to the other ranks. dtype: as in safetensors."""
+    """The description of a `TensorPiece` without its data, which a rank sends to the other ranks. dtype: a safetensors name."""
 
     name: str
     dtype: str

@@ -133,8 +133,8 @@ _FOREIGN = "sley_is_foreign"  # the attribute by which `note_origin` marks an er
 
 
 def note_origin(error: BaseException, origin: str, component: object = None) -> None:
-    """Adds the note "in `origin`" to `error`, and marks for `is_foreign` whether `component`, which raised it, has a class
-    outside Sley, as None does. Does nothing for a SleyError, or if an earlier call has marked the error.
+    """Adds the note "in `origin`" to `error`, and marks for `is_foreign` whether the class of `component`, which raised it, is
+    outside Sley; true for None. Does nothing for a SleyError, or if an earlier call has marked the error.
     """
     if isinstance(error, SleyError) or hasattr(error, _FOREIGN):
         return

@@ -95,7 +95,7 @@ def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.Proc
     """Returns extra axes of process groups. All ranks create the groups, in the plan's order of plugins; plugins must not call
     `torch.distributed.new_group`.
 
-    `parts.groups[axis]` is this rank's group on `axis`. A rank that no group contains gets a group of only itself.
+    `parts.groups[axis]` is this rank's group on `axis`. A rank that no group contains gets a group without other ranks.
 
     Called: after the topology is known and the model is built on meta
     Ranks: all, with equal results

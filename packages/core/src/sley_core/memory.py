@@ -60,9 +60,9 @@ class Where(Enum):
 class Moved:
     """The cost of all transfers of a part since the start of the run.
 
-    copied_out, copied_in: the bytes copied off and onto the device. given_back: the bytes of device memory that the last
-    offload freed. seconds_out, seconds_in: the total duration of all copies that the host knows to be complete. timed_out,
-    timed_in: the bytes of these copies. host_bytes: the bytes of host memory that the part uses.
+    copied_out, copied_in: the numbers of bytes copied off and onto the device. given_back: the size in bytes of the device
+    memory that the last offload freed. seconds_out, seconds_in: the total duration of all copies that the host knows to be
+    complete. timed_out, timed_in: the sizes of these copies in bytes. host_bytes: the host memory that the part uses, in bytes.
     """
 
     copied_out: int = 0
@@ -220,7 +220,7 @@ def view_in_copy(tensor: Tensor, copy: Tensor) -> Tensor:
 
 
 ALIGNMENT_BYTES = 256
-"""The alignment of views in a buffer, as of memory that CUDA allocates. It allows vector loads and NCCL's fast copies."""
+"""The alignment in bytes of views in a buffer and of CUDA's memory. It allows vector loads and NCCL's fast copies."""
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -282,7 +282,7 @@ class DevicePool:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all blocks, lent or free."""
+        """The size in bytes of all blocks, lent or free."""
         return sum(block.num_allocated for block in self._all_blocks())
 
     @contextmanager
@@ -313,7 +313,7 @@ class DevicePool:
             yield (f"lent.{number}" if number < num_lent else f"free.{number - num_lent}"), block.memory
 
     def counts(self) -> dict[str, float]:
-        """Returns the bytes of all blocks and of lent blocks, the numbers of allocations and leases, and the hit rate."""
+        """Returns the memory in bytes of all and of lent blocks, the numbers of allocations and leases, and the hit rate."""
         return {
             "held_bytes": self.num_bytes,
             "lent_bytes": sum(block.num_allocated for block in self._lent),

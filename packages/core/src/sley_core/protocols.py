@@ -252,7 +252,7 @@ class Loss(Protocol):
     layer.
 
     An optional attribute `fields` names the batch fields that the loss reads; only these are moved to the device. An optional
-    method `attach(parts)` is called once, as for a handler, and may add numbers to metrics rows. Evaluations call `loss`
+    method `attach(parts)` is called once, when all groups exist, and may add numbers to metrics rows. Evaluations call `loss`
     without gradients. If a microbatch mixes several data sources, a shallow copy of the loss is called for each source.
     """
 
@@ -285,9 +285,9 @@ class SplitLogits(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the sum of the cross-entropy over this rank's `labels` int64 [...], computed in fp32 or wider. The options
-        have the same meaning as in `core.cross_entropy`. In the backward, the gradient of the result is 1 / weight of the
-        global batch.
+        """Returns the sum of the cross-entropy over this rank's `labels` int64 [...], computed in fp32 or wider. Labels equal
+        to `ignore_index` do not count. smoothing: the share of the target probability that is spread evenly over all classes.
+        In the backward, the gradient of the result is 1 / weight of the global batch.
         """
         ...
 
@@ -341,7 +341,7 @@ class ActivationPolicy(Protocol):
 
 @runtime_checkable
 class Counts(Protocol):
-    """Reports statistics. A gradient handler, weight communicator, stage link, scheduler hook, policy or pool may implement it.
+    """Reports statistics; for gradient handlers, weight communicators, stage links, scheduler hooks, policies and pools.
 
     `Run.counts` collects the numbers after the last step. `summary.json` contains the numbers of rank 0, and `train-cli run -v`
     prints them. Objects that communicate report `sent_bytes_per_step`, which `api.comm.SentBytes` counts.
@@ -355,7 +355,7 @@ class Counts(Protocol):
 @runtime_checkable
 class Stateful(Protocol):
     """Saves state in checkpoints. A gradient handler, weight communicator, stage link, scheduler hook or policy must implement
-    it if later steps depend on state that the object keeps between steps.
+    this protocol if later steps depend on state that the object keeps between steps.
 
     A checkpoint stores the state of each rank. The run restores the state only in the same layout.
     """
@@ -365,7 +365,7 @@ class Stateful(Protocol):
         ...
 
     def restore_saved_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores a result of `saved_state`, on the CPU; {} resets the object. All ranks call it, between two steps."""
+        """Restores a result of `saved_state`, on the CPU; {} resets the object. Called on all ranks, between two steps."""
         ...
 
 
@@ -463,7 +463,7 @@ class Checkpointer(Protocol):
         return
 
     def counts(self) -> Mapping[str, float]:
-        """Returns numbers by name, as `Counts.counts` does."""
+        """Returns numbers by name; the name contains the unit (`seconds_blocked`)."""
         return {}
 
     def close(self) -> None:

@@ -169,13 +169,13 @@ class AveragingRecord(Record):
 class PartitionerRecord(Record):
     """Describes how `[partition]` cuts the model. `build(config)` returns a function `(costs, num_chunks) -> boundaries`.
 
-    costs: the cost of each layer: its number of parameters, or its seconds if the partitioner has a timer. boundaries: the
-    index of the first layer of each chunk, and the number of layers at the end.
+    costs: the cost of each layer: its number of parameters, or its time in seconds if the partitioner has a timer. boundaries:
+    the index of the first layer of each chunk, and the number of layers at the end.
 
-    timer: `"module:attribute"` of `timer(plan, world, draft, dtype) -> list[float]`. The timer measures the seconds of a
-        forward and backward of each layer and returns equal results on all ranks of `world`. `draft(info) -> Model` builds
+    timer: `"module:attribute"` of `timer(plan, world, draft, dtype) -> list[float]`. The timer measures the time in seconds of
+        a forward and backward of each layer and returns equal results on all ranks of `world`. `draft(info) -> Model` builds
         the model on meta; `dtype` is the dtype of the working weights. The config must have a key `layer_costs`, by default
-        None. The run calls the timer only if `layer_costs` is None, and writes the seconds into the plan in its folder.
+        None. The run calls the timer only if `layer_costs` is None, and writes the times into the plan in its folder.
     """
 
     timer: str | None = None
@@ -253,7 +253,7 @@ class WeightCommunicatorRecord(RoundingRecord):
         of the microbatches in `parts.store.reduction.concurrent_microbatches(group)` to `store.add_microbatches`, one for each
         microbatch.
     tolerance: the relative error of each gathered weight.
-    gather_bytes: a function `(config, itemsize)` that returns the bytes that a gather sends per element; None for `itemsize`.
+    gather_bytes: a function `(config, itemsize)` that returns the number of bytes per gathered element; None for `itemsize`.
     """
 
     fixed_order: bool = False
@@ -261,7 +261,7 @@ class WeightCommunicatorRecord(RoundingRecord):
 
     def gather_bytes_per_element(self, config: Table, itemsize: int) -> float:
         """Returns the number of bytes that a gather sends for each element of a weight. config: the table of the communicator.
-        itemsize: the bytes of an element in memory.
+        itemsize: the size of an element in memory, in bytes.
         """
         return itemsize if self.gather_bytes is None else self.gather_bytes(config, itemsize)
 

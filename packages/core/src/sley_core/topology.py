@@ -39,7 +39,7 @@ GATHER, REDUCE = "gather", "reduce"
 """The names of the channels of the axis `wp`, one for gathers of weights and one for reductions of gradients."""
 
 CHANNELS = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
-"""The channels of each axis. Each has a communicator, so that, for example, a posted receive does not block a later send."""
+"""The channels of each axis. Each channel has a communicator, so that, for example, a posted receive blocks no later send."""
 
 DEFAULT_CHANNEL = "main"
 """The only channel of every axis that is not in `CHANNELS`."""
@@ -97,7 +97,7 @@ class Topology:
 
     @classmethod
     def from_sizes(cls, world_size: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> "Topology":
-        """Returns the topology of `world_size` ranks. Raises ValueError if the sizes do not fit. dp: None for any number."""
+        """Returns the topology of `world_size` ranks. Raises ValueError if the sizes do not fit. dp: None derives this size."""
         if dp is not None and world_size != pp * dp * sp:
             raise ValueError(f"the world size must be pp x dp x sp = {pp} x {dp} x {sp}, but is {world_size}")
         for axis, size in (("sp", sp), ("wp", wp)):
@@ -144,7 +144,7 @@ class Topology:
                     yield GroupEntry(axis, channel, ranks, backend)
 
     def partition(self, axis: str, stage: int | None = None) -> list[tuple[int, ...]]:
-        """Returns the ranks of each group of `axis`, ordered by first rank. stage: if set, only groups with its ranks."""
+        """Returns the ranks of each group of `axis`, ordered by first rank. stage: the stage of the groups; None for all."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for coordinates in map(self.coordinates, range(self.world_size)):
             shared = tuple(getattr(coordinates, name) for name in SHARED_COORDINATES[axis])

@@ -161,7 +161,9 @@ def build_parts(
     describe_output: Callable[[int, int], Description] | None = None,
     head: HeadChunks | None = None,
 ) -> Parts:
-    """Returns this rank's `Parts`, to which plugins are attached next. describe_output, head: as in `Parts`."""
+    """Returns this rank's `Parts`, to which plugins are attached next. describe_output: describes the output of a chunk of
+    another stage in a fake world; else None. head: the last linear if the loss computes its logits in chunks; else None.
+    """
     planner = plan_without_buffers if groups["stage"].size == 1 else group_by_reduce_group
     reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
     gradients = DTYPES[plan.precision.gradients]

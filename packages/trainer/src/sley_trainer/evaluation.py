@@ -87,7 +87,8 @@ class Tally:
         """Adds the results of a microbatch, or, if not `is_counted`, only joins the collectives. Raises RunError
         "metric-result" if the user's function writes in place to its arguments, or does not return pairs of numbers.
 
-        output: the model's output, with full logits. fields: this rank's batch fields, on the device. batch: on the host.
+        output: the model's output, with full logits. fields: this rank's batch fields, on the device. batch: all fields, on the
+        host.
         """
         metrics, results = self.metrics, dict[str, Any]()
         versions = [(tensor, version_of(tensor)) for tensor in tensors_in((output, fields))]

@@ -45,7 +45,9 @@ HINT = "keep tensors in `self.state[parameter]`, and numbers in attributes; a ch
 
 
 class OptimizerFault(NamedTuple):
-    """A fault of an optimizer, which is the subject of `message`. hint: "" for none. key: the key of `[optimizer]` at fault."""
+    """A fault of an optimizer. message: a predicate of the optimizer. hint: "" for none. key: the key of `[optimizer]` at
+    fault.
+    """
 
     message: str
     hint: str = HINT
@@ -63,7 +65,7 @@ class ToyParameters(NamedTuple):
 
 class Trial:
     """Runs the optimizer that `build` returns on the two small parameters `toys`. is_split: whether each parameter is split in
-    two. keeps_gradients, draws_random: the traits that the steps so far have shown, as in `Traits`.
+    two. keeps_gradients, draws_random: whether a step so far has shown this trait of the optimizer.
     """
 
     def __init__(self, build: Build, toys: ToyParameters, *, is_split: bool = False) -> None:

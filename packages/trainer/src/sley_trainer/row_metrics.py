@@ -132,8 +132,8 @@ class Meter:
         """Returns `tokens`, `trained_tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, `tflops` and `mfu`; or
         `samples` and `samples_per_s` for data without tokens. Leaves out unknown values, and `trained_tokens` if it is 0.
 
-        counts: the counts of the step over all ranks. seconds: the duration of the step. data_wait_s: the seconds that this
-        rank waited for data. `memory_mb` is this rank's peak in MiB, `tflops` the speed per device in 10^12 FLOP/s, and `mfu`
+        counts: the counts of the step over all ranks. seconds: the duration of the step. data_wait_s: how long this rank waited
+        for data, in seconds. `memory_mb` is this rank's peak in MiB, `tflops` the speed per device in 10^12 FLOP/s, and `mfu`
         this speed as a fraction of the device's peak.
         """
         count = int(counts.samples if self._tokens is None else counts.tokens)
@@ -229,8 +229,8 @@ _MATRIX_NAMES = ("weight", "in_proj_weight")  # the parameters of linears, convo
 
 
 def attention_width(module: Any) -> int:
-    """Returns the number of heads times their width for an attention module of torch or transformers, doubled if the attention
-    is not causal; 0 for other modules. The attribute `attention_width` of a module, if it exists, replaces this value.
+    """Returns the number of heads times their width for a torch or transformers attention module, doubled if the attention is
+    not causal; 0 for other modules. The attribute `attention_width` of a module, if it exists, replaces this value.
     """
     if (width := getattr(module, "attention_width", None)) is not None:
         return int(width)

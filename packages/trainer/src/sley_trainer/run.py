@@ -107,7 +107,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         microbatches, whose sequence lengths may differ; None takes the next samples of the plan. All ranks must pass the same
         number of microbatches, which may differ from the plan's. return_outputs: whether to return (row, outputs). Then
         `outputs` are the model's outputs in the forward of this step, in the form that `predict` returns. All ranks must pass
-        the same value. join: as in `predict`.
+        the same value. join: whether ranks get the outputs of whole sequences instead of their slices.
 
         Raises the same errors as `train`, and RunError for a batch that does not match the declared fields.
         """
@@ -126,8 +126,9 @@ class Run(Loop, AbstractContextManager["Run"]):
     @on_stream
     def evaluate(self, batch: GivenBatch | None = None) -> float:
         """Returns the mean loss over the batches of all ranks; the result is the same on every rank. Does not change the run.
-        batch: this rank's samples, as in `step`; None takes the plan's held-out samples. Raises RunError "not-finite" or
-        "nothing-counts" on all ranks, and UsageError "no-evaluation" if there is neither a batch nor held-out samples.
+        batch: this rank's samples, {field: tensor} or a list of microbatches; None takes the plan's held-out samples. Raises
+        RunError "not-finite" or "nothing-counts" on all ranks, and UsageError "no-evaluation" if there is neither a batch nor
+        held-out samples.
         """
         self._finish_pending()
         if batch is None and self.held_out is None:
@@ -158,10 +159,10 @@ class Run(Loop, AbstractContextManager["Run"]):
         """Returns the model's outputs for `batch` in evaluation mode, or None on stages without the last layer. Does not change
         the run.
 
-        batch: as in `step`; fields that no layer reads, such as labels, may be missing. For {field: tensor} the result is one
-        output, whose tensors are joined along the batch dim; for a list of microbatches it is a list. Tensors are on the run's
-        device, without a graph. join: whether ranks that split sequences (`sp`) get the output of whole sequences instead of
-        their slice. If classes are split over ranks, the result always has all classes.
+        batch: this rank's samples, as for `step`; fields that no layer reads, such as labels, may be missing. For {field:
+        tensor} the result is one output, whose tensors are joined along the batch dim; for a list of microbatches it is a list.
+        Tensors are on the run's device, without a graph. join: whether ranks that split sequences (`sp`) get the output of
+        whole sequences instead of their slice. If classes are split over ranks, the result always has all classes.
 
         Raises RunError "boundary-type" for an output that does not consist of tensors, "outputs-apart" for a tensor without the
         dim along which it would be joined, and StateError "memory-away" if the weights are offloaded.

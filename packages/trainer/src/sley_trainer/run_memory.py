@@ -71,7 +71,7 @@ class RunMemory:
 
         Copies run in parallel with other work. Call `wait` of the result before another program uses the memory. Offloaded
         gradients are freed and lost. Raises RunError "step-running" within a step, StateError "step-failed" after a failed step
-        or evaluation of several ranks, and UsageError "no-part" for an unknown part, "no-offload" for one without a manager.
+        or evaluation of several ranks, and UsageError "no-part" for an unknown part, "no-offload" for a part without a manager.
         """
         self.wait_until_idle()
         self.check_idle()
@@ -82,7 +82,7 @@ class RunMemory:
     @on_stream
     def onload(self, *parts: Part) -> Move:
         """Starts to move `parts`, or all parts that have a manager, back to the device. Skips parts that are on the device.
-        Raises RunError "step-running" within a step, and UsageError as `offload` does.
+        Raises RunError "step-running" within a step, and UsageError "no-part" or "no-offload".
         """
         self.wait_until_idle()
         return Move([manager.onload(part) for part, manager in self._select(parts)])
@@ -182,8 +182,9 @@ def summarize_moves(manager: OffloadManager) -> dict[str, float]:
 
 class OffloadMetrics:
     """Adds numbers about transfers to each metrics row of a run that has `[[offload]]`: in total, and for each of `parts` that
-    is copied to the host (`offload/gb`, `offload/weights_gb`, ...). gb: the 10^9 bytes copied in both directions since the
-    previous row, summed over ranks. s: the mean over ranks of the seconds of finished copies. gb_per_s: the mean rate.
+    is copied to the host (`offload/gb`, `offload/weights_gb`, ...). gb: the size of all copies in both directions since the
+    previous row, in 10^9 bytes, summed over ranks. s: the duration of finished copies in seconds, a mean over ranks. gb_per_s:
+    the mean rate.
     """
 
     def __init__(self, numbers: StepNumbers, num_ranks: int, managers: Sequence[OffloadManager], parts: Iterable[str]) -> None:

@@ -161,7 +161,7 @@ class WeightSaver:
         """Exchanges this rank's files and failure; returns the name, the writing rank and the tensors of each file of any rank,
         and the metadata of rank 0. If a rank failed, discards the unfinished folder and raises RunError "weights-unsaved".
         """
-        # All ranks join this exchange in the group `control` equally often, even after a failure.
+        # All ranks join this exchange in the group `control` the same number of times, even after a failure.
         messages = self._control.gather_objects([failure, files, dict(metadata)], label="the files to save")
         reasons = zip(self._control.ranks, (reason for reason, _, _ in messages), strict=True)
         if failures := [f"rank {rank}: {reason}" for rank, reason in reasons if reason]:

@@ -284,7 +284,7 @@ class Stepper:
 
     def measure(self, batches: Iterable[StepBatch], metrics: Metrics = NO_METRICS) -> dict[str, float]:
         """Returns the mean loss over all `batches` as "loss", and the means of `metrics` by name; NaN for a count of 0. All
-        ranks must call it with equally many batches. Raises RunError "not-finite", "nothing-counts" or "metric-result".
+        ranks must call it with the same number of batches. Raises RunError "not-finite", "nothing-counts" or "metric-result".
         """
         with self._evaluation_mode() as state:
             weight, losses, tally = 0.0, [], Tally(metrics)

@@ -244,9 +244,9 @@ AVERAGE = "average"
 class Averages:
     """The averages over steps of the tensors that this rank's optimizer updates, in the dtypes of these tensors.
 
-    rule: returns the share of the updated weights in their average, as `records.AveragingRecord` describes. name: the name of
-    the rule in the plan. first_update: the index of the last update after which the averages were equal to the weights; None
-    if there are no averages yet. tensors: the averages, keyed by the updated tensor; empty before the first update.
+    rule: `rule(step, age)` returns the share of the updated weights in their average. name: the name of the rule in the plan.
+    first_update: the index of the last update after which the averages were equal to the weights; None if there are no averages
+    yet. tensors: the averages, keyed by the updated tensor; empty before the first update.
     """
 
     rule: Callable[[int, int], float]

@@ -52,7 +52,7 @@ INPUT_GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 class Action(NamedTuple):
-    """An action in a rank's list. chunk: its number on the rank, from 0. micro: the microbatch, from 0; -1 for CHUNK_DONE."""
+    """An action in a rank's list. chunk: the rank's chunk, from 0. micro: the microbatch, from 0; -1 for CHUNK_DONE."""
 
     kind: Kind
     chunk: int
@@ -67,7 +67,7 @@ Flow = Literal["forward", "backward"]
 """The content of a transfer: outputs of a chunk for the next ("forward"), or gradients for the previous ("backward")."""
 
 Direction = Literal["up", "down"]
-"""The direction of a transfer: "up" if the receiving stage has the higher number, or else "down". Each has a communicator."""
+"""The direction of a transfer: "up" to a stage with a higher number, or else "down". Each direction has a communicator."""
 
 
 def direction_of(sender: int, receiver: int) -> Direction:
@@ -162,7 +162,7 @@ class Placement:
     """Assigns the positions of a model to stages. A position is a run of consecutive layers, which one stage computes. A stage
     numbers its positions in model order, and calls them chunk 0, chunk 1 and so on. route: the stage of each position, in
     order. Neighbouring positions may be on any two stages, or on the same one. The constructor raises PlanError
-    "placement-wrong" unless the stages are 0, 1, 2, ... without a gap, and each of them holds equally many positions.
+    "placement-wrong" unless the stages are 0, 1, 2, ... without a gap, and each of them holds the same number of positions.
     """
 
     route: tuple[int, ...]
@@ -255,7 +255,7 @@ def v_placement(stages: int, chunks: int = 2) -> Placement:
 
 
 def placement_error(fault: str) -> PlanError:
-    """Returns PlanError "placement-wrong". fault: the end of its message, which starts with a verb."""
+    """Returns PlanError "placement-wrong". fault: the predicate of the message, such as "is a V"."""
     return PlanError("placement-wrong", f"the schedule's placement {fault}", path=("pipeline", "use"))
 
 

@@ -120,10 +120,10 @@ class ScheduleSimulator:
 
 
 class Peaks(NamedTuple):
-    """The peak counts and bytes of one stage. The peaks may occur at different times. pairs: the number of (chunk, microbatch)
+    """The peak counts and memory of one stage. The peaks may occur at different times. pairs: the number of (chunk, microbatch)
     pairs with a graph (which a forward saves for its backward) or a queue (which an input-gradient action saves for the weight
     gradients). 1F1B on P stages with M microbatches reaches min(P - s, M) pairs on stage s. graphs: the number of pairs with a
-    graph. receives: the number of receive buffers. num_bytes: the bytes of all graphs, queues and buffers.
+    graph. receives: the number of receive buffers. num_bytes: the memory in bytes of all graphs, queues and buffers.
     """
 
     pairs: int
@@ -192,8 +192,8 @@ class TimedAction(NamedTuple):
 @dataclass(frozen=True)
 class Timeline:
     """The timed actions of one step, sorted by stage and then by start. The spans of a stage do not overlap. stages: the number
-    of stages. end_s: the end of the step, in seconds, if sums and an update follow the last action, else 0. computing_s: the
-    seconds for which each stage computes; if it is empty, a stage computes during all of its spans.
+    of stages. end_s: the end of the step, in seconds, if sums and an update follow the last action, else 0. computing_s: how
+    long each stage computes, in seconds; if it is empty, a stage computes during all of its spans.
     """
 
     stages: int
@@ -211,7 +211,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """The seconds from the start of the step to `end_s` or the end of the last action, whichever is later."""
+        """The time in seconds from the start of the step to `end_s` or the end of the last action, whichever is later."""
         return max((self.end_s, *(span.end_s for span in self.spans)))
 
     def idle_share(self, stage: int) -> float:

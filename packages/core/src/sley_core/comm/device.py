@@ -43,7 +43,7 @@ BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 class CopyEvent:
-    """A point in a `CopyStream`, reached when all earlier copies are done. In this base class, for the CPU, it always is."""
+    """A point in a `CopyStream`, reached when all earlier copies are done. In this base class (CPU), it is always reached."""
 
     def is_done(self) -> bool:
         """Returns whether the copies before this event are done. Does not wait."""
@@ -301,7 +301,7 @@ class Device:
             moment.synchronize()
 
     def seconds_between(self, first: Moment, last: Moment) -> float:
-        """Returns the seconds from `first` to `last`. Waits until the device has reached `last`."""
+        """Returns the time from `first` to `last` in seconds. Waits until the device has reached `last`."""
         self.wait_until(last)
         if isinstance(first, torch.cuda.Event):
             return float(first.elapsed_time(cast(torch.cuda.Event, last))) / 1e3
@@ -327,7 +327,7 @@ class Device:
         return host.copy_(tensor, non_blocking=True)
 
     def alias(self, memory: torch.Tensor) -> torch.Tensor:
-        """Returns a detached tensor over `memory` with a storage object of its own, whose use count shows if it is in use."""
+        """Returns a detached tensor over `memory` with its own storage object, whose use count shows uses of this tensor."""
         return from_dlpack(to_dlpack(memory.detach()))  # does not reference the tensor object
 
     def bytes_of(self, memory: torch.Tensor) -> memoryview:

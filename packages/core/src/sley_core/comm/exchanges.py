@@ -112,7 +112,7 @@ class Progress:
             self.on_wait(turn, self._wait_start_s)
 
     def fail_wait(self, failure: str, peer: int | None = None) -> None:
-        """Records that the current wait, if any, has failed. failure, peer: as in `Wait`."""
+        """Records that the current wait, if any, failed. failure: its `Wait.failure`. peer: the rank that caused it or None."""
         if self._turn is not None:
             self._failed_wait = Wait(self._turn, time.perf_counter() - self._wait_start_s, failure, peer)
 
@@ -145,11 +145,11 @@ class SentBytes:
         self._num_bytes += num_bytes
 
     def end_step(self) -> None:
-        """Ends the step, so that `counts` returns its bytes."""
+        """Ends the step, so that `counts` returns the number of bytes sent in this step."""
         self._last_num_bytes = self._num_bytes
 
     def counts(self) -> dict[str, float]:
-        """Returns the bytes of the last complete step as `sent_bytes_per_step`, for `protocols.Counts`."""
+        """Returns the number of bytes sent in the last complete step as `sent_bytes_per_step`, for `protocols.Counts`."""
         return {"sent_bytes_per_step": self._last_num_bytes}
 
 
@@ -186,8 +186,8 @@ class Members:
 class Turn(NamedTuple):
     """Describes an exchange that this rank has started, for error messages and failure reports. operation: the kind of
     exchange, such as "all-gather". label: describes the content. queue: the name of the sequence of exchanges that `members`
-    start in the same order. number: its place in `queue`, from 1. peer: the global rank at the other end of a message; None if
-    all members participate. num_bytes: the size of this rank's tensors in bytes.
+    start in the same order. number: the place of the exchange in `queue`, from 1. peer: the global rank at the other end of a
+    message; None if all members participate. num_bytes: the size of this rank's tensors in bytes.
     """
 
     operation: str
@@ -218,8 +218,9 @@ def begin_turn(
     num_bytes: int = 0,
     ends: tuple[int, int] | None = None,
 ) -> Turn:
-    """Records that this rank starts an exchange with `members` on `channel`, and returns its turn. operation, label, num_bytes:
-    as in `Turn`. ends: the coordinates of a message's sender and receiver, which both call this; None for a collective.
+    """Records that this rank starts an exchange with `members` on `channel`, and returns its turn. operation: the kind of
+    exchange, such as "all-gather". label: describes the content. num_bytes: the size of this rank's tensors in bytes. ends: the
+    coordinates of a message's sender and receiver, which both call this; None for a collective.
     """
     queue, peer = f"{members.axis} {channel}", None
     if ends is not None:
@@ -244,7 +245,7 @@ def run_guarded(call: Callable[[], Any], turn: Turn) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of torch's `error`, without the C++ stack; the name of its type if it has no text."""
+    """Returns the first line of torch's `error`, without the C++ stack, or the name of the error's type if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -323,8 +324,8 @@ def _encode_text(label: str, num_bytes: int) -> bytes:
 
 
 class ExchangeSummary(NamedTuple):
-    """Summarises a rank's exchanges in one group. ranks: the global ranks of the group. checksum: of the marks of all
-    exchanges. last_label: the label of the last exchange.
+    """Summarises a rank's exchanges in one group. ranks: the global ranks of the group. checksum: the checksum of the marks of
+    all exchanges. last_label: the label of the last exchange.
     """
 
     ranks: tuple[int, ...]

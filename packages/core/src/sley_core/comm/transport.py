@@ -105,7 +105,7 @@ class Published(Protocol):
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         """Starts to gather the ranks' `shards` [n, ...] into `tensors` [size x n, ...], in the order of the group, and returns
-        the handle. A shard may be a view of its full tensor. It must not be written until `wait_sent` has returned.
+        the handle. A shard may be a view of its full tensor. The shards must not be written until `wait_sent` has returned.
         """
 
     def wait_sent(self) -> None:
@@ -119,9 +119,9 @@ class Transport(Published, Protocol):
     """
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
-        """Publishes `shards`, and returns an object that gathers them. The shards must not change until its `wait_sent` has
-        returned. By default, each gather is an ordinary exchange. All ranks call this method and `wait_sent` in the same order
-        relative to their other exchanges. Only one publication may be open at a time.
+        """Publishes `shards`, and returns an object that gathers them. The shards must not change until the object's
+        `wait_sent` has returned. By default, each gather is an ordinary exchange. All ranks call this method and `wait_sent` in
+        the same order relative to their other exchanges. Only one publication may be open at a time.
         """
         return self
 

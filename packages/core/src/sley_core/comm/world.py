@@ -50,16 +50,16 @@ ExchangeKind = ReduceOp | Literal["all_gather", "all_to_all", "send", "receive"]
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-"""`dist.all_gather_single`, whose name before torch 2.13 is `all_gather_into_tensor`."""
+"""`dist.all_gather_single`, which was called `all_gather_into_tensor` before torch 2.13."""
 
 
 @dataclass(frozen=True)
 class Group(Members):
     """The ranks with which this rank communicates along one axis. It has one communicator and one transport per channel.
 
-    A group of one rank has no communicator, and every collective on it is the identity. channels, transports: by the name of
-    the channel. exchange_log: records the exchanges of `CollectiveTransport`s. simulation: simulates exchanges in a fake
-    world; None in a real world.
+    A group of one rank has no communicator, and every collective on it is the identity. channels, transports: each channel's
+    communicator and transport, by the name of the channel. exchange_log: records the exchanges of `CollectiveTransport`s.
+    simulation: simulates exchanges in a fake world; None in a real world.
 
     In the methods below, tensors are contiguous, all members make the same collective calls on a channel in the same order, and
     `label` describes the content in errors.
@@ -109,7 +109,7 @@ class Group(Members):
 
     def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle. Calls the
-        communicator, whose ranks are the members' coordinates, because a fifth of the time of `dist.isend` is overhead.
+        communicator, in which members are numbered by coordinate, and not `dist.isend`, a fifth of whose time is overhead.
         """
 
         def start(group: dist.ProcessGroup) -> Any:
@@ -265,7 +265,7 @@ class Rendezvous(Protocol):
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
         """Returns a context manager for work that may fail. At the end of its block, all ranks continue or all raise RunError.
-        timeout_s: how long a rank waits there for the other ranks, in seconds.
+        timeout_s: how long a rank waits for the other ranks at the end of the block, in seconds.
         """
 
 
@@ -424,7 +424,7 @@ class World(AbstractContextManager["World"]):
             self._leave(has_failed=True)  # does not wait after a failure: peers may wait for this rank
 
     def _leave(self, *, has_failed: bool = False) -> None:
-        """Destroys the default group if this object made it. has_failed: whether to abort it with NCCL, which does not wait."""
+        """Destroys the default group if this object made it. has_failed: whether to abort an NCCL group, without a wait."""
         if self.owns_default_group and dist.is_initialized():
             if has_failed and dist.get_backend() == "nccl":
                 with suppress(RuntimeError):
@@ -460,7 +460,7 @@ def open_store(environ: Mapping[str, str], rank: int, size: int, timeout: timede
     """Returns the store that the launcher's environment names. Blocks until the store exists, for at most `timeout`. A store is
     opened once, and stays open until another store is opened. Closing it between two worlds would be unsafe: the last rank to
     close a file store deletes the file, even if another rank has just reopened it, and if rank 0 closes a TCP store, a rank
-    that has just reconnected loses it. Raises torch's RuntimeError or ValueError if opening the store fails.
+    that has just reconnected loses the store. Raises torch's RuntimeError or ValueError if opening the store fails.
     """
     key = (*(environ.get(name) for name in _STORE_KEYS), str(size))
     if key in _open_stores:

@@ -315,9 +315,9 @@ def check_additive(
 
 
 def add_positions(info: DataInfo, num_slices: int) -> DataInfo:
-    """Returns `info`; if there are several slices and `info` has no field `positions`, adds it (int64 [b, s]). Raises PlanError
-    "sequence-field" if no field has a sequence dim, or the data's own `positions` has none, and "sequence-does-not-divide" if
-    the sequence length is not a multiple of `num_slices`.
+    """Returns `info`; if there are several slices and `info` has no field `positions`, adds this field (int64 [b, s]). Raises
+    PlanError "sequence-field" if no field has a sequence dim, or the data's own `positions` has none, and
+    "sequence-does-not-divide" if the sequence length is not a multiple of `num_slices`.
     """
     if num_slices == 1:
         return info

@@ -53,7 +53,7 @@ TOKEN_FIELDS = {"tokens": Field("int64", 0, 1, ids="token"), "labels": Field("in
 
 BOUNDARY_FIELDS = {"positions": Field("int64", 0, 1), "cu_seqlens": Field("int32", 0, None)}
 """The fields that describe the documents in a row of tokens: the positions within each document [b, s], and the starts of the
-documents [b, n + 1], as in `Attention`.
+documents [b, n + 1], from 0 on, padded with the length of the row.
 """
 
 

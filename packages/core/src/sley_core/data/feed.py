@@ -82,12 +82,12 @@ class PrefetchThread:
 
 
 CLOSE_TIMEOUT_S = 30.0
-"""The maximum number of seconds that `Feed.close` waits for the thread. It is short, because the run is ending."""
+"""The maximum time in seconds that `Feed.close` waits for the thread. It is short, because the run is ending."""
 
 
 @dataclass(frozen=True)
 class _PrefetchedBatch:
-    """A batch that `Feed.next` will return. samples, state: the values of `Feed.samples` and of the feed's state after it."""
+    """A batch that `Feed.next` will return. samples, state: `Feed.samples` and the feed's state after this batch."""
 
     batch: Batch
     samples: tuple[int, ...]
@@ -108,7 +108,7 @@ class Feed:
 
     notes: messages for the user about a resumed stream.
 
-    After `next`, `wait_s` is the number of seconds that it waited, and `samples` has the dataset index of each row or, for a
+    After `next`, `wait_s` is the time in seconds that `next` waited, and `samples` has the dataset index of each row or, for a
     stream, the position of each row in the endless sequence. `next` raises the dataset's errors. No method communicates.
     """
 

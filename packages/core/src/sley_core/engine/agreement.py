@@ -52,8 +52,8 @@ CALL, TRAINED, MICROBATCHES, BATCH = range(4)
 
 _REFUSALS, _COUNTS, _WEIGHT = 4, 5, 5 + len(NO_COUNTS)
 """Indices into the float64 tensor that ranks sum: one difference term per fact, then the number of refusals, the counts, and
-the terms of the loss weight. Elements before these terms are integers below 2^53, so sums are exact. This length is unique
-among exchanges.
+the terms of the loss weight. Elements before the terms of the loss weight are integers below 2^53, so their sums are exact. No
+other exchange has a tensor of this length.
 """
 
 _END_BYTES = 1 << 12
@@ -117,7 +117,7 @@ class Agreement:
         self._sum = torch.tensor([0.0] * _REFUSALS + [float(refusal is not None), *counts, *terms], dtype=torch.float64)
         for index, fact in enumerate(self._facts):
             self._sum[index] = sum(difference_term(self.groups[axis], number) for axis, (_, number) in fact.items())
-        # On the hosts of all ranks; every step and every evaluation begins with it.
+        # All ranks call this: every step and every evaluation begins with this exchange between the hosts.
         self._pending = self._control.all_reduce(self._sum, label=f"the agreement before {label}")
         return self
 

@@ -69,7 +69,8 @@ class FlatBuffer:
     """Holds `len(shapes)` contiguous, aligned views into one zeroed tensor `data` of `dtype` on `device`. data: shape [numel],
     including padding. views: the views, in the order of `shapes`. Padding stays zero as long as only views are written, so a
     sum or norm over `data` equals the sum or norm over the views. memory: the zeroed tensor that becomes `data`; if None, a new
-    tensor is allocated. alignment, multiple: as in `FlatLayout`; the default alignment is ALIGNMENT_BYTES bytes.
+    tensor is allocated. alignment: the alignment of each view, in elements; by default ALIGNMENT_BYTES bytes. multiple: the
+    number of equal, aligned parts into which the buffer can be divided.
     """
 
     def __init__(
@@ -166,9 +167,9 @@ class Layout(NamedTuple):
 
 
 class NormGroup(NamedTuple):
-    """Gradients of this rank, of one dtype, of which equally many ranks hold copies, so that they enter a norm with the same
-    factor. reduce_group: the axis over which they are summed. stages: the stages that have a copy of each gradient. num_shards:
-    the number of ranks of the reduce group that divide one copy among themselves.
+    """Gradients of this rank that have one dtype and the same number of copies over all ranks, so that they enter a norm with
+    the same factor. reduce_group: the axis over which they are summed. stages: the stages that have a copy of each gradient.
+    num_shards: the number of ranks of the reduce group that divide one copy among themselves.
     """
 
     tensors: list[Tensor]

@@ -71,7 +71,7 @@ class Recompute(ActivationPolicy):
         saved = copy_containers((args, dict(fields)))
         read_versions = partial(_read_versions, with_bits=self._num_steps == 1)
         versions = read_versions(saved)
-        first_inputs = [(args, fields)]  # dropped in the first run, which may put its output, and so its graph, there
+        first_inputs = [(args, fields)]  # dropped in the first run, which may put its output, and so its graph, into them
 
         def check(saved: Any) -> None:
             if read_versions(saved) != versions:
@@ -87,7 +87,7 @@ class Recompute(ActivationPolicy):
                 args, fields = copy_containers(saved)
             return layer(*args, **fields)
 
-        # In a tuple, whose tensors the checkpoint keeps without autograd, which cannot save tensors of torch's inference mode.
+        # The checkpoint keeps the tensors in the tuple `saved` without autograd, which cannot save tensors of inference mode.
         output = checkpoint(run, saved, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
         check(saved)
         return output

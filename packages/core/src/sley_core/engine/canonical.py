@@ -47,7 +47,7 @@ class CanonicalReduction(Reduction):
     """
 
     has_fixed_order = True
-    micro_axes = ("model", "sp", "dp")  # the tree has the microbatches of all `dp` ranks as leaves, equally many of each
+    micro_axes = ("model", "sp", "dp")  # the leaves of the tree are the microbatches of all `dp` ranks, the same number of each
 
     def __init__(self, groups: Groups, state: StepState) -> None:
         super().__init__(groups, state)
@@ -284,7 +284,7 @@ class Use(NamedTuple):
 
 def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
     """Yields a diagnostic for each tied parameter whose gradient cannot be summed in a fixed order."""
-    uses: dict[int, dict[str, list[Use]]] = {}  # of each parameter, by layer
+    uses: dict[int, dict[str, list[Use]]] = {}  # the uses of each parameter, by layer
     for stage, layers in stages:
         for layer in layers:
             for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):

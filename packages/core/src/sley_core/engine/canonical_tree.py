@@ -6,7 +6,7 @@
      │    └── [2,4) ── 2, 3
      └── [4,7)                                  rank 0 of 2 has 0 to 3:  [0,4)
           ├── [4,6) ── 4, 5                     rank 1 has 4 to 6:       [4,7)
-          └── 6                                 ranks of three cuts, 0-2, 3-4, 5-6:  [0,2) 2 | 3 4 | 5 6
+          └── 6                                 three ranks with 0-2, 3-4, 5-6:      [0,2) 2 | 3 4 | 5 6
 
 Any division of the leaves into runs gives nodes that add up to the same root. The maximal nodes of a run are nodes inside it
 whose parents are not. They are disjoint and cover the run. Adding siblings until one node is left performs exactly the
@@ -154,7 +154,7 @@ class PartialSums:
         return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
 
     def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
-        """Adds both in place. Returns the sum, in `target` if that is one of them. The other tensor goes to `sum_memory`."""
+        """Adds both in place. Returns the sum, in `target` if `target` is one of them. The other goes to `sum_memory`."""
         if other is self.target:
             total, other = other, total
         total.add_(other)

@@ -151,7 +151,7 @@ BiasSink = Callable[[Tensor], None]
 
 class DirectLinear(torch.autograd.Function):
     """Computes `F.linear`. If the backward adds to the weight's `grad`, it passes the factors of the gradient to `sink`; for
-    `autograd.grad`, it returns the gradient. bias_sink: does so for the bias; if None, autograd adds the bias's gradient.
+    `autograd.grad`, it returns the gradient. bias_sink: adds the bias's gradient; None leaves this to autograd.
     """
 
     @staticmethod
@@ -218,7 +218,7 @@ def linear_forward(
 ) -> Tensor:
     """Returns the output of `linear` for `input` (models may pass `input` by name). Replaces the module's forward while a run
     is open. weight, bias: the parameters in the gradient store; autograd handles other parameters that the module may have now.
-    sink, bias_sink: as in `DirectLinear`.
+    sink: receives the factors of the weight's gradient. bias_sink: adds the bias's gradient; None leaves this to autograd.
     """
     current_weight = linear.weight
     # Autograd handles frozen weights, whose input need not be kept, weights that a program put in place of the store's, and
@@ -304,7 +304,7 @@ class DirectEmbedding(torch.autograd.Function):
         if use is GradientUse.SUM and not torch.is_grad_enabled():
             is_shared = ctx.sink.shares_memory(gradient)
             rows, flat = gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1)
-            if ctx.padding_idx is not None:  # its embedding is not trained
+            if ctx.padding_idx is not None:  # the embedding of this token is not trained
                 rows = rows.masked_fill((flat == ctx.padding_idx).unsqueeze(1), 0.0)
             ctx.sink(rows, flat, is_shared=is_shared)
             return None, None, None, None
@@ -317,7 +317,7 @@ class DirectEmbedding(torch.autograd.Function):
 
 def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: WeightGradientSink, input: Tensor) -> Tensor:
     """Returns the output of `embedding` for the tokens `input`. Replaces the module's forward while a run is open. weight: the
-    parameter in the gradient store; autograd handles any other weight. sink: as in `DirectEmbedding`.
+    parameter in the gradient store; autograd handles any other weight. sink: receives the output gradient and the tokens.
     """
     table = embedding.weight
     is_own = table is weight and table.requires_grad and not table._backward_hooks

@@ -111,7 +111,7 @@ class GradientStore:
 
     def gradient(self, param: Param) -> Tensor:
         """Returns a view of the gradient of `param`, in its shape and the store's dtype. Raises RunError `gradient-frozen` if
-        it is frozen, `gradients-freed` after an offload, and `gradient-sharded` once the gradient has been reduced to shards.
+        `param` is frozen, `gradients-freed` after an offload, and `gradient-sharded` after the reduction to shards.
         """
         if param not in self._accumulators:
             message = f"the parameter {param.name!r} is frozen, so it has no gradient in this step"
@@ -125,8 +125,8 @@ class GradientStore:
         return self._accumulators[param].view
 
     def part(self, param: Param) -> Tensor:
-        """Returns a view of the elements `elements(param)` of the gradient, or of all. Raises RunError if it is frozen or
-        freed.
+        """Returns a view of the elements `elements(param)` of the gradient, or of all elements if that is None. Raises RunError
+        if `param` is frozen or the gradient is freed.
         """
         self._check_not_freed()
         return self._parts[param] if param in self._parts else self.gradient(param)
@@ -145,7 +145,7 @@ class GradientStore:
         return self._buffer_of[param].num_shards if param in self._buffer_of else 1
 
     def buffer_of(self, param: Param) -> GradientBuffer | None:
-        """Returns the buffer that holds the gradient; None if no reducer reduces it."""
+        """Returns the buffer that holds the gradient; None if no reducer reduces this gradient."""
         return self._buffer_of.get(param)
 
     def partial_sums(self, param: Param) -> list[Tensor]:
@@ -167,13 +167,13 @@ class GradientStore:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of all gradients, in buffers and outside, and of the partial sums while they exist."""
+        """Returns the memory in bytes of all gradients, in buffers and outside, and of the partial sums while they exist."""
         buffers = [buffer.data for buffer in self.buffers]
         tensors = *buffers, *(accumulator.view for accumulator in self._unbuffered), *self.reduction.partial_sums()
         return sum(tensor.nbytes for tensor in tensors)
 
     def aligned_bytes(self, param: Param, *, is_sharded: bool = False) -> int:
-        """Returns the bytes of the gradient of `param` in a buffer, with padding. is_sharded: whether the buffer is sharded."""
+        """Returns the padded size in bytes of the gradient of `param` in a buffer, which is sharded if `is_sharded`."""
         alignment = SHARD_ALIGNMENT if is_sharded else ALIGNMENT_BYTES // self.dtype.itemsize
         return round_up(param.numel, alignment) * self.dtype.itemsize
 
@@ -189,7 +189,7 @@ class GradientStore:
         self._accumulators[param].check_open(self.state)
 
     def count_pass(self, param: Param) -> None:
-        """Counts a pass (see `Accumulator`) after a contribution to `param`. This may complete and report the gradient."""
+        """Counts a pass of the backward over `param`, after its contribution. This may complete and report the gradient."""
         self._count_pass(self._accumulators[param])
 
     def add(self, param: Param, gradient: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
@@ -202,7 +202,7 @@ class GradientStore:
         self._end_contribution(accumulator, counts_pass)
 
     def add_product(self, param: Param, left: Tensor, right: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
-        """Like `add`, adds left^T right, for left [n, out] and right [n, in]. In the store's dtype, allocates no product."""
+        """Like `add`, adds left^T right, for left [n, out] and right [n, in]. Without a dtype change, allocates no product."""
         accumulator = self._begin_contribution(param, layer)
         accumulator.accumulate_product(left, right)
         self._end_contribution(accumulator, counts_pass)
@@ -214,8 +214,8 @@ class GradientStore:
         self._end_contribution(accumulator, counts_pass)
 
     def add_microbatches(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
-        """Adds contributions from microbatches of this or other ranks, and counts one pass. gradients: by the microbatch's
-        global number, which determines the fixed order of sums. layer: as in `add`.
+        """Adds contributions from microbatches of this or other ranks, and counts one pass. gradients: the contributions, by
+        the microbatch's global number, which determines the fixed order of sums. layer: the layer that used the parameter.
         """
         for micro, gradient in gradients.items():
             accumulator = self._begin_contribution(param, layer, micro)
@@ -380,7 +380,7 @@ class GradientStore:
         if param.shard is not None:
             raise sharded_read_error(param, "the forward reads")
         accumulator.accumulate_grad()
-        accumulator.num_expected_passes = None  # it is complete at the end of the chunk only
+        accumulator.num_expected_passes = None  # the gradient is complete only at the end of the chunk
 
     def _count_pass(self, accumulator: Accumulator) -> None:
         """Counts a pass if no later action can add to the gradient. Then reports the gradient if it is complete and next."""

@@ -60,7 +60,7 @@ class StepState:
 
     step: the optimizer step, from 0. num_microbatches: the number of this rank's microbatches in the step. first_micro: the
     global number of this rank's first microbatch. action: the running action, or None. after_first_action: called once, after
-    the first action. done_chunks: the chunks whose last gradient action is over. step_progress: for failure reports.
+    the first action. done_chunks: the chunks whose last gradient action is over. step_progress: shown in failure reports.
     """
 
     def __init__(self, within: ActionProgress | None = None) -> None:
@@ -99,7 +99,7 @@ class StepState:
 
     @was_taken.setter
     def was_taken(self, taken: bool | Callable[[], bool]) -> None:
-        """Sets the value, or a function that returns it. The first read calls this function, which may wait for the device."""
+        """Sets `was_taken`, or a function that returns it. The first read calls the function, which may wait for the device."""
         self._was_taken = taken
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:

@@ -57,8 +57,8 @@ class Accumulator:
     after the parameter's last product; a communicator makes one with every contribution. num_expected_passes: the number of
     passes in earlier steps; 0 before the first step; None if it varies, so that only the end of the chunk completes the
     gradient. is_grad_view: whether `parameter.grad` is the view in this step, so that autograd adds into it. has_hook: whether
-    a hook accumulates each gradient of autograd; if not, autograd adds them up in `parameter.grad` until the end of the chunk,
-    which only an `UnbufferedAccumulator` supports. rows: with canonical sums, the partial sums for the reducer.
+    a hook accumulates each gradient from autograd; if not, autograd adds them up in `parameter.grad` until the end of the
+    chunk, which only an `UnbufferedAccumulator` supports. rows: with canonical sums, the partial sums for the reducer.
     """
 
     rows: list[Tensor]
@@ -138,7 +138,7 @@ class Accumulator:
         return self.has_hook and gradient is not None and gradient is not self.view
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right, for left [n, out] and right [n, in] of one dtype. If it is also the view's dtype, allocates
+        """Adds left^T right, for left [n, out] and right [n, in] of one dtype. If the view also has this dtype, allocates
         nothing; else computes the product in slices of at most `MAX_PRODUCT_BYTES`, or of one row.
         """
         if left.dtype != self.dtype:
@@ -308,7 +308,7 @@ class Totals:
 class Reduction:
     """Determines the order in which a run adds gradients, losses and loss weights. This class adds terms as they arrive.
     has_fixed_order: whether the order is the same in every layout. If so, losses are kept per microbatch, and code that adds
-    gradients passes the layer. micro_axes: the axes along which all ranks must run equally many microbatches.
+    gradients passes the layer. micro_axes: the axes along which all ranks must run the same number of microbatches.
     """
 
     has_fixed_order = False
@@ -354,7 +354,7 @@ class Reduction:
         return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> Totals:
-        """Returns the totals of a step, as in `Totals`. If sums have a fixed order, `loss` has one element per microbatch."""
+        """Returns the `Totals` for these arguments. If sums have a fixed order, `loss` has one element per microbatch."""
         return Totals(self.groups, gradients, loss, norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:

@@ -70,7 +70,7 @@ class Param:
         if type(parameter) is nn.Parameter:  # the fast path: a step reads this often, and `Module.__getattr__` is slow
             return parameter
         parameter = getattr(holder.module, holder.attribute, None)
-        shard: nn.Parameter | None = getattr(parameter, "shard", None)  # of a stand-in, or of the full tensor during a call
+        shard: nn.Parameter | None = getattr(parameter, "shard", None)  # stand-ins and, during a call, full tensors have it
         if shard is not None:
             return shard
         if not isinstance(parameter, nn.Parameter):

@@ -372,7 +372,7 @@ class PositionAdditivity:
         if size < 2 or output.ndim <= dim or output.shape[dim] != length:
             return
         starts = sorted({0, (length - size) // 2, length - size})
-        results = [self._check_window(output, batch, dim, start, size) for start in starts]  # all of them
+        results = [self._check_window(output, batch, dim, start, size) for start in starts]  # checks every window
         self._is_checked = any(results)
 
     def _check_window(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:

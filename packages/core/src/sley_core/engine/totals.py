@@ -121,7 +121,7 @@ class StepResult:
 
     @property
     def is_skippable(self) -> bool:
-        """Returns whether only a non-finite loss or gradient norm prevented the step, which `on_nan = "skip"` allows."""
+        """Returns whether only a non-finite loss or norm prevented the step, so that `on_nan = "skip"` skips it."""
         return not self.is_finite and not (self.ranks_differ or self.is_skipped) and self.weight > 0
 
 
@@ -258,7 +258,7 @@ def build_refusal(
 
 
 def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
-    """Returns a text with the ranks whose loss is not finite, one gradient that is not, and samples. reports: by rank."""
+    """Returns a text with the ranks whose loss is not finite, one non-finite gradient, and samples. reports: by rank."""
     bad = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
     text = ""
     if bad and len(reports) > 1:

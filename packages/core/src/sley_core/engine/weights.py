@@ -133,7 +133,7 @@ class MasterWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of the master weights; 0 if the optimizer updates the parameters themselves."""
+        """Returns the memory in bytes of the master weights; 0 if the optimizer updates the parameters themselves."""
         return sum(flat.num_bytes for flat in self._flats)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -173,7 +173,8 @@ class MasterWeights:
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
         """Rounds masters into working weights, drops references to gradients, and starts to fetch other ranks' parts
-        (`weights.settle` waits). are_sent: whether working weights have these values already; None means True with a `device`.
+        (`weights.settle` waits). are_sent: whether working weights already have these values; by default, whether there is a
+        `device`.
         """
         self._copy_back()
         if masters := list(self._masters.values()):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 CHUNK_TOKENS_PATH = ("loss", "chunk_tokens")  # the plan key that selects chunks
 
 AUTO_CHUNK_BYTES = 1 << 27
-"""The bytes of a chunk's logits with `chunk_tokens = "auto"`. Smaller chunks read the weight and its gradient too often."""
+"""The size in bytes of a chunk's logits with `chunk_tokens = "auto"`. Smaller chunks read weight and gradient too often."""
 
 ELEMENTWISE_METHODS = frozenset(
     {"tanh", "float", "double", "to", "contiguous", "mul", "div", "add", "sub", "neg"}
@@ -93,7 +93,7 @@ class HeadChunks:
             self.is_active = False
 
     def slices(self, num_tokens: int, num_classes: int, itemsize: int) -> Iterator[slice]:
-        """Yields slices of the tokens, of equal sizes except for a smaller last one. itemsize: the bytes of a logit."""
+        """Yields slices of the tokens, of equal sizes except for a smaller last one. itemsize: the size of a logit in bytes."""
         max_tokens = self.max_tokens or max(1, AUTO_CHUNK_BYTES // (num_classes * itemsize))
         size = max(1, -(-num_tokens // -(-num_tokens // max_tokens))) if num_tokens else 1
         return uniform_items(slice(start, start + size) for start in range(0, num_tokens, size))

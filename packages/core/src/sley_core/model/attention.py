@@ -153,7 +153,7 @@ def find_attention_kernel(name: str, head_dim: int, device: torch.device, dtype:
             backend = SDPBackend(torch._fused_sdp_choice(q, q, q, mask, 0.0, mask is None))
         except RuntimeError:  # "No viable backend"
             backend = SDPBackend.ERROR
-    if backend == SDPBackend.ERROR:  # each call of torch makes a new object
+    if backend == SDPBackend.ERROR:  # torch makes a new object in each call
         dtype_name = str(dtype).removeprefix("torch.")
         message = f"torch's attention kernel `{name}` cannot compute {dtype_name} heads of size {head_dim} on {device.type}"
         hint = 'use `attention = "auto"`, or another kernel'
@@ -204,7 +204,8 @@ def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sca
 
 def flat_bounds(cu_seqlens: Tensor, num_positions: int) -> Tensor:
     """Returns the bounds of all documents in the concatenated rows, [b n + 1] int32. Padding becomes empty documents. The
-    result is cached (`once_per_field`). cu_seqlens: [b, n + 1], as in `Attention`. num_positions: the length of a row.
+    result is cached (`once_per_field`). cu_seqlens: [b, n + 1], document starts, padded with `num_positions`, the length of a
+    row.
     """
 
     def compute() -> Tensor:

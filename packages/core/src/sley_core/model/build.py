@@ -1,9 +1,9 @@
 """Builds the model of a plan twice: on meta, and on the host with the values that plain PyTorch would give it.
 
-The first run of the factory (`build_on_meta`) gives the names, shapes and ties of parameters, but no memory. A hook of torch
-moves each parameter to the meta device when a module registers it. Tied parameters stay one object. Buffers and everything else
-are computed as usual. (Within `torch.device("meta")` common code such as `torch.linspace(0, rate, depth).tolist()` would fail.)
-If the factory needs the values of parameters, this run is on the host, too.
+The first run of the factory (`build_on_meta`) gives the names, shapes and ties of parameters, but no memory. A torch hook moves
+each parameter to the meta device when a module registers it. Tied parameters stay one object. Buffers and everything else are
+computed as usual. (Within `torch.device("meta")` common code such as `torch.linspace(0, rate, depth).tolist()` would fail.) If
+the factory needs the values of parameters, this run is on the host, too.
 
 The second run (`HostModel`) is on the host, with the generators in the state after `torch.manual_seed(seed)`. Then the model's
 `init_weights(module, name)` is called for every module. In this rank's layers, the resulting modules replace the meta modules,
@@ -198,10 +198,10 @@ def _parameters_on_meta(to_meta: MetaParameters) -> Iterator[None]:
             return None
         return None if is_traceable_wrapper_subclass(parameter) else to_meta(parameter)
 
-    handle = register_module_parameter_registration_hook(cast(Any, register))  # its type lacks the result
+    handle = register_module_parameter_registration_hook(cast(Any, register))  # torch's type of a hook has no result
     try:
         with warnings.catch_warnings(), NoDrawsOnMeta():  # type: ignore[no-untyped-call]
-            # raised by load_state_dict, whose values the second run has
+            # `load_state_dict` gives this warning; the second run loads the values
             warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter in the checkpoint to a meta")
             yield
     finally:
@@ -485,7 +485,7 @@ def evaluation_notes(layers: Sequence[Layer]) -> list[str]:
 
 def _modules_in_evaluation(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bool) -> Iterator[nn.Module]:
     """Yields `module`, or its outermost submodules, if they stay in evaluation mode. is_training: whether the parent is in
-    training mode. per_rank: patterns, as in `Model.per_rank_buffers`.
+    training mode. per_rank: name patterns of buffers that may differ between ranks.
     """
     is_norm = isinstance(module, _NormBase) and not matches_any(f"{name}.running_mean", per_rank)
     flags = [parameter.requires_grad for parameter in module.parameters()]

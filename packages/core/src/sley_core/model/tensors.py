@@ -96,7 +96,7 @@ def select_buffer_dtype(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def dtype_hint(error: BaseException) -> str:
-    """Returns a hint if `error` is an error of torch about dtypes that do not match; "" for other errors."""
+    """Returns a hint if `error` is a torch error about dtypes that do not match; "" for other errors."""
     if not isinstance(error, RuntimeError) or not re.search(r"dtype|scalar type", str(error)):
         return ""
     return (
@@ -137,7 +137,7 @@ def assume_device_type(device_type: str) -> Iterator[None]:
 
 def uniform_items(items: Iterable[T]) -> Iterator[T]:
     """Yields `items`. For each item the caller must run the same operations on the same shapes; the last item may be smaller.
-    Within `estimate_bytes`, stops once two consecutive items leave equally many bytes in use, as all later items would.
+    Within `estimate_bytes`, stops once two consecutive items leave the same number of bytes in use, as all later items would.
     """
     last_bytes = None
     for item in items:
@@ -151,7 +151,7 @@ def uniform_items(items: Iterable[T]) -> Iterator[T]:
 
 @contextmanager
 def estimate_bytes(count_bytes: Callable[[], int]) -> Iterator[None]:
-    """Lets `uniform_items` stop early within the block, which only estimates memory. count_bytes: returns the bytes in use."""
+    """Lets `uniform_items` stop early within the block, which only estimates memory. count_bytes: returns the memory in use."""
     _byte_counters.append(count_bytes)
     try:
         yield

@@ -100,7 +100,7 @@ class FactoryOptimizerConfig(OptimizerConfig):
 
     scope: Literal["elementwise", "matrix", "global"] | None = None
     """The gradients on which the update of an element depends: only its own gradient ("elementwise"), all gradients of its
-    parameter ("matrix"), or all gradients ("global"). You need not set it for classes of torch.optim.
+    parameter ("matrix"), or all gradients ("global"). You need not set it for torch.optim classes.
     """
 
 
@@ -144,15 +144,15 @@ class WarmupStableDecayConfig(DecayConfig):
 
 
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
-"""The classes of torch.optim that update an element only from the gradient and states of this element and the step count."""
+"""The torch.optim classes that update an element only from the gradient and states of this element and the step count."""
 
 PER_MATRIX = frozenset({"Adafactor", "Muon"})
-"""The classes of torch.optim that update an element from the gradients of all elements of the parameter."""
+"""The torch.optim classes that update an element from the gradients of all elements of the parameter."""
 
 
 def scope_of(record: Record | None, config: Table) -> Scope | Literal["unknown"]:
     """Returns the optimizer scope that `record` or, without a record, the factory's table `config` declares; if neither does,
-    the known scope of a class of torch.optim, or "unknown" for any other class.
+    the known scope of a torch.optim class, or "unknown" for any other class.
 
     An update needs all gradients in its scope on one rank. If a layout leaves some of them on other ranks, the result is wrong.
     """

@@ -32,12 +32,12 @@ ParameterGroups = Sequence[dict[str, Any]]
 
 
 def build_adamw(config: AdamWConfig, groups: ParameterGroups, device: torch.device) -> Optimizer:
-    """Returns torch.optim.AdamW over `groups`, fused if possible (see `_build_fastest`)."""
+    """Returns torch.optim.AdamW over `groups`, with torch's fused kernels if possible."""
     return _build_fastest(AdamW, groups, device, lr=config.lr, betas=tuple(config.betas), eps=config.eps)
 
 
 def build_sgd(config: SGDConfig, groups: ParameterGroups, device: torch.device) -> Optimizer:
-    """Returns torch.optim.SGD over `groups`, fused if possible (see `_build_fastest`)."""
+    """Returns torch.optim.SGD over `groups`, with torch's fused kernels if possible."""
     options = {"momentum": config.momentum, "dampening": config.dampening, "nesterov": config.nesterov}
     return _build_fastest(SGD, groups, device, lr=config.lr, **options)
 

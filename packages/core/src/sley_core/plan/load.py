@@ -40,8 +40,8 @@ def plan_from_text(
     *,
     loader: PluginLoader | None = None,
 ) -> Plan:
-    """Returns the plan in `text`, as `load_plan` does. file: the plan's name in messages. folder: the folder in which relative
-    paths start; by default the current directory.
+    """Returns the plan in `text`, with the checks of `load_plan`. file: the plan's name in messages. folder: the folder in
+    which relative paths start; by default the current directory.
     """
     return resolve_plan(read_text(text, file, folder, overrides), loader or PluginLoader())
 
@@ -49,8 +49,8 @@ def plan_from_text(
 def plan_from_dict(
     tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = (), *, loader: PluginLoader | None = None
 ) -> Plan:
-    """Returns the plan in `tables`, as `load_plan` does. `tables` has the types of parsed TOML; a key with the value None is
-    ignored. folder: the folder in which relative paths start; by default the current directory.
+    """Returns the plan in `tables`, with the checks of `load_plan`. `tables` has the types of parsed TOML; a key with the value
+    None is ignored. folder: the folder in which relative paths start; by default the current directory.
     """
     return resolve_plan(read_tables(tables, folder, overrides), loader or PluginLoader())
 
@@ -236,7 +236,7 @@ class _Resolver:
     def _resolve_record(
         self, spec: ComponentTable, table: dict[str, Any], path: KeyPath, shared: Mapping[str, Any]
     ) -> Component | None:
-        """Returns the component of the record that `use` names, as `_resolve_component` does."""
+        """Returns the component of the record that `use` names; if the table has a problem, records it and returns None."""
         name = table["use"]
         use_path, prefix = (*path, "use"), ""
         record = self.schedule.record if self.schedule and not self.document.origin(use_path) else None

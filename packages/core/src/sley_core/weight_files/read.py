@@ -179,7 +179,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 class HuggingFaceModel:
     """Describes the transformers model that has a run's weights. config: the content of `config.json`. names: the name of each
     weight in transformers' model, by its name in the run, without tied heads. files: a reader of the tensors for the weight
-    files if these have other names or shapes than in the run, or else None.
+    files; None if their names and shapes are those of the run.
     """
 
     config: Mapping[str, Any]
@@ -219,8 +219,8 @@ def config_folder(path: Path) -> Path:
 
 
 def open_weights(path: Path) -> TensorReader:
-    """Returns a reader of the weights in `path`: a folder of `save_pretrained`, a run's folder with its final weights, or a
-    checkpoint in a run's folder. Merges the run's adapters into the weights. Imports torch for checkpoints and adapters.
+    """Returns a reader of the weights in `path`: a folder that `save_pretrained` wrote, a run's folder with its final weights,
+    or a checkpoint in a run's folder. Merges the run's adapters into the weights. Imports torch for checkpoints and adapters.
 
     Raises RunError "weight-files" if the files cannot be read, and the errors of reading checkpoints, loading plans and merging
     adapters.

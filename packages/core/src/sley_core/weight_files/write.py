@@ -268,7 +268,7 @@ def write_tensors(
 
 
 VISIBILITY_TIMEOUT_S = 10.0
-"""The seconds within which a network file system must show the files of one host on all other hosts."""
+"""The time limit in seconds for a network file system to show the files of one host on all other hosts."""
 
 
 class ProbeFolder(Protocol):
