@@ -37,7 +37,7 @@ BOUNDS = torch.tensor([[0, 3, 7, 8], [0, 6, 8, 8]], dtype=torch.int32)
 """The document bounds `cu_seqlens` of each row. One document of each row lies in both halves."""
 
 DIVISIBLE_CASES: list[Case] = [(*heads, packed) for heads, packed in itertools.product([(4, 4), (4, 2), (4, 1)], [False, True])]
-"""The cases (see `Case`) that every attention must accept."""
+"""The cases that every attention must accept."""
 
 INDIVISIBLE_CASES: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]  # head counts that two ranks cannot split evenly
 
@@ -166,7 +166,7 @@ def _draw_inputs(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[st
 
 
 def _relative_errors(attention: nn.Module, group: Group, case: Case, seed: int) -> list[float]:
-    """Returns the errors (see `CaseResult`) of this rank's contexts without and with autograd, and of its gradients."""
+    """Returns the relative errors of this rank's contexts without and with autograd, and of its gradients."""
     *inputs, bounds = _draw_inputs(case, seed)
     (output_gradient, *_) = _draw_inputs(case, seed + 100)  # the context has the shape of q
 

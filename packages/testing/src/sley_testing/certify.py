@@ -1,8 +1,8 @@
 """Runs the contracts of all records of an installed distribution: `train-cli plugins check DIST`.
 
 Each plugin must load: it can be imported, its records are well-formed, and their `build` targets can be imported. Then each
-record must pass the contract of its type with its default options. A record is skipped if its contract needs input from its
-author, such as the files of a dataset.
+record must pass the contract of its type with its default options. A record is skipped if its contract needs input from the
+plugin's author, such as the files of a dataset.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def certify(distribution: str) -> Iterator[Verdict]:
 
 
 def _check_record(plugin: str, record: records.Record) -> Verdict:
-    """Returns the verdict on a record. Runs its contract with its default options, unless the record must be skipped."""
+    """Returns the verdict on a record. Runs the record's contract with default options, unless the record must be skipped."""
     if reason := _skip_reason(record):
         return Verdict(plugin, record.name, "skipped", reason)
     report = _run_contract(type(record), {"use": f"{plugin}.{record.name}"})
@@ -81,7 +81,7 @@ def _check_record(plugin: str, record: records.Record) -> Verdict:
 
 
 def _skip_reason(record: records.Record) -> str:
-    """Returns why the record cannot be checked without input from its author, or "" if it can."""
+    """Returns why the record cannot be checked without input from the plugin's author, or "" if it can."""
     if type(record) not in CONTRACTS:
         return "its contract needs inputs from the plugin's author: subclass it in a test (docs/testing-plugins.md)"
     if isinstance(record, records.GradientHandlerRecord) and record.role == "tie":

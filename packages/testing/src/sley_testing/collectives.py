@@ -199,8 +199,8 @@ class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def wrap_method(self, operation: str, input_index: int, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a replacement for `method` of a cross-memory transport, which records each call as `operation` and then calls
-        `method`. input_index: the position of this rank's input among the arguments.
+        """Returns a replacement for `method` of a cross-memory transport. The replacement records each call as `operation`,
+        then calls `method`. input_index: the position of this rank's input among the arguments.
         """
 
         def record_and_call(transport: Any, *args: Any, **kwargs: Any) -> Any:
@@ -292,7 +292,7 @@ def record_built_models() -> Iterator[list[tuple[Model, Traces]]]:
 
 
 def _describe_attribute(value: Any) -> Any:
-    """Returns the plain data for an attribute of a module; see `traces`."""
+    """Returns plain data that describes an attribute of a module and can be compared."""
     if isinstance(value, Mapping):
         return {
             key if isinstance(key, str) else index: _describe_attribute(item) for index, (key, item) in enumerate(value.items())
@@ -340,10 +340,10 @@ def can_read_peers() -> bool:
 @contextmanager
 def late_exchanges() -> Iterator[None]:
     """Delays each exchange in the block until the program waits for it, like a device whose communication stream is far behind.
-    All ranks must use it. A result contains NaN until `wait`, so a program that reads it too early computes NaN. Inputs are
-    sent at the time of `wait`, so a program that writes to them, frees them or returns them to a pool too early sends wrong
-    values. Exchanges then happen in the order of their waits, which must be the same on all ranks. Sends and receives are not
-    delayed.
+    All ranks must enter the block. A result contains NaN until `wait`, so a program that reads a result too early computes NaN.
+    Inputs are sent at the time of `wait`, so a program that writes to them, frees them or returns them to a pool too early
+    sends wrong values. Exchanges then happen in the order of their waits, which must be the same on all ranks. Sends and
+    receives are not delayed.
     """
     choose = Group.transport
 
@@ -382,7 +382,7 @@ class _LateWork(Work):
 
 
 class _LateTransport(Transport):
-    """Delays the exchanges of another transport; see `late_exchanges`."""
+    """Delays each exchange of another transport until the program waits for it."""
 
     def __init__(self, transport: Transport, group: Group) -> None:
         self._transport = transport

@@ -12,8 +12,8 @@
         def batch(self):
             return torch.randn(4, 6, dtype=torch.float64), {"y": torch.randn(4, 6)}
 
-Each rank opens the data itself, and a restarted run opens it again. All must get the same sample for the same index. A layout
-may split a batch between any samples, so a loss is a sum, and its weight counts the terms of the sum.
+Each rank opens the data itself, and a restarted run opens it again. All of them must get the same sample for the same index. A
+layout may split a batch between any samples, so a loss is a sum, and its weight counts the terms of the sum.
 """
 
 import gc

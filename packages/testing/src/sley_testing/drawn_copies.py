@@ -9,7 +9,7 @@ At each call and each torch operation, random numbers decide which pending copie
 * **bits**: the target of a pending copy contains NaN, and so do the new bytes of a resized storage. A read that is too early
   returns NaN. If a source is overwritten or freed too early, its later state is copied.
 * **rules** (`happens_before.py`): two conflicting accesses that no wait orders raise AssertionError with the operation, the
-  tensor, and the missing wait. This also finds races that do not change any bit here.
+  tensor, and the missing wait. This check also finds races that do not change any bit here.
 
 The device's own operations are complete when their calls return, as on every CPU. `make_device_wait` executes all copies before
 its event, since later operations may need them. The host may use host memory (`host_memory`) only after `wait`.
@@ -122,7 +122,7 @@ class DrawnCopies:
         assert target.shape == source.shape, (target.shape, source.shape)
         assert target.dtype == source.dtype, (target.dtype, source.dtype)
         self.handle_call()
-        torch.autograd.graph.increment_version(target)  # when the copy is issued, as `copy_` on a real stream does
+        torch.autograd.graph.increment_version(target)  # at once, as `copy_` on a real stream does
         try:
             self.apply_rule(self.detector.record_copy, stream, target, source)
         finally:

@@ -88,7 +88,7 @@ class Frozen(Block):
 
 
 class GradientInForward(Block):
-    """Computes an input gradient in the forward, which must not contribute to weight gradients."""
+    """Computes in its forward an input gradient, which must not contribute to weight gradients."""
 
     def forward(self, hidden: Tensor) -> Any:
         with torch.enable_grad():
@@ -252,7 +252,7 @@ _CLASSES: tuple[type[nn.Module], ...] = (  # the classes of `HABITS`
     Hooked,
     WrittenGradients,
 )
-HABITS: dict[str, Any] = {cls.__name__: cls for cls in _CLASSES}  # the habits by name; the class gets the width
+HABITS: dict[str, Any] = {cls.__name__: cls for cls in _CLASSES}  # the habits by name; each class is called with the width
 
 FULL_GRADIENT_HABITS: dict[str, Any] = {cls.__name__: cls for cls in (HookedWeights, Assigned)}
 """Habits that need full weight gradients. Runs with sharded weights refuse models with these habits."""

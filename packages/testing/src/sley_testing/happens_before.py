@@ -274,7 +274,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operation calls others, which are dispatched here too
             return func(*args, **kwargs)
-        if func.is_view and func._can_decompose():  # in inference mode, for example `reshape`, which may be a view or a copy
+        if func.is_view and func._can_decompose():  # such as `reshape` in inference mode, which may be a view or a copy
             with self:
                 return func.decompose(*args, **kwargs)
         names, written = _describe_arguments(func)

@@ -84,7 +84,7 @@ def observe(hooks: Sequence[Tables], folder: Path, *, fails: bool = False) -> Ob
 
 
 def call_errors(hooks: Sequence[Tables], folder: Path) -> Iterator[str]:
-    """Calls each method of the hook with the values that actions may have, such as None. Yields a line for each error."""
+    """Calls each method of the only hook in `hooks` with values of actions, such as None. Yields a line for each error."""
     with assemble(plan_from_dict(changed(PLAN, scheduler_hooks=list(hooks), parallel={}), folder), World.alone("cpu")) as run:
         run.step()
         (hook,) = run.stepper.executor.hooks
@@ -140,7 +140,7 @@ class SchedulerHookContract:
 Point = tuple[int, str, float | None]
 """The step, name and value of a number. A value of None stands for a non-finite value that the format cannot represent."""
 
-MAX_FILE_BYTES = 4096  # the maximum bytes of a file in the test of a full disk; the rows of the test need more
+MAX_FILE_BYTES = 4096  # the maximum size in bytes of a file in the test of a full disk; the rows of the test need more
 
 
 class MetricsWriterContract:

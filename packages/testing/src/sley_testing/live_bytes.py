@@ -1,4 +1,4 @@
-"""Measures the peak of live host tensor bytes in a run, and records figures with their targets.
+"""Measures the peak memory of live host tensors in a run, and records figures with their targets.
 
     with memory_profile() as profile:
         run.step()
@@ -64,9 +64,9 @@ def peak_bytes(events: list[Allocation]) -> int:
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """Holds the measured bytes of a rank. states: the bytes of each part of the run after the last step. peak: the maximum
-    number of live bytes allocated since assembly, without samples, since the profiler does not record their thread (see
-    `RankBytes.batch`). plan_values: values of the plan that only the run could determine, such as a partition.
+    """Holds the measured memory of a rank in bytes. states: the memory of each part of the run after the last step. peak: the
+    peak of live memory that the run allocated, without samples, since the profiler does not record the thread that loads
+    samples. plan_values: values of the plan that only the run could determine, such as a partition.
     """
 
     states: dict[str, int]
@@ -75,7 +75,7 @@ class MeasuredBytes:
 
 
 def measure_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> MeasuredBytes:
-    """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world. Returns the measured bytes."""
+    """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world. Returns the measured memory."""
     plan = plan_from_dict(tables, folder)
     with World.join("cpu") as world, memory_profile() as events:
         draft = build_draft(plan, world)

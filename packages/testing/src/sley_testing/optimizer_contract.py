@@ -168,7 +168,7 @@ class OptimizerContract:
         """Compares an uninterrupted run with a resumed run that also evaluates."""
         tables = self._plan(precision={"compute": compute})
         uninterrupted = record(tables, NUM_STEPS, prepare=partial(save_at, SAVED_AT, tmp_path / "saved"))
-        # If they differ, the optimizer has state outside the checkpoint.
+        # If the runs differ, the optimizer has state outside the checkpoint.
         assert_same_run(uninterrupted, resume(tables, tmp_path / "saved"))
 
     @pytest.mark.parametrize("handler", ["core.each", "dp.sharded"])
@@ -260,7 +260,7 @@ NUM_EXTRA_STEPS = 10  # the number of steps after the plan's last step, which a 
 
 
 class LRScheduleContract:
-    """Tests a learning-rate schedule. Subclass it, and set `learning_rate` to its table. num_steps: the steps of the run."""
+    """Tests a learning-rate schedule. Subclass it, and set `learning_rate` to its table. num_steps: the length of the run."""
 
     learning_rate: ClassVar[Tables]
     num_steps: ClassVar[int] = 100

@@ -35,8 +35,8 @@ def relative_errors(
 def assert_close_gradients(
     reference: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], tolerance: float, *, floor: float = 0.0
 ) -> None:
-    """Asserts that the relative error of each tensor is at most `tolerance`. The message lists the largest errors. floor: see
-    `relative_errors`. Raises AssertionError if names or shapes differ.
+    """Asserts that the relative error of each tensor is at most `tolerance`. The message lists the largest errors. floor:
+    errors are relative to at least this norm. Raises AssertionError if names or shapes differ.
     """
     errors = relative_errors(reference, actual, floor=floor)
     failures = sorted(((error, name) for name, error in errors.items() if not error <= tolerance), reverse=True)

@@ -224,7 +224,7 @@ def run_mismatched_walks(link: Tables) -> list[str]:
 
 
 def time_aborts(link: Tables, timeout_s: float) -> float:
-    """Begins and aborts two walks on the first stage. Returns the seconds. timeout_s: the limit of a collective in seconds."""
+    """Begins and aborts two walks on the first stage. Returns the time in seconds. timeout_s: the limit of a collective."""
     placement, key = Placement((0, 1, 1, 0)), ("tokens", (2, 3))
     steps = lower(random_action_lists(placement, 2, Random(1)), placement, 2)[0]
     with open_link(link, timeout_s) as (stage_link, stage):
@@ -361,7 +361,7 @@ class Walker:
         self._boundaries.send(flow, action.chunk, action.micro, (description, tensors))
 
     def _keep(self, tensors: list[torch.Tensor], expected: list[torch.Tensor], microbatch: int) -> None:
-        """Keeps the received tensors for later checks. If `microbatch` is odd, overwrites the first tensor before that."""
+        """Keeps the received tensors for later checks. If `microbatch` is odd, overwrites the first tensor beforehand."""
         versions = [tensor._version for tensor in tensors[1:]]
         if tensors and microbatch % 2:
             tensors[0].fill_(7)

@@ -83,7 +83,7 @@ class PlainLoop:
         self.clip_kind = clip_kind
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Copies `values` into the parameters by name. Raises KeyError if one is missing."""
+        """Copies `values` into the parameters by name. Raises KeyError if the value of a parameter is missing."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(values[name])

@@ -15,7 +15,7 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marker `gpu`, and adds the root folder of the tests to `sys.path`."""
-    description = "skips the test without `count` CUDA devices, or one that ranks share (NCCL_MULTI_RANK_GPU_ENABLE=1)"
+    description = "skips the test if there are fewer than `count` CUDA devices; one suffices with NCCL_MULTI_RANK_GPU_ENABLE=1"
     config.addinivalue_line("markers", f"gpu(count=1): {description}")
     root = str(config.rootpath)
     if root not in sys.path:  # ranks import test modules by names that start at the root (`--import-mode=importlib`)

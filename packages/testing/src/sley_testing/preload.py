@@ -1,4 +1,4 @@
-"""Imports the modules that ranks need once in the fork server, so that a rank starts in milliseconds.
+"""Imports the modules that ranks need into the fork server, so that a rank starts in milliseconds.
 
 This includes modules that torch imports late: the first optimizer of a process imports torch._dynamo, which takes 1 s. A failed
 import is ignored here; the rank that needs the module then raises the error in its test.

@@ -51,7 +51,7 @@ class Process:
 
 
 def descendants(pid: int | None = None) -> list[Process]:
-    """Returns all descendants of `pid` (default: this process), except fork servers and resource trackers of Python."""
+    """Returns all descendants of `pid` (default: this process), except Python's fork servers and resource trackers."""
     root, processes = os.getpid() if pid is None else pid, list(_processes())
     root_commands = [process.command for process in processes if process.pid == root]
     generation = [process for process in processes if process.parent == root]

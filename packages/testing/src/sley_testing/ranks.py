@@ -39,9 +39,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import pytest
 
-GRACE_S = 1.0  # the seconds that the other ranks may run after the first failure
+GRACE_S = 1.0  # the time in seconds that the other ranks may run after the first failure
 
-_EXIT_S = 2.0  # the maximum seconds of a wait for the end of a process
+_EXIT_S = 2.0  # the maximum time in seconds of a wait for the end of a process
 
 P = ParamSpec("P")
 T = TypeVar("T")

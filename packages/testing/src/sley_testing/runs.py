@@ -218,7 +218,9 @@ def assert_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision:
 
 
 def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
-    """Asserts the same as `assert_parity`, but each rank may hold only a part of the model, if all ranks together hold all."""
+    """Asserts that each rank, which may hold only a part of the model, matches the one-process `reference` within the limits of
+    `precision`, and that all ranks together hold the whole model.
+    """
     weight_tolerance, floor = WEIGHTS[precision], noise_floor(reference.gradients[0])
     for rank, layout in enumerate(layouts):
         assert_same_bits(_select(reference.initial_weights, layout.initial_weights), layout.initial_weights)

@@ -4,8 +4,8 @@
         weights = {"use": "ring.communicator"}
 
 A small fp64 model (`layers`) has tied weights, linears that are used twice or never, a frozen linear, and sizes that are not
-divisible by the number of ranks. Each row of its dataset consists of two documents. Runs that shard its weights over `wp` ranks
-are compared with one process that holds all weights.
+divisible by the number of ranks. Each row of its dataset consists of two documents. Runs that shard the model's weights over
+`wp` ranks are compared with one process that holds all weights.
 
 The communicator decides which parameters are sharded (`shard_dim`). It must shard at least one parameter of the model. If its
 record declares rounded weights (`tolerance_for` above 0), the rounding errors are tested instead of the match with one process.
@@ -247,7 +247,7 @@ def _closed_call_errors(run: Run) -> Iterator[str]:
                     yield f"{layer.name} returns a result after the run, although its weights are sharded"
                 except RunError:
                     pass
-                except Exception as error:  # an error of torch, caused by the shape of a shard
+                except Exception as error:  # a torch error, caused by the shape of a shard
                     yield f"{layer.name} raises no RunError after the run, but {type(error).__name__}: {error}"
             yield from (f"{layer.name} communicates after the run: {call}" for call in calls)
 
