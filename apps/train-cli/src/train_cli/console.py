@@ -159,10 +159,10 @@ _REDRAW_INTERVAL_S = 0.2  # the minimum number of seconds between two redraws of
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
-    """Prints the progress of a run of `num_steps` steps if it is appended to `run.readers`. Ignores failed writes. On a
-    terminal, it redraws one line; otherwise it prints a line after every `log_every`-th step and after the last step. notes:
-    the list to which the run appends its notes; new notes are printed. stream: the output; None for stderr. As a context
-    manager, it ends the output when the block ends.
+    """A member of `run.readers` that prints the progress of a run of `num_steps` steps. Ignores failed writes. On a terminal,
+    it redraws one line; otherwise it prints a line after every `log_every`-th step and after the last step. notes: the list to
+    which the run appends its notes; new notes are printed. stream: the output; None for stderr. As a context manager, it ends
+    the output when the block ends.
     """
 
     def __init__(self, num_steps: int, log_every: int, notes: Sequence[str] = (), stream: TextIO | None = None) -> None:
@@ -238,7 +238,7 @@ def format_header(run: "Run", num_bytes: Mapping[str, int]) -> str:
         rank 0 has 4.0 MiB weights, 4.0 MiB gradients, and after the first step also the optimizer states
         memory below is the peak of rank 0's whole process, including libraries
 
-    num_bytes: the bytes of this rank's memory by part, as in `Run.memory.bytes`, before the first step.
+    num_bytes: the size in bytes of each part of this rank's memory before the first step.
     """
     plan, device = run.plan, str(run.world.device)
     steps, size, sequence = plan.run.steps, plan.batch.global_size, run.dataset.info.sequence

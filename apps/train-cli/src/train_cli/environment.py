@@ -93,7 +93,7 @@ class StartRecord:
 
 
 def write_start_record(folder: Path, plan: Plan, *, include_gpus: bool) -> None:
-    """Writes `start.json` into `folder`. plan: the resolved plan. include_gpus: as in `describe_machine`."""
+    """Writes `start.json` into `folder`. plan: the resolved plan. include_gpus: whether to list the GPUs."""
     time = datetime.now(UTC).isoformat(timespec="seconds")
     origins = {format_path(path): plan.origin(path) for path, _ in iterate_values(plan.tables)}
     write_json(folder / START_FILE, vars(StartRecord(time, origins, describe_machine(include_gpus=include_gpus))))

@@ -128,7 +128,7 @@ PREFLIGHT = "preflight"
 """The error code of ranks that cannot start together."""
 
 _EXIT_DELAY_S = 3.0
-"""A rank whose error another rank prints exits after this number of seconds, since its launcher then ends all ranks."""
+"""How long in seconds a rank waits while another rank prints its error, since its exit makes the launcher end all ranks."""
 
 _FAULT_KEY = "sley"  # the key of the fault in an error file
 
@@ -136,8 +136,8 @@ _PEER_FAILURE_CODES = frozenset({"collective-failed", "rendezvous-failed", "grou
 """The error codes that a rank may report because one of its peers has ended."""
 
 _PEER_FAILURE_DELAY_S = 10
-"""The seconds added to the time of a report with a code of `_PEER_FAILURE_CODES`. torchrun shows the rank with the earliest
-report, in whole seconds, and notices a death only after the dead rank's peers have reported.
+"""The time in seconds that is added to the time of a report with a code of `_PEER_FAILURE_CODES`. torchrun shows the rank with
+the earliest report, in whole seconds, and notices a death only after the dead rank's peers have reported.
 """
 
 _BUSY_CODE, _WAITING_CODE = "rank-late", "rank-waiting"
@@ -235,7 +235,7 @@ _SIGNAL_EXIT_CODES = frozenset(
 )  # the exit codes of ranks that ended because a signal told them to
 
 _REPORT_LEAD_S = 2.0
-"""The seconds subtracted from the time at which the launcher notices a rank's death, since a peer may report it earlier."""
+"""The estimated time in seconds from a rank's death until its launcher notices it, in which a peer may report the death."""
 
 _SIGNAL_HINTS: dict[int, str] = {  # the hints for killed ranks, by signal number
     signal.SIGKILL: "the process was killed from outside: look for the OOM killer in `dmesg`",

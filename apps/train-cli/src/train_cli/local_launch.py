@@ -92,7 +92,7 @@ def launch(
 
 class _LocalRanks:
     """Starts, signals and ends the processes of the ranks. folder: contains the ranks' store and error files. kill_timeout_s:
-    the seconds from a forwarded signal until SIGKILL. killed_states: the process state of each killed rank, by rank.
+    the time in seconds from a forwarded signal until SIGKILL. killed_states: the process state of each killed rank, by rank.
     """
 
     def __init__(self, folder: Path, kill_timeout_s: float) -> None:
@@ -154,7 +154,7 @@ class _LocalRanks:
         self._wait_for_end(self._kill_timeout_s)
 
     def _wait_for_end(self, timeout_s: float) -> dict[int, int]:
-        """Waits at most `timeout_s` for all ranks to end. Returns the process ids of running ranks, by rank."""
+        """Waits at most `timeout_s` seconds for all ranks to end. Returns the process ids of running ranks, by rank."""
         deadline_s = time.monotonic() + timeout_s
         while (pids := self._running_pids()) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)

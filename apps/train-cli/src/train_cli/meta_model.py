@@ -135,7 +135,7 @@ def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor
 
 
 def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """Returns the microbatch of `meta_micro_batch` on the host, with whole sequences, {field: [micro_size, ...]}."""
+    """Returns a microbatch of the plan's data on the host, with whole sequences, {field: [micro_size, ...]}."""
     info, size = dataset.info, plan.batch.micro_size
     if plan.data.record is not None and info.sequence is not None:
         lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}

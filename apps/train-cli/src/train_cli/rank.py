@@ -119,7 +119,7 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
         except Exception as error:
             if isinstance(error, SleyError):
                 plan.add_locations(error)
-            # Before cleanup, which may hang: the launcher needs the first error.
+            # The error is written before the cleanup, which may hang, since the launcher needs the first error.
             fault = Fault.from_error(error)
             write_error_file(fault)
             signal_handler.limit_cleanup(fault.exit_code)
@@ -131,8 +131,8 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
 
 
 def _start_reporter(run: Run, folder: Path, totals: "RunTotals", resume: str | None) -> console.ProgressReporter:
-    """Writes the plan and the start record, prints the header, and adds `totals` and a new reporter, which it returns, to
-    `run.readers`. If `resume` is not None, `totals` also includes the rows of earlier attempts.
+    """Writes the plan and the start record, prints the header, adds `totals` and a new reporter to `run.readers`, and returns
+    the reporter. If `resume` is not None, `totals` also includes the rows of earlier attempts.
     """
     (folder / SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
     resolved = run.resolved_plan  # also has the values that the data determine
@@ -204,7 +204,8 @@ def _write_summary(run: Run, folder: Path, outcome: str, totals: "RunTotals", no
 @dataclass
 class RunTotals:
     """The totals of a run's metrics rows. seconds: the sum of the step times. tflop, mfu_seconds: the sums of `tflops` and
-    `mfu` times the step time. memory_mb: in MiB. evaluation: the last values. losses: the last `NUM_AVERAGED` finite losses.
+    `mfu` times the step time. memory_mb: the peak in MiB. evaluation: the last metrics. losses: the last `NUM_AVERAGED` finite
+    losses.
     """
 
     num_steps: int = 0

@@ -34,15 +34,15 @@ from train_cli.faults import PREFLIGHT, Fault
 RESPONSE_TIMEOUT_S = 8.0
 """The time limit in seconds for resolving a name, for opening a port, and for an answer from the store."""
 
-_NOTIFICATION_TIMEOUT_S = 30.0  # the seconds for which a rank that cannot start tries to reach rank 0, which may start later
+_NOTIFICATION_TIMEOUT_S = 30.0  # how long in seconds a failed rank tries to reach rank 0, which may start later
 
 ARRIVAL_GRACE_S = 10.0
 BUILD_GRACE_S = 60.0
-"""The seconds for which rank 0 keeps its store after a failure, so that other ranks can read the reason: ranks that have not
-arrived yet (`ARRIVAL_GRACE_S`), or that are still building their model (`BUILD_GRACE_S`).
+"""The time in seconds for which rank 0 keeps its store after a failure, so that other ranks can read the reason: ranks that
+have not arrived yet (`ARRIVAL_GRACE_S`), or that are still building their model (`BUILD_GRACE_S`).
 """
 
-_POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3  # seconds: the first and the longest pause of a poll; the pause before a retry
+_POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3  # in seconds: a poll's first and longest pause; the pause before a retry
 
 Verdict = dict[str, Any]
 """The result of a round: {} if all ranks have arrived and agree; else `message` and `hint` of the error on all ranks."""
@@ -72,13 +72,13 @@ _ARRIVAL_TEXTS = (
     "did not connect",
     "start all hosts, with a MASTER_ADDR that all can reach, not localhost; raise [limits] start_timeout_s to wait longer",
 )
-"""As `_BUILD_TEXTS`, for the first round."""
+"""What the missing ranks of the first round did not do, as part of an error message, and the hint of that error."""
 
 _BUILD_TEXTS = (
     "did not open their data and build their model",
     "check whether they read from a slow disk, for example; raise [limits] collective_timeout_s to wait longer",
 )
-"""What the missing ranks did not do, as part of an error message, and the hint of that error."""
+"""What the missing ranks of the second round did not do, as part of an error message, and the hint of that error."""
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Rendezvous:
         return {"host": self.host, "job": self.job, "process": self.process}
 
     def _read_rank_0(self) -> dict[str, Any]:
-        """Waits for and returns the first value of rank 0. Raises RunError "preflight" if it is missing or of another run."""
+        """Waits for and returns the first value of rank 0. Raises RunError "preflight" if it is missing or from another run."""
         rank_0 = self._wait_for("first", "the data of rank 0", self.timeout_s)
         if rank_0["job"] != self.job:
             hint = "set a different MASTER_PORT for each run on a host, and the same MASTER_PORT on all ranks of a run"
@@ -186,7 +186,7 @@ class Rendezvous:
         return rank_0
 
     def _compare(self, rank_0: dict[str, Any], info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> Verdict:
-        """Returns a verdict on the first difference of this rank from rank 0, or {}. rank_0: the first value of rank 0."""
+        """Returns a verdict on the first difference between this rank and rank 0, or {}. rank_0: the first value of rank 0."""
         rank_name, rank_0_name = f"rank {self.rank} on {self.host}", f"rank 0 on {rank_0['host']}"
         if self.rank >= self.size:
             message = f"a process on {self.host} has RANK {self.rank}, but WORLD_SIZE is {self.size}"
@@ -213,7 +213,9 @@ class Rendezvous:
             self._add_count("arrived")
 
     def _end_round(self, texts: tuple[str, str], timeout_s: float) -> None:
-        """Waits for the verdict of this round. Raises RunError "preflight" if it is a failure. texts: as `_ARRIVAL_TEXTS`."""
+        """Waits for this round's verdict. Raises RunError "preflight" if it is a failure. texts: what ranks did not do, and a
+        hint.
+        """
         num_readers = self.size - 1
         if self.rank == 0:
             for _ in _poll_for(timeout_s):
@@ -273,7 +275,7 @@ class Rendezvous:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Turns a RuntimeError of torch, raised when the process that serves the store has ended, into RunError "preflight"."""
+        """Turns torch's RuntimeError after the end of the process that serves the store into RunError "preflight"."""
         try:
             yield
         except RuntimeError as error:

@@ -98,7 +98,8 @@ def checkpoint_folder(plan: Plan, folder: Path) -> str:
 
 def _load_reader(plan: Plan | None) -> CheckpointFiles:
     """Returns the checkpoint reader of the plan's checkpointer, or of the default checkpointer if there is none. Imports torch.
-    Raises PluginError "plugin-missing" if it is not installed, and UsageError "no-checkpoint-files" if it has no reader.
+    Raises PluginError "plugin-missing" if the checkpointer is not installed, and UsageError "no-checkpoint-files" if it has no
+    reader.
     """
     reader = _find_reader(plan)
     if reader is None:
@@ -176,7 +177,7 @@ def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tupl
 def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     """Returns the plan and the weights of a run or checkpoint, and prints the origin of the weights. run: a run folder, or the
     path or URL of a checkpoint. best: whether to use the best checkpoint of a run folder instead of its newest weights. Raises
-    UsageError: "no-run" if `run` is neither, or if `best` is set and it is not a run folder; "no-weights" if the run has no
+    UsageError: "no-run" if `run` is neither, or if `best` is set and `run` is not a run folder; "no-weights" if the run has no
     such weights.
     """
     from sley_core.checkpointing import load_plan_and_weights
@@ -243,11 +244,11 @@ def is_folder_continued(plan: Plan, resume: str | None) -> bool:
         return resume is not None or attempt is None or attempt.slurm_job_id == slurm_job_id()
     if resume is None:
         return False
-    # With and without resolved links, since the checkpoint folder may be a link.
+    # The path is compared with and without resolved links, since the checkpoint folder may be a link.
     paths = {Path(resume).resolve(), Path(os.path.abspath(resume))}  # noqa: PTH100  # does not follow links
     if any(path.is_relative_to(base) for path in paths for base in (folder.resolve(), folder.absolute())):
         return True
-    # A checkpoint in another folder may also be of this run.
+    # A checkpoint in another folder may also belong to this run.
     attempt = read_attempt(folder)
     if attempt is None or (reader := _find_reader(plan)) is None:
         return False

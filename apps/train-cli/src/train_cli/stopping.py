@@ -62,9 +62,9 @@ def has_launcher() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Makes the kernel kill this rank when the launcher or torchrun that started it ends, even if that was by SIGKILL, and even
-    while this rank hangs in a driver. Exits at once if the launcher has already ended. Does nothing in a process that neither
-    of them started. Call it before slow imports.
+    """Makes the kernel kill this rank when the launcher or torchrun that started it ends, even by SIGKILL, and even while this
+    rank hangs in a driver. Exits at once if the launcher has already ended. Does nothing in a process that neither of them
+    started. Call it before slow imports.
     """
     global _has_launcher
     # The variable is removed, so that processes that the rank starts do not act as ranks.
@@ -116,7 +116,7 @@ class TerminationInterrupt(BaseException):
 
 
 def sigterm_timeout_s(plan: Plan) -> float:
-    """Returns the number of seconds after SIGTERM within which a rank of `plan` finishes its step, saves and exits."""
+    """Returns the time limit in seconds for a rank of `plan` to finish its step, save and exit after SIGTERM."""
     saves = plan.run.final_weights != "none" or (plan.checkpoint is not None and plan.checkpoint.config.on_interrupt)
     return SAVE_TIMEOUT_S if saves else SIGTERM_TIMEOUT_S
 

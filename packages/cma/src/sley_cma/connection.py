@@ -27,7 +27,7 @@ from sley_core.api.comm import Members, Turn, gather_values
 from sley_core.errors import RunError
 
 MAX_SPANS = 1024
-"""The maximum number of spans per call (IOV_MAX of Linux)."""
+"""The maximum number of spans per call (Linux's IOV_MAX)."""
 
 MAX_BYTES = 1 << 30
 """The maximum number of bytes per call. Linux silently truncates longer copies to slightly less than 2 GiB (MAX_RW_COUNT)."""
@@ -171,9 +171,9 @@ class Inbox:
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + SLOTS * _OFFER_WORDS + slot
 
 
-_YIELD_S = 1e-3  # seconds; see `_SLEEP_DIVISOR`
-_MIN_SLEEP_S = 50e-6  # seconds; see `_SLEEP_DIVISOR`
-_MAX_SLEEP_S = 5e-4  # seconds; see `_SLEEP_DIVISOR`
+_YIELD_S = 1e-3  # how long in seconds a waiting rank yields its core before it sleeps
+_MIN_SLEEP_S = 50e-6  # the shortest sleep in seconds
+_MAX_SLEEP_S = 5e-4  # the longest sleep in seconds
 _SLEEP_DIVISOR = 64
 """A waiting rank yields its core for the first millisecond. Then it repeatedly sleeps for 1/64 of the time that it has waited,
 from 50 us to 0.5 ms, which delays it little. Polling always at 50 us would use 15% of a core, which the peer may need.
@@ -219,8 +219,7 @@ class Connection:
         values = gather_values(connection._addresses[0], channel)
         connection._addresses = [_Address(host and tuple(host), *fields) for host, *fields in values]
         hosts = {address.host for address in connection._addresses}
-        # Descriptors are opened before tokens are read, so that a correct token proves that the descriptor
-        # belongs to the peer.
+        # Descriptors are opened before tokens are read, so that a correct token proves that the descriptor belongs to the peer.
         is_connected = (
             len(hosts) == 1
             and None not in hosts

@@ -20,8 +20,8 @@ _Table = ctypes.Array[ctypes.c_int64]
 
 class Offers:
     """Makes this rank's offers to the members of `connection`, and reads the members' offers, in ring `ring` of the inboxes.
-    Offers are numbered from 1. channel: the channel's name for errors. The tensors of an offer must be contiguous, and must not
-    be written before `wait_read` returns.
+    Offers are numbered from 1. channel: the name of the channel, for errors. The tensors of an offer must be contiguous, and
+    must not be written before `wait_read` returns.
     """
 
     def __init__(self, connection: Connection, channel: str, ring: int) -> None:
@@ -108,12 +108,12 @@ class Offers:
         self._open_offers.pop(number, None)
 
     def turn(self, number: int, label: str, *, is_read: bool = False) -> Turn:
-        """Returns the description of a wait for the peers' offers `number`, or, if `is_read`, for their reads."""
+        """Returns the description of a wait for the peers' offers `number` or, if `is_read`, for reads of this rank's offer."""
         queue = self._read_queues[self.coord] if is_read else self._queue
         return Turn("exchange", self.members, label, queue, number)
 
     def _wait_word(self, index: int, number: int, peer: int, label: str, *, is_read: bool) -> None:
-        """Waits until the word `index` of the inbox, which `peer` writes, is at least `number`. is_read: see `turn`."""
+        """Waits until the inbox's word `index`, which `peer` writes, is at least `number`. is_read: if it confirms a read."""
         words = self._inbox.words
         if words[index] < number:
             turn = self.turn(number, label, is_read=is_read)

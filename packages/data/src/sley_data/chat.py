@@ -155,7 +155,7 @@ class ChatDataset(LazyDataset):
 
     @cached_property
     def stream(self) -> TokenStream:
-        """The tokens of all samples, with `_LABEL_BIT` set in labels. The first access may raise the errors of the class."""
+        """The tokens of all samples, with `_LABEL_BIT` set in labels. The first access loads the data."""
         config, split, digest = self.config, self.context.split, self.template.digest
         files, held_out = find_split_files(config, split)
         options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, config.max_held_out)
@@ -241,7 +241,7 @@ class ChatDataset(LazyDataset):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts of conversations, tokens and positions, as `Dataset.counts` describes. Loads the data."""
+        """The counts of conversations, tokens and positions in the split, by name. Loads the data."""
         num_positions, stats = len(self) * self.config.sequence, self.stats
         return {
             "documents": stats.documents,

@@ -302,7 +302,7 @@ def _load_tokenizer(path: Path) -> Any:
         raise PlanError("tokenizer-missing", f"the folder `{path}` does not exist", path=("data", "tokenizer"), hint=hint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers raises many types
+    except Exception as error:  # transformers raises many types of exceptions
         reason = (str(error).splitlines() or [repr(error)])[0]
         message = f"transformers cannot load the tokenizer `{path}`: {reason}"
         raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
@@ -314,8 +314,8 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def load_text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` of the path `tokenizer`, or of the table's tokenizer if `tokenizer` is None. The template's
-    end-of-turn token ends a text. Implements `DatasetRecord.text_ids`.
+    """Returns the `TextIds` of the tokenizer at path `tokenizer`, or of the table's tokenizer if the path is None. The
+    template's end-of-turn token ends a text. Implements `DatasetRecord.text_ids`.
     """
     path = config.tokenizer if tokenizer is None else tokenizer
     return PromptTokenizer(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn_id)

@@ -225,8 +225,8 @@ class TokenDataset(LazyDataset):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts of documents, tokens and positions in the split, as `Dataset.counts` describes. "documents" and "longest"
-        are None for token files with `documents = "cut"`.
+        """The counts of documents, tokens and positions in the split, by name. "documents" and "longest" are None for token
+        files with `documents = "cut"`.
         """
         lengths, documents = np.diff(self.rows.stream.offsets), self.config.documents
         num_tokens, positions = len(self.rows.stream), len(self.rows) * self.config.sequence

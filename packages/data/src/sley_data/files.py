@@ -101,7 +101,7 @@ def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
 
 
 class _BadPathError(Exception):
-    """Raised for a problem with a path or pattern. The attributes have the same meaning as in `Problem`."""
+    """Raised for a problem with a path or pattern. code, message, hint: those of the plan problem to report."""
 
     def __init__(self, code: str, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -179,7 +179,7 @@ _STATE_NAME = "state.json"  # the file in a folder of `save_to_disk` that names 
 
 
 def _list_saved_dataset(folder: Path) -> list[DataFile]:
-    """Returns the data files in a folder that `save_to_disk` of `datasets` has written. Raises `_BadPathError`."""
+    """Returns the data files in a folder that `save_to_disk` from `datasets` has written. Raises `_BadPathError`."""
     try:
         state = json.loads((folder / _STATE_NAME).read_text("utf-8"))
         names = [data_file["filename"] for data_file in state["_data_files"]]

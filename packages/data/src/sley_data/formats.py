@@ -167,7 +167,7 @@ _MIN_IDS = 64
 """The minimum number of ids that `check_token_ids` checks. In fewer ids, a suspicious pattern may be chance."""
 
 _LLM_C_MAGIC = (20240520).to_bytes(4, "little")
-"""The first bytes of a token file of llm.c, which begins with a header of 1024 bytes."""
+"""The first bytes of an llm.c token file, which begins with a header of 1024 bytes."""
 
 
 def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str, str] | None:
@@ -322,7 +322,7 @@ def _parse_json(file: DataFile, number: int, text: bytes) -> Any:
 
 
 def _read_table(file: DataFile, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the rows of a Parquet or Arrow table; see `read_rows`."""
+    """Yields the number, from 1, and the content of each row of a Parquet or Arrow table. columns: None for all."""
     try:
         import pyarrow  # type: ignore[import-untyped]
     except ImportError:

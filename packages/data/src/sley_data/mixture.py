@@ -121,7 +121,7 @@ class Mixture:
         self._order = lru_cache(maxsize=2 * len(sources))(self._build_order)
 
     def _open_source(self, number: int, table: SourceTable) -> _Source:
-        """Opens a source's dataset, which may raise its own errors. Raises PlanError "mixture-sources" if it is unsuitable."""
+        """Opens a source's dataset, which may raise errors. Raises PlanError "mixture-sources" for an unsuitable dataset."""
         seed = int.from_bytes(blake2b(f"{self._context.seed}/{table.name}".encode(), digest_size=7).digest())
         with locate_errors(number, table.name):
             dataset = open_dataset(

@@ -124,7 +124,7 @@ class ChatConfig(DocumentsConfig):
 
     files: Array[PlanPattern]
     """Files with conversations, as paths or patterns: JSON lines, a JSON array, Parquet or Arrow, or a folder written by
-    `save_to_disk` of `datasets`. A row has `messages`, ShareGPT's `conversations`, or `prompt` and `completion`.
+    `save_to_disk` from `datasets`. A row has `messages`, ShareGPT's `conversations`, or `prompt` and `completion`.
     """
 
     tokenizer: PlanPath

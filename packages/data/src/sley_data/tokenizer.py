@@ -206,7 +206,7 @@ class PromptTokenizer(TextIds):
 
 
 def load_text_ids(config: Table, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` of the path `tokenizer`, or of the table `config` if `tokenizer` is None; implements
+    """Returns the `TextIds` of the tokenizer at path `tokenizer`, or of the table `config` if the path is None; implements
     `DatasetRecord.text_ids`. With a path, `config` may be any table, and a document ends with the table's `end_of_document`, or
     else with the `eos_token` in the `tokenizer_config.json` next to the tokenizer.
     """

@@ -222,7 +222,9 @@ def _write_in_thread(
 
 
 def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
-    """Returns a report of this rank's state, with the groups that `world` created last. kind, stacks: as in `FaultReport`."""
+    """Returns a report of this rank's state, with the groups that `world` created last. kind: "error" or "stuck". stacks: the
+    lines of each stack, by thread name.
+    """
     position: dict[str, Any] = {}
     if world.open_groups:
         groups = world.open_groups[-1]

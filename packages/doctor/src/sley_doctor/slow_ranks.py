@@ -22,7 +22,7 @@ MIN_BLOCK_SHARE = 0.75  # a cause is reported only if it appears in blocks with 
 
 MIN_STEPS = 8  # the number of recorded steps below which no rank is judged
 
-MAX_START_DIFFERENCE_S = 600.0  # if the start times of two records differ by more, the records are of different starts
+MAX_START_DIFFERENCE_S = 600.0  # if the start times of two records differ by more, they belong to different starts
 
 MISSING_RECORD_REASONS = (  # why a rank may have no record
     "it was stopped before the end of its first window, its disk was full, or its host does not share the run's folder"
@@ -56,7 +56,7 @@ class Block:
 
     @property
     def step_s(self) -> float:
-        """Returns the seconds per step, as the median over ranks."""
+        """Returns the time of a step in seconds, as the median over ranks."""
         return median_low(work.window.seconds.median for work in self.ranks.values())
 
     def has_idle_host(self, rank: int) -> bool:
@@ -82,9 +82,9 @@ def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
 @dataclass(frozen=True)
 class Cause:
     """One reason why steps take longer than necessary. kind: "work" if a rank works longer than its peers, "data" if all ranks
-    wait for data. ranks: the slow rank, or all ranks. location: where the time is spent; see `Window.work`. seconds: the cost
-    in each step. usual_s: the seconds of comparable work on other ranks. step_s: the seconds of a step. first, last: the first
-    and last step with this cause.
+    wait for data. ranks: the slow rank, or all ranks. location: the kind and chunk of the slow action, such as `F0`, or a
+    `Location`. seconds: the time that is lost in each step. usual_s: the time of comparable work on other ranks. step_s: the
+    time of a step. first, last: the first and last step with this cause.
     """
 
     kind: str

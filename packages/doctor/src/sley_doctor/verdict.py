@@ -44,8 +44,8 @@ the queue of the exchange itself.
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence of ranks. kind: see docs/when-it-fails.md. ranks: the ranks that differ from the majority; empty if there is
-    no majority. exchanges: the differing exchanges, the most likely cause first. description: a sentence for users.
+    """A divergence of ranks. kind: a keyword, such as "left out". ranks: the ranks that differ from the majority; empty if
+    there is no majority. exchanges: the differing exchanges, the most likely cause first. description: a sentence for users.
     """
 
     kind: DivergenceType
@@ -401,7 +401,7 @@ def _find_busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _find_divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict on ranks that have diverged (see `find_divergence`), or None if no ranks have diverged."""
+    """Returns the verdict on ranks that started, or wait in, different exchanges; None if there are none."""
     divergence = find_divergence(by_rank)
     if divergence is None:
         return None

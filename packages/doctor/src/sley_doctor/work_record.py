@@ -66,15 +66,15 @@ class Spread(NamedTuple):
     high: float
 
 
-ZERO_SPREAD = Spread(0.0, 0.0, 0.0)  # the spread of the seconds of work that a rank does not do
+ZERO_SPREAD = Spread(0.0, 0.0, 0.0)  # the spread of the time of work that a rank does not do
 
 
 @dataclass(frozen=True)
 class Window:
     """The measurements of steps `first` to `last`; the first step of a run is 1. time: when the window was written, in seconds
-    since the epoch. seconds: the duration of a step. work: seconds of work per step by location, without waits for other ranks.
-    The location of an action is its kind and chunk: `F0` is the forward of chunk 0, over all microbatches. waits: seconds per
-    step in which the host waits for other ranks.
+    since the epoch. seconds: the duration of a step. work: the time in seconds of work per step, by location, without waits for
+    other ranks. The location of an action is its kind and chunk: `F0` is the forward of chunk 0, over all microbatches. waits:
+    the time in seconds per step that the host waits for other ranks.
     """
 
     first: int
@@ -147,7 +147,7 @@ def read_records(run_folder: Path) -> list[WorkRecord]:
 
 
 def read_record(path: Path) -> WorkRecord | None:
-    """Returns a rank's record since its last start, or None if the file has no start or the last one has another format
+    """Returns a rank's record since its last start, or None if the file has no start or the last start has another format
     version. Omits windows whose steps a resumed run has repeated. Raises OSError if the file cannot be read.
     """
     start: Start | None = None
@@ -229,7 +229,7 @@ class WorkRecorder:
         self._location: str = Location.BETWEEN
         self._entry_start = self._step_start = time.perf_counter()
         self._step = self._last = self._num_steps = self._num_window_steps = 0
-        # The current step's seconds of work by location, and of the host's waits for other ranks.
+        # The times in seconds of the current step: of work by location, and of the host's waits for other ranks.
         self._work_s, self._wait_s = defaultdict[str, float](float), 0.0
         self._samples: list[tuple[float, float, Mapping[str, float]]] = []  # seconds, waits and work of the window's steps
 

@@ -91,7 +91,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
-    """Returns the keys with which a search for a layout tries each reducer; {} is the defaults."""
+    """Returns the keys with which a search for a layout tries each reducer; {} stands for the defaults."""
     return {"dp.bucketed": {"variants": [{}]}, "dp.sharded": {"variants": [{}]}}
 
 

@@ -1,1 +1,1 @@
-"""Causal language models of Hugging Face transformers as models of Sley, and LoRA adapters of peft."""
+"""Causal language models from Hugging Face transformers as Sley models, and LoRA adapters from peft."""

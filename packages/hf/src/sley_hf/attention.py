@@ -21,7 +21,7 @@ INTERFACE_NAME = "sley"
 """The name of Sley's attention in transformers' `AttentionInterface`."""
 
 ATTENTION_NAME = "sley_core"
-"""The name of the `SleyAttention` as a submodule of an attention module of transformers."""
+"""The name of the `SleyAttention` as a submodule of a transformers attention module."""
 
 FLASH_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """The Python modules of flash-attn and flash-attn-3, keyed by the names of their kernels in transformers."""
@@ -100,7 +100,10 @@ def call_flash(
     dropout: float,
     softcap: float | None,
 ) -> Tensor:
-    """Returns the context [b, s, h, d], computed by `module` of `FLASH_MODULES`. Arguments: as in `SleyAttention.forward`."""
+    """Returns the context [b, s, h, d], computed by `module`, one of `FLASH_MODULES`. q, k, v: [b, s, h, d]. cu_seqlens: the
+    document bounds [b, n + 1]; None for one document per row. scale, softcap: the factor and the bound of the scores. window:
+    the number of positions to which a position attends. None stands for the default.
+    """
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
@@ -129,7 +132,9 @@ def call_flash(
 def call_flex(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Returns the context [b, s, h, d], computed by `flex_attention` (compiled on CUDA). Arguments: as in `call_flash`."""
+    """Returns the context [b, s, h, d], computed by `flex_attention` (compiled on CUDA) from the arguments that `call_flash`
+    describes.
+    """
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         mask = _build_causal_block_mask(batch, length, window, q.device)
@@ -189,8 +194,9 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Returns the context [b, s, h, d], and None in place of the attention weights. transformers calls this function for each
-    attention module. query: [b, h, s, d]. key, value: [b, h_kv, s, d]. scaling, sliding_window, softcap: as `scale`, `window`
-    and `softcap` in `SleyAttention.forward`. Raises RunError "hf-attention" for a mask or for attention sinks (`s_aux`).
+    attention module. query: [b, h, s, d]. key, value: [b, h_kv, s, d]. scaling, softcap: the factor and the bound of the
+    scores. sliding_window: the number of positions to which a position attends. Raises RunError "hf-attention" for a mask or
+    for attention sinks (`s_aux`).
     """
     if attention_mask is not None or s_aux is not None:
         argument = "attention sinks" if attention_mask is None else "its own mask"
@@ -213,7 +219,9 @@ AttentionInterface.register(INTERFACE_NAME, attend)
 
 
 def uses_interface(model_class: type) -> bool:
-    """Returns whether the attention modules of `model_class` (of transformers) look up their kernel by its registered name."""
+    """Returns whether the attention modules of the transformers class `model_class` look up their kernel by its registered
+    name.
+    """
     return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[model_class.__module__])
 
 

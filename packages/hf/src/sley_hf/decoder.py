@@ -1,4 +1,4 @@
-"""`hf.decoder`: a causal language model of transformers, split into the layers `embed`, `blocks.0` ... and `head`.
+"""`hf.decoder`: a causal language model from transformers, split into the layers `embed`, `blocks.0` ... and `head`.
 
     embed    the forward of the base model up to its first decoder layer: embedding tables, learned positions, scaling
     block    one unchanged decoder layer, called with the arguments that the base model's forward computes for it
@@ -173,7 +173,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer of transformers, [b, s, hidden] -> [b, s, hidden]: a copy of layer `index` of the model `causal`.
+    """One transformers decoder layer, [b, s, hidden] -> [b, s, hidden]: a copy of layer `index` of the model `causal`.
     arguments: computes the arguments of the layer, except the hidden states. routers: the routers of the model if training adds
     their load-balancing loss, or None.
     """
@@ -205,8 +205,8 @@ class Block(nn.Module):
         self, inputs: Tensor | RoutedStates, positions: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor | RoutedStates:
         """Returns the hidden states [b, s, hidden], or `RoutedStates` in training with routers. inputs: the output of the
-        previous layer. positions: [b, s], or None to count from 0. cu_seqlens: the document bounds [b, n + 1], as in
-        `Attention`. Raises RunError "hf-attention" if the layer does not call Sley's attention.
+        previous layer. positions: [b, s], or None to count from 0. cu_seqlens: the document bounds [b, n + 1]. Raises RunError
+        "hf-attention" if the layer does not call Sley's attention.
         """
         hidden = inputs.hidden if isinstance(inputs, RoutedStates) else inputs
         self._router_logits.clear()  # an earlier forward that failed may have left logits

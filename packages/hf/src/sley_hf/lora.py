@@ -1,9 +1,9 @@
-"""`hf.lora`: low-rank adapters of peft (Hu et al. 2021) in the layers of any model, and their export.
+"""`hf.lora`: low-rank adapters from peft (Hu et al. 2021) in the layers of any model, and their export.
 
 The weight of an adapted linear module is frozen, and its name becomes, for example, `q_proj.base_layer.weight`. The module gets
 the matrices A, `q_proj.lora_A.default.weight` [r, in], and B, `q_proj.lora_B.default.weight` [out, r]. Its output becomes
-base(x) + (alpha / r) B A x. A run is exported as a folder of peft with only the adapters, or as the weights of the model with
-the adapters merged into them.
+base(x) + (alpha / r) B A x. A run is exported as a peft folder with only the adapters, or as the weights of the model with the
+adapters merged into them.
 """
 
 import shutil
@@ -170,8 +170,8 @@ def _build_adapted_modules(plan: Plan) -> dict[str, Any]:
 def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], base: Path | None, out: Path) -> None:
     """Writes peft's files `adapter_config.json` and `adapter_model.safetensors` into the new folder `out`. names: transformers'
     name of each weight, keyed by its name in the model without adapters. base: the folder or run from which the run started, or
-    None. Raises UsageError "export-format" for adapters and trained weights that peft cannot represent. If `base` is a folder
-    of transformers, raises RunError "export-differs" unless its model with the adapters has the run's weights.
+    None. Raises UsageError "export-format" for adapters and trained weights that peft cannot represent. If `base` is a
+    transformers folder, raises RunError "export-differs" unless its model with the adapters has the run's weights.
     """
     from safetensors.torch import save_file
 

@@ -12,7 +12,7 @@ from sley_core.api.plan import Array, Component, ModelConfig, Plan, PlanPath, Ta
 from sley_core.hookspecs import hookimpl
 from sley_core.records import AdaptersRecord, LossRecord, ModelRecord, Problem, Record
 
-CONFIG_NAME = "config.json"  # the file in a folder of transformers that describes the model
+CONFIG_NAME = "config.json"  # the file in a transformers folder that describes the model
 
 Kernel = Literal[  # the values of `attention`
     "auto", "cudnn", "flash", "efficient", "math", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"
@@ -20,7 +20,7 @@ Kernel = Literal[  # the values of `attention`
 
 
 class DecoderConfig(ModelConfig):
-    """A causal language model of transformers, split into its embedding, decoder layers and head. Exactly one of the keys
+    """A causal language model from transformers, split into its embedding, decoder layers and head. Exactly one of the keys
     `weights` and `config` is required.
     """
 
@@ -30,13 +30,12 @@ class DecoderConfig(ModelConfig):
     """
 
     config: PlanPath | None = None
-    """A `config.json` of transformers, or the folder that contains it. Training starts from random weights."""
+    """A transformers `config.json`, or the folder that contains it. Training starts from random weights."""
 
     attention: Kernel = "auto"  # type: ignore[assignment]  # has more values than in the base class
-    """The attention kernel. As in every model, the first five values select a kernel of torch's
-    `scaled_dot_product_attention`. The other values are names in transformers: "eager" computes plain matrix products,
-    "flex_attention" is a kernel of torch, and the last two are kernels of the packages flash-attn and flash-attn-3. The last
-    three values train only on CUDA.
+    """The attention kernel. As in every model, the first five values select a kernel of torch's `scaled_dot_product_attention`.
+    The other values are names in transformers: "eager" computes plain matrix products, "flex_attention" is a torch kernel, and
+    the last two are kernels from the packages flash-attn and flash-attn-3. The last three values train only on CUDA.
 
     Attention with soft-capped scores uses matrix products instead of `scaled_dot_product_attention`.
     """
@@ -82,7 +81,7 @@ def read_config(config: DecoderConfig) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read `{file}`: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise ValueError(f"`{file}` names no `model_type`, so it is not a `config.json` of transformers")
+        raise ValueError(f"`{file}` names no `model_type`, so it is not a transformers `config.json`")
     return content
 
 
@@ -121,7 +120,7 @@ def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Pro
 
 
 class LoraConfig(Table):
-    """Low-rank adapters (LoRA) of peft on linear layers of any model. Other parameters are frozen, except those in `train`."""
+    """Low-rank peft adapters (LoRA) on linear layers of any model. Other parameters are frozen, except those in `train`."""
 
     rank: PositiveInt = 8
     """The rank r of the matrices A [r, in] and B [out, r], whose product B A is added to a weight."""
@@ -145,7 +144,7 @@ class LoraConfig(Table):
     """Whether to also train the norm of each output's weight vector (DoRA, Liu et al. 2024)."""
 
     train: Array[str] = ()
-    """The parameters of the base model that are trained in full: names and patterns as in `targets` (`"head.*"`)."""
+    """The parameters of the base model that are trained in full: ends of names, or patterns for whole names (`"head.*"`)."""
 
 
 @hookimpl

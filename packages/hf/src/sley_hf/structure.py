@@ -1,6 +1,6 @@
-"""Finds the parts of a causal language model of transformers, and computes the arguments of its decoder layers.
+"""Finds the parts of a causal language model from transformers, and computes the arguments of its decoder layers.
 
-A decoder of transformers has this structure, with names that differ by family:
+A transformers decoder has this structure, with names that differ by family:
 
     causal                     LlamaForCausalLM            GPT2LMHeadModel
       <base>                   model                       transformer

@@ -26,8 +26,8 @@ WEIGHTS_KEY_PATH = ("model", "weights")
 
 class FileInitializer:
     """Sets the parameters of modules to the values in the safetensors files of `folder`. Files of a run have Sley's names;
-    other files have the names of transformers. causal: the transformers model, possibly on meta. Raises PlanError
-    "model-weights" if the files cannot be read or belong to another model.
+    other files have transformers' names. causal: the transformers model, possibly on meta. Raises PlanError "model-weights" if
+    the files cannot be read or belong to another model.
     """
 
     def __init__(self, folder: Path, causal: Any, structure: ModuleNames) -> None:
@@ -108,7 +108,7 @@ class ExportedWeights:
 
     def __init__(self, source: TensorReader, causal: Any, names: Mapping[str, str]) -> None:
         self._source, self._causal = source, causal
-        self._weights: dict[str, dict[str, str]] = defaultdict(dict)  # by layer: the run's names by transformers'
+        self._weights: dict[str, dict[str, str]] = defaultdict(dict)  # for each layer, the run's names by transformers' names
         for name, hf_name in names.items():
             self._weights[".".join(name.split(".")[:2])][hf_name] = name
         self._kinds: dict[str, tuple[str, TensorInfo]] = {}

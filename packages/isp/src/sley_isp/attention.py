@@ -62,8 +62,9 @@ def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[.
     """Returns a function that computes `attention` over full sequences from slices, for training loops that use
     `run.groups["sp"]`.
 
-    attention: see `SequenceAttention`. group: the ranks that hold the slices of the same samples, in the order of the
-    slices. A call makes one exchange before and one after the attention, and two more in its backward.
+    attention: takes q, k, v [b, s, h, d] (or q, kv, or qkv), and returns the context. group: the ranks that hold the slices of
+    the same samples, in the order of the slices. A call makes one exchange before and one after the attention, and two more in
+    its backward.
 
     The returned function raises RunError "sequence-attention" for unsupported shapes, "sequence-heads" for unsupported numbers
     of heads, and "ranks-differ" if functions, options or shapes differ between ranks.

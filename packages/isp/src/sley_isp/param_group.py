@@ -126,8 +126,7 @@ class UnshardedGroup:
             if group.options.gather_precision == "fp8":
                 layout = FlatLayout([(size * len(shard),) for shard in shards], ALIGNMENT_BYTES)
                 received = layout.views(received_lease.enter_context(group.pool.lease((layout.numel,), torch.uint8, device)))
-            # A collective over `wp`. All its ranks gather the same groups in the same order, with their parameters in the same
-            # order.
+            # This is a collective over `wp`. Its ranks gather the same groups and parameters in the same order.
             self._work = source.all_gather(received, shards, label=f"the weights of {group.name}")
             # If an exception is raised before this line, the `with` block returns the buffers to the pool.
             self._lease, self._received_lease = lease.pop_all(), received_lease.pop_all()
@@ -181,13 +180,13 @@ class PublishedShards:
         if self._shards:
             due_names = ", ".join(group.name for group in groups if group not in self._shards)
             shards = [shard for _, group_shards in self._shards.values() for shard in group_shards]
-            # A collective over `wp`, before the first gather of a step or an evaluation, which all its ranks begin together.
+            # This is a collective over `wp`, whose ranks all begin a step or an evaluation together, before the first gather.
             label = f"the weights except {due_names}" if due_names else "the weights"
             self._published = self._group.transport("gather").publish(shards, label=label)
 
     def gather(self, group: ParamGroup, *, is_unchanged: bool) -> UnshardedGroup:
         """Starts the all-gather of `group`, and returns the object that will hold the full weights. Uses the published shards
-        if the data are unchanged. is_unchanged: whether an equal version proves this. All ranks of `wp` must make the same
+        if the data are unchanged. is_unchanged: whether an equal version proves that. All ranks of `wp` must make the same
         choice.
         """
         version, shards = self._shards.get(group, (None, []))

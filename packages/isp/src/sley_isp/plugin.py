@@ -15,7 +15,7 @@ ANYWHERE = "*"
 """The value of `launch` with which prefetches start before every sharded module."""
 
 FP8_BYTES = 1 + 4 / 128
-"""The bytes sent per element with `gather_precision = "fp8"`: one e4m3 number, and 1/128 of the fp32 scale of its block."""
+"""The bytes per element that are sent with `gather_precision = "fp8"`: an e4m3 number, and 1/128 of its block's fp32 scale."""
 
 FP8_TOLERANCE = 2**-4
 """The largest relative error of e4m3 numbers, which have 3 bits of mantissa."""

@@ -87,8 +87,8 @@ class Reduction(NamedTuple):
 
 class GradientReducer:
     """Reduces full gradients over `group`, and adds this rank's rows to the store of `parts`. max_in_flight: the maximum number
-    of reductions in flight, or 0 to wait for each reduction immediately. If gradients are reduced once per step, a parameter
-    that several groups share is in a bucket of only the first group, and otherwise in a bucket of each.
+    of reductions in flight, or 0 to wait for each reduction immediately. A parameter that several groups share is in a bucket
+    of each group or, if gradients are reduced once per step, of only the first group.
     """
 
     def __init__(self, max_in_flight: int, parts: Parts, group: Group, counters: Counters) -> None:

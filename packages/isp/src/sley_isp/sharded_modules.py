@@ -110,7 +110,9 @@ class ShardedModule:
         return out
 
     def compute(self, x: Tensor, *, num_holds: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns the output for the input `x`, and the tensor that the backward needs. num_holds: as in `unshard`."""
+        """Returns the output for `x` and the tensor that the backward needs. num_holds: +1 in a recomputation, -1 in its
+        backward.
+        """
         with self.communicator.unshard(self.group, num_holds=num_holds) as unsharded:
             unsharded.wait()
             weight = unsharded.full_tensors[self.weight]

@@ -1,1 +1,1 @@
-"""The plugin `memory` of Sley: offloads a run's memory to the host, and recomputes layers except for their attention."""
+"""Sley's plugin `memory`: offloads a run's memory to the host, and recomputes layers except for their attention."""

@@ -18,7 +18,7 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 
 @dataclass(eq=False)
 class _Block:
-    """A block of host memory, divided into slots. counters: include its bytes, or None. num_free: the number of free slots."""
+    """A block of host memory, divided into slots. counters: count its bytes, or None. num_free: the number of free slots."""
 
     memory: HostMemory
     counters: Moved | None
@@ -27,7 +27,7 @@ class _Block:
 
 
 class _Slot(NamedTuple):
-    """A part of `block`. size: the bytes that were requested when the block was allocated. memory: uint8 [size]."""
+    """A part of `block`. size: the number of bytes that were requested when the block was allocated. memory: uint8 [size]."""
 
     size: int
     memory: Tensor
@@ -41,9 +41,9 @@ class HostArena:
     allocate_host: allocates page-locked memory of a number of bytes. wait_for_copies: blocks the host until all copies so far
     are done; called before memory is freed. max_locked_bytes: memory beyond this limit is pageable, with one warning.
     max_waste: the largest ratio of a reused slot's size to the size of the request. frees_unused: whether the arena frees
-    unused blocks before it allocates a new block; otherwise only `trim` does. num_bytes: the bytes of all blocks, in whole
-    pages. num_lent_bytes, max_lent_bytes: the current and the maximum bytes of used slots. num_allocations: the number of
-    blocks allocated so far.
+    unused blocks before it allocates a new block; otherwise only `trim` does. num_bytes: the size in bytes of all blocks, in
+    whole pages. num_lent_bytes, max_lent_bytes: the current and the maximum size in bytes of used slots. num_allocations: the
+    number of blocks allocated so far.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class HostArena:
 
     def allocate(self, sizes: Sequence[int], counters: Moved | None = None) -> list[Tensor]:
         """Returns memory for each of `sizes`, positive numbers of bytes: uint8 [size], aligned to 256 bytes. Reuses the
-        smallest free slots that fit, and allocates one new block for all other sizes. Adds the bytes of this block to
+        smallest free slots that fit, and allocates one new block for all other sizes. Adds the size of this block to
         `counters`, if given.
         """
         free_slots = [self._pop_fitting_slot(size) for size in sizes]
@@ -144,7 +144,7 @@ class HostArena:
         return HostMemory(num_bytes, lock=False)
 
     def _count_bytes(self, difference: int, counters: Moved | None) -> None:
-        """Adds `difference` to the bytes of the arena and of `counters`."""
+        """Adds `difference` to the byte counts of the arena and of `counters`."""
         self.num_bytes += difference
         if counters is not None:
             counters.host_bytes += difference

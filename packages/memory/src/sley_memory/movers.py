@@ -163,7 +163,7 @@ class Mover:
         """Blocks the host until copies in flight are done."""
 
     def host(self) -> Mapping[int, torch.Tensor]:
-        """Returns host copies, uint8 [bytes], of storages not on the device, by `storage_id`. Waits for the copies."""
+        """Returns host copies, uint8 [bytes], of storages that are not on the device, by `storage_id`. Waits for copies."""
         return {}
 
     def close(self) -> None:
@@ -203,9 +203,9 @@ class PoolMover(Mover):
 
 
 class HostCopyMover(Mover):
-    """Copies storages to the host and back. Together, the storages are a part, or one bucket of optimizer states.
-    bucket_bytes: the bytes to free or allocate at a time. reserves_segment: whether an onload first reserves device memory for
-    all storages at once.
+    """Copies storages to the host and back. Together, the storages are a part, or one bucket of optimizer states. bucket_bytes:
+    the number of bytes to free or allocate at a time. reserves_segment: whether an onload first reserves device memory for all
+    storages at once.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class HostCopyMover(Mover):
         self._offloaded = copies
         num_bytes = sum(host.numel() for _, host in copies)
         self._counters.copied_out += num_bytes
-        # Several movers may share counters, so each replaces only the bytes that its own last offload freed.
+        # Several movers may share counters, so each replaces only the number of bytes that its own last offload freed.
         self._counters.given_back += num_bytes - self._num_freed_bytes
         self._num_freed_bytes = num_bytes
         self._start_move(Where.LEAVING, start_s, num_bytes)
@@ -321,7 +321,7 @@ class HostCopyMover(Mover):
         self.where  # noqa: B018  # ends a synchronous copy now, so that its time is right
 
     def _finish_move(self) -> None:
-        """Waits for the copies, counts their seconds and bytes, and updates the location."""
+        """Waits for the copies, counts their duration and size, and updates the location."""
         assert self._copies is not None, "no copy is in flight"
         self._copies.finish(self._counters, to_host=self._where is Where.LEAVING)
         if self._where is Where.LEAVING:

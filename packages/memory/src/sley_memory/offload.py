@@ -29,8 +29,8 @@ class BucketedStateMover(movers.Mover):
         tail of the backward    update of 0      update of 1                  update of 2      next forward
         0 comes ............... 1 comes ........ 0 leaves, 2 comes .......... 1 leaves ....... 2 leaves
 
-    The states of at most two buckets are on the device at once. bucket_bytes: the maximum bytes of the parameters in a bucket;
-    AdamW's states are twice as large. Calls of `offload` and `onload` do nothing.
+    The states of at most two buckets are on the device at once. bucket_bytes: the maximum size in bytes of the parameters in a
+    bucket; AdamW's states are twice as large. Calls of `offload` and `onload` do nothing.
     """
 
     is_onloaded_automatically = True
@@ -288,8 +288,8 @@ class HostOffloadManager(OffloadManager):
         arena = HostArena(device.host_memory, self._streams.wait, max_locked_bytes=max_locked_bytes)
         self._layers = parts.layers
         for layer in parts.layers:
-            # For a program's own backward, which may gather shards after they have been offloaded. Steps and evaluations have
-            # no hooks on any rank.
+            # A program's own backward may gather shards after they have been offloaded. In steps and evaluations, no rank
+            # has hooks.
             check = partial(self._check_layers, "a use of a layer's weights")
             parts.waits.before_layer(layer.name, check, lambda: bool(self._hooks))
         for part in self.parts:

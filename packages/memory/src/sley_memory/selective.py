@@ -1,7 +1,7 @@
 """`memory.selective`: recomputes layers in their backward, but keeps the outputs of their attention.
 
-For long sequences, attention takes most of the time of a recomputation. Its output is only as large as the layer's input, so
-keeping it saves much time for little memory.
+For long sequences, attention takes most of the time of a recomputation. The output of attention is only as large as the layer's
+input, so keeping it saves much time for little memory.
 
     first forward   layer ──> F.scaled_dot_product_attention ──> autograd ──> its operator, results kept
     recomputation   layer ──> the same ──> autograd ──> the kept results, in the same order
@@ -102,8 +102,8 @@ class AttentionResults:
 
 
 class AttentionStats:
-    """Counts kept and recomputed attentions. num_bytes, max_bytes: the current and the maximum kept bytes of all microbatches
-    in flight. total_bytes: the bytes of all results that were ever kept.
+    """Counts kept and recomputed attentions. num_bytes, max_bytes: the current and the maximum size in bytes of the results
+    kept for microbatches in flight. total_bytes: the size in bytes of all results that were ever kept.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads the weights of `models.llama` from safetensors files, and exports a run as a Llama, Qwen2 or Qwen3 of transformers.
+"""Reads the weights of `models.llama` from safetensors files, and exports a run as a transformers Llama, Qwen2 or Qwen3.
 
 Rotary pairs, heads and matrices have the same layout as in transformers, so only the names of parameters are converted. As in
 the files that `save_pretrained` writes, a tied head has no separate tensor. A rank reads only the tensors of its own layers,

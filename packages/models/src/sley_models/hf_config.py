@@ -14,7 +14,7 @@ from sley_core.api.files import open_weights, run_of
 from sley_core.errors import RunError
 from sley_models.plugin import LlamaConfig
 
-CONFIG_NAME = "config.json"  # the name of a model's config in a folder of Hugging Face
+CONFIG_NAME = "config.json"  # the name of a model's config in a Hugging Face folder
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """The class in transformers for each supported `model_type`."""
 

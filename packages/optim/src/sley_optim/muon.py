@@ -88,8 +88,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # runs pass no closure
-        """Runs a step of both algorithms. closure: ignored. Each step creates temporary optimizers of torch, which use the
-        groups and states of this optimizer.
+        """Runs a step of both algorithms. closure: ignored. Each step creates temporary torch optimizers, which use the groups
+        and states of this optimizer.
         """
         if groups := self._select_groups("adamw"):
             for group in groups:

@@ -21,7 +21,7 @@ flags show which tensors have a gradient and which are the same tensor. They may
 for example if layers are frozen.
 
 The header is always on the host, so that both ends read it without a device synchronisation. If the tensors are on the host
-too, they follow it in the same piece. Otherwise it is a separate piece.
+too, they follow the header in the same piece. Otherwise the header is a separate piece.
 """
 
 import json
@@ -101,7 +101,7 @@ class Channels:
         return self._start_message("send", pieces, peer, label)
 
     def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
-        """Starts to receive a message from stage `peer` into `pieces` of the sent sizes. Returns handles as `send` does."""
+        """Starts to receive a message from stage `peer` into `pieces` of the sent sizes, and returns a handle for each."""
         return self._start_message("receive", pieces, peer, label)
 
     def send_host(self, tensor: Tensor, peer: int, label: str) -> Work:
@@ -120,7 +120,7 @@ class Channels:
         return pending
 
     def _start(self, operation: Operation, tensor: Tensor, peer: int, label: str, *, on_host: bool) -> Work:
-        """Starts to send or receive `tensor`; returns the handle. on_host: whether it is on the host or travels through it."""
+        """Starts to send or receive `tensor`; returns the handle. on_host: whether it travels on the host."""
         sender, receiver = (self.stage, peer) if operation == "send" else (peer, self.stage)
         if on_host and self.separate_header:
             group, channel, coord = self._control, "main", self._control.ranks.index(self.group.ranks[peer])
@@ -226,7 +226,7 @@ def body_layout(layout: Layout) -> FlatLayout:
 
 
 def message_bytes(layout: Layout, *, separate_header: bool) -> int:
-    """Returns the size of a message's memory in bytes. separate_header: as in `Message`."""
+    """Returns the size of a message's memory in bytes. separate_header: whether the header is not in this memory."""
     return body_layout(layout).numel + (0 if separate_header else header_bytes(layout))
 
 
@@ -275,8 +275,8 @@ class Message:
         return [tensor.data for tensor in self.tensors]
 
     def write_header(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
-        """Writes the header. walk: the number of the current walk (see `WalkCheck`). micro: the microbatch. flags: the flags of
-        all tensors (`Description.flags`). fault: the error text of a mismatch, truncated to fit; empty if there is none.
+        """Writes the header. walk: the number of the current walk. micro: the microbatch. flags: the flags of all tensors
+        (`Description.flags`). fault: the error text of a mismatch, truncated to fit; empty if there is none.
         """
         text = fault.encode()[: HEADER_BYTES - _NUMBERS.size]
         _NUMBERS.pack_into(self._header, 0, walk, micro, len(text))
@@ -322,7 +322,7 @@ def receive_description(channels: Channels, peer: int, label: str) -> Descriptio
 
 
 class MessagePool:
-    """Lends messages on `device`, in buffers of `pool`. separate_header: as in `Message`.
+    """Lends messages on `device`, in buffers of `pool`. separate_header: whether headers are separate pieces.
 
         lease ──> [ the link fills or receives it ] ──> release ────────────────────────────────────> buffer in the pool
                                                   └───> release_when_unused ──> views, autograd end ──> buffer in the pool

@@ -83,7 +83,7 @@ def _schedule_record(name: str, table: type[Table]) -> ScheduleRecord:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
-    """Returns the keys with which a search for a layout tries each schedule; {} is the defaults."""
+    """Returns the keys with which a search for a layout tries each schedule; {} stands for the defaults."""
     return {
         "pp.one_f_one_b": {"variants": [{}]},
         "pp.interleaved": {"variants": [{"chunks": 2}, {"chunks": 4}]},

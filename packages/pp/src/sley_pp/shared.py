@@ -39,7 +39,7 @@ class SharedModules(GradientHandler):
             if not gradients:
                 continue
             flat = gradients[0] if len(gradients) == 1 else torch.cat([gradient.reshape(-1) for gradient in gradients])
-            # The group of the ties has a rank of each of their stages. All ranks use their groups in the same order.
+            # The group has one rank of each stage that holds the ties. All ranks use their groups in the same order.
             group, label = self._groups[axis], f"the tied gradients of {', '.join(param.name for param in params)}"
             reductions.append((group.all_reduce(flat, label=label), flat, gradients))
             self._sent.add(flat, group, passes=2)

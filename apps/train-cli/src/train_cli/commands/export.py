@@ -107,7 +107,7 @@ def _export_hugging_face(plan: Plan, source: read.TensorReader, out: Path, *, ch
 
 
 def _make_generation_config(plan: Plan, model: read.HuggingFaceModel) -> dict[str, Any]:
-    """Returns the content of `generation_config.json`: that of the initial weights' file, if any, with all end tokens added."""
+    """Returns the content of `generation_config.json`: the initial weights' file, if any, with all end tokens added."""
     content: dict[str, Any] = {}
     folder = read.start_folder(plan)
     if folder is not None and (folder / read.GENERATION_CONFIG_FILE).is_file():
@@ -153,7 +153,7 @@ def write_config_files(plan: Plan, model: read.HuggingFaceModel, folder: Path) -
 
 def _export_adapters(plan: Plan, source: read.TensorReader, run: Path, out: Path) -> None:
     """Writes the adapters in `source` for peft into the new folder `out`. run: the run folder. Raises UsageError
-    "export-adapters" if the run has no adapters of peft, and RunError "export-differs" if peft computes different values.
+    "export-adapters" if the run has no peft adapters, and RunError "export-differs" if peft computes different values.
     """
     from sley_core.checkpointing import SavedWeights
 

@@ -224,7 +224,7 @@ def draw_timeline(timeline: Timeline, num_columns: int | None = None) -> str:
 def _columns_per_second(timeline: Timeline, max_columns: int) -> float:
     """Returns the number of columns that a drawing needs per second of `timeline`; 0 if all actions take no time. With this
     scale, the drawing may be wider than `max_columns`. The shortest action gets an integer number of columns if it gets at
-    least one, so that equally long actions look equally long.
+    least one, so that actions of the same length have the same width.
     """
     lengths = [span.end_s - span.start_s for span in timeline.spans if span.end_s > span.start_s]
     if not lengths:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 def sample(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run folder, runs/NAME; a checkpoint, or an exported folder of transformers.")
+        str, typer.Argument(metavar="RUN", help="A run folder, runs/NAME; a checkpoint, or an exported transformers folder.")
     ],
     prompt: Annotated[list[str], typer.Option("--prompt", metavar="TEXT", help="The text to continue. Can be repeated.")],
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The maximum number of tokens.")] = 200,
@@ -257,9 +257,9 @@ def limit_tokens(generator: Any, prompt_length: int, max_new_tokens: int) -> int
 
 def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = None, feature: str) -> tuple[Any, TextIds]:
     """Returns a `sley_hf.generate.Generator` with the weights of a run, a checkpoint or an exported folder, and the mapping
-    between text and token ids. best: as in `open_weights`. tokenizer: the tokenizer to use in place of the run's, or None.
-    feature: the command, for messages. Raises PluginError "command-missing" if sley-hf is not installed, and UsageError
-    "no-chat" if transformers has no such model.
+    between text and token ids. best: whether to use a run's best checkpoint. tokenizer: the tokenizer to use in place of the
+    run's, or None. feature: the command, for messages. Raises PluginError "command-missing" if sley-hf is not installed, and
+    UsageError "no-chat" if transformers has no such model.
     """
     generate = import_optional("hf", "sley_hf.generate", feature)
     if (Path(run) / CONFIG_FILE).is_file() and not (Path(run) / PLAN_FILE).is_file():  # a transformers model

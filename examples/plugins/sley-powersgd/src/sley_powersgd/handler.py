@@ -174,7 +174,7 @@ class PowerSGD(GradientHandler):
         self._sent.end_step()
 
     def counts(self) -> dict[str, float]:
-        """Returns the bytes that this rank sent in the last step."""
+        """Returns the number of bytes that this rank sent in the last step."""
         return self._sent.counts()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -206,8 +206,8 @@ MIN_RATE = 2
 
 
 def view_as_matrix(gradient: Tensor, rank: int) -> Tensor | None:
-    """Returns `gradient` as a view [first dim, product of the others], or None if factors of `rank` columns would not be much
-    smaller.
+    """Returns `gradient` as a view [first dim, product of the other dims], or None if factors of `rank` columns would not be
+    much smaller.
     """
     if gradient.ndim < 2:
         return None

@@ -13,10 +13,10 @@ class PowerSGDConfig(Table):
     """Sums low-rank approximations of gradients; the error of a step is added to the next step's gradients."""
 
     bucket_mb: PositiveFloat = 25.0
-    """MiB of gradients in a bucket, whose factors are sent in one collective."""
+    """The size in MiB of the gradients in a bucket, whose factors are sent in one collective."""
 
     rank: PositiveInt = 4
-    """Columns of the two factors of a matrix. More columns are more accurate and need more bytes."""
+    """The number of columns of the two factors of a matrix. More columns are more accurate and need more bytes."""
 
     start_step: PositiveInt = 1
     """The first step to compress, counted from 1 as in `metrics.jsonl`; earlier steps compute exact sums."""

@@ -34,7 +34,7 @@ class TopK(GradientHandler):
         self._wait_and_clear()  # the state of a failed step
         trained = {param.name for param in self._registry if param in self._store}
         if not step.was_taken:
-            trained = set()  # drops errors of non-finite gradients, equally on all ranks
+            trained = set()  # drops errors of non-finite gradients, on all ranks
         self._errors = {name: error for name, error in self._errors.items() if name in trained}
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
@@ -63,7 +63,7 @@ class TopK(GradientHandler):
         self._sent.end_step()
 
     def counts(self) -> dict[str, float]:
-        """Returns the bytes that this rank sent in the last step."""
+        """Returns the number of bytes that this rank sent in the last step."""
         return self._sent.counts()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -109,7 +109,7 @@ class SparseSum:
         self._indices = indices.new_empty(group.size, count)
         self._local_indices = indices
         self._pending: list[Work] = []
-        # The parameter's reduce group: its ranks send equally many elements, values first.
+        # A collective of the parameter's reduce group, whose ranks send the same numbers of elements, values first.
         for gathered, local, label in ((self._values, self._flat[indices], "values"), (self._indices, indices, "indices")):
             self._pending.append(group.all_gather(gathered, local[None], label=f"{label} of {name}"))
             sent.add(gathered, group, passes=1)

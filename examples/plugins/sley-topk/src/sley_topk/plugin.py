@@ -15,7 +15,7 @@ class TopKConfig(Table):
     """`topk.reducer`: sends the largest elements of each gradient, and the other elements in later steps."""
 
     ratio: Annotated[PositiveFloat, Field(le=1.0)] = 0.01
-    """Share of a gradient's elements that a rank sends in a step, at least one element. With 1.0 sums are exact."""
+    """The share of a gradient's elements that a rank sends in a step, at least one element. With 1.0 sums are exact."""
 
     min_numel: NonNegativeInt = 1024
     """Smaller gradients have exact sums: norms and biases are sensitive and small."""

@@ -14,7 +14,7 @@ class NoiseConfig(Table):
     """`watch.noise`: adds `watch/noise_scale`, the batch size above which larger batches have diminishing returns."""
 
     smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """Weight of earlier steps in the two moving averages. 0 uses only the current step, which is very noisy."""
+    """The weight of earlier steps in the two moving averages. 0 uses only the current step, which is very noisy."""
 
 
 class LayersConfig(Table):
