@@ -43,7 +43,7 @@ from sley_core.engine.step_batch import BatchCounts
 from sley_core.plan.load import plan_from_dict
 from sley_models.llama import build_llama
 from sley_models.plugin import LlamaConfig
-from sley_testing.live_bytes import Figure, note
+from sley_testing.live_bytes import Figure, note_figure
 from sley_testing.plans import build_model_with_values
 from sley_testing.ranks import Ranks
 from sley_testing.runs import assert_parity, record
@@ -418,7 +418,7 @@ def main() -> None:
     for name in options.parts.split(","):
         start_s = time.perf_counter()
         for figure in run_part(name, device, options.tiny):
-            note(figure)
+            note_figure(figure)
             print(figure, flush=True)
             num_missed += figure.is_met is False
         print(f"   part {name}: {time.perf_counter() - start_s:.0f} s", flush=True)

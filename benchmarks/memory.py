@@ -20,7 +20,7 @@ import torch.distributed as dist
 from contestants import Sley, Torch, plan
 from protocol import Ratio, compare, interleave, noise_of, parser, report
 from sley_core.comm.device import HostMemory
-from sley_testing.live_bytes import Figure, note
+from sley_testing.live_bytes import Figure, note_figure
 from sley_testing.ranks import Ranks
 from sley_trainer.run import Run
 
@@ -233,7 +233,7 @@ def _verdict(part: str, rows: list[Ratio], noise: float) -> dict[str, object]:
     if part == "between":
         is_met = rows[2].meets(BETWEEN_TARGET, noise)
         found = f"{rows[2].ratio:.3f} [{rows[2].low:.3f}, {rows[2].high:.3f}], noise {noise:.3f}"
-        note(Figure("a step with states away between steps, beside one without", found, f"<= {BETWEEN_TARGET}", is_met))
+        note_figure(Figure("a step with states away between steps, beside one without", found, f"<= {BETWEEN_TARGET}", is_met))
         return {f"states away <= {BETWEEN_TARGET}": is_met}
     return {}
 
@@ -248,10 +248,12 @@ def report_park(options: argparse.Namespace) -> None:
     facts[f"offload, onload / plain (>= {COPY_TARGET})"] = tuple(round(ratio, 3) for ratio in ratios.values())
     for name, ratio in ratios.items():
         rate = f"{ratio:.3f} at {parked / found[name] / 1e9:.1f} GB/s"
-        note(Figure(f"{name} of a run, its copies, beside a plain copy", rate, f">= {COPY_TARGET}", ratio >= COPY_TARGET))
+        note_figure(
+            Figure(f"{name} of a run, its copies, beside a plain copy", rate, f">= {COPY_TARGET}", ratio >= COPY_TARGET)
+        )
     if found["driver"]:
         whole = found["plain out"] / (found["offload"] + found["driver"])
-        note(Figure("the same offload with what the driver takes", f"{whole:.3f}, {1e3 * found['driver']:.1f} ms of it"))
+        note_figure(Figure("the same offload with what the driver takes", f"{whole:.3f}, {1e3 * found['driver']:.1f} ms of it"))
     facts[f"host arena / parked (<= {ARENA_TARGET}), also by smaps less the plain copy's"] = (
         round(found["arena"] / parked, 4),
         round((found["by smaps"] - parked) / parked, 4),
@@ -260,7 +262,7 @@ def report_park(options: argparse.Namespace) -> None:
     if "given back" in found:
         given = found["given back"]
         facts[f"device memory given back (>= {GIVEN_BACK_TARGET})"] = round(given, 4)
-        note(Figure("device memory given back", f"{given:.4f}", f">= {GIVEN_BACK_TARGET}", given >= GIVEN_BACK_TARGET))
+        note_figure(Figure("device memory given back", f"{given:.4f}", f">= {GIVEN_BACK_TARGET}", given >= GIVEN_BACK_TARGET))
     report(f"park: a run that leaves and comes back, {options.device}", [], facts, options.json)
 
 

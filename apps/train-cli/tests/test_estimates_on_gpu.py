@@ -23,7 +23,7 @@ from sley_estimate.calibrate.bench import measure_layers
 from sley_estimate.calibrate.device import mean_step_s, measure_device, measure_engine, measure_host, measure_host_bandwidth
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_plan
-from sley_testing.live_bytes import Figure, note
+from sley_testing.live_bytes import Figure, note_figure
 from sley_testing.plans import Tables, changed, small_plan
 from sley_trainer.assemble import assemble
 
@@ -187,6 +187,6 @@ def test_estimate_equals_run_on_gpu(name: str, machine_tables: dict[str, Any]) -
     )
     for figure in figures:
         print(figure)
-        note(figure)
+        note_figure(figure)
     assert dict(estimated.states) == states
     assert all(figure.is_met for figure in figures)

@@ -49,7 +49,7 @@ def train(tables: Tables, texts: Path, folder: Path, *, resume: bool = False, st
         try:
             assert run.train() == "finished"
         except KeyboardInterrupt:
-            run._checkpointer.finish()  # type: ignore[attr-defined]  # its own process had time for it
+            run._checkpointer.finish_save()  # type: ignore[attr-defined]  # its own process had time for it
     return run, steps
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from sley_checkpoint.folders import DELETED_SUFFIX, STAGING_PREFIX, Folder, open_folder
 from sley_checkpoint.plugin import AnyLayoutConfig
-from sley_checkpoint.reader import INDEX_NAME, Checkpoint, Damage, DamagedCheckpoint, examine, list_checkpoints, try_read_index
+from sley_checkpoint.reader import (
+    INDEX_NAME,
+    Checkpoint,
+    Damage,
+    DamagedCheckpoint,
+    list_checkpoints,
+    try_read_index,
+    verify_share,
+)
 from sley_checkpoint.saving import BackgroundWriter, HostCopies, RankWriter, SavePreparation
 from sley_core.api.comm import probe
 from sley_core.api.state import TrainingState, shorten_names
@@ -45,7 +53,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         """Writes a checkpoint at `path`, or in the run's checkpoint folder if `path` is None. Returns its path or URL once all
         ranks have written their parts. All ranks call it. Raises RunError `checkpoint-failed` on all ranks if the save fails.
         """
-        self.finish()
+        self.finish_save()
         writer = self._prepare(path, step)
         failure = ""
         try:
@@ -96,7 +104,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         """
         assert self.table is not None, "no save is due without a table"
         with self._tolerate_failure("seconds_blocked"):
-            self.finish()
+            self.finish_save()
             self._save_time, self._is_save_requested = time.monotonic(), False
             if self.table.mode == "sync":
                 self.save(None, step)
@@ -108,7 +116,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         """Finishes the save in progress, and saves the run after its last step or, with `on_interrupt`, after an early stop.
         All ranks call it. If the run has done all its steps, a failed save only adds a note.
         """
-        self.finish()
+        self.finish_save()
         if self.table is None or step == self._saved_step:
             return
         if was_stopped and step != self.state.plan.run.steps:
@@ -137,7 +145,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         if self._background_writer is not None:
             self._background_writer.copy_unwritten_state()
 
-    def finish(self) -> None:
+    def finish_save(self) -> None:
         """Waits for the save in progress on all ranks, and records its success or failure. All ranks call it."""
         background, self._background_writer = self._background_writer, None
         if background is not None:
@@ -188,7 +196,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         RunError `no-checkpoint` if there is no checkpoint at `path`, and RunError `checkpoint-mismatch` if "auto" finds a
         checkpoint of another run.
         """
-        self.finish()
+        self.finish_save()
         self.state.agree("loading a checkpoint")
         if is_auto := str(path) == "auto":
             self._run_folder()
@@ -226,8 +234,8 @@ def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Check
     damaged_checkpoints: list[DamagedCheckpoint] = []
     for path in paths:
         folder = open_folder(path)
-        index, rank_damages = examine(folder, world.rank, world.size)
-        # All ranks join and examine the same candidates in the same order. No rank reads the index again, since another run may
+        index, rank_damages = verify_share(folder, world.rank, world.size)
+        # All ranks join and verify the same candidates in the same order. No rank reads the index again, since another run may
         # delete the checkpoint.
         reports = control.gather_objects([rank_damages, index and index.token], label="the damages of a checkpoint")
         damages = list(dict.fromkeys(Damage(*fields) for rank_damages, _ in reports for fields in rank_damages))

@@ -294,7 +294,7 @@ def verify(path: str | Path) -> list[Damage]:
     folder = open_folder(path)
     if not folder.names():
         raise RunError("no-checkpoint", f"there is no checkpoint in {folder.uri}")
-    return examine(folder)[1]
+    return verify_share(folder)[1]
 
 
 def newest(path: str | Path) -> NewestCheckpoint:
@@ -302,7 +302,7 @@ def newest(path: str | Path) -> NewestCheckpoint:
     folder = open_folder(path)
     damaged_checkpoints: list[DamagedCheckpoint] = []
     for name in list_checkpoints(folder):
-        damages = examine(folder.child(name))[1]
+        damages = verify_share(folder.child(name))[1]
         if not damages:
             return NewestCheckpoint(folder.child(name).uri, damaged_checkpoints)
         damaged_checkpoints.append((folder.child(name).uri, damages))
@@ -330,7 +330,7 @@ def choose_checkpoint_name(step: int, used_names: Iterable[str]) -> str:
     return f"step-{step:08}-{num_rewinds}" if num_rewinds else f"step-{step:08}"
 
 
-def examine(folder: Folder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
+def verify_share(folder: Folder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
     """Reads the index of the checkpoint in `folder`, and verifies the share of rank `rank`: every `num_ranks`-th of the files,
     from file number `rank` on. Returns the index, or None if the index cannot be read, and the damages that were found.
     """
@@ -377,7 +377,7 @@ class CheckpointFileReader:
         return read_index(folder) if INDEX_NAME in folder.names() else None
 
     def is_intact(self, path: str) -> bool:
-        return not examine(open_folder(path))[1]
+        return not verify_share(open_folder(path))[1]
 
     def open(self, path: str) -> state.CheckpointReader | None:
         folder = open_folder(path)

@@ -309,7 +309,7 @@ class SavePreparation:
             # Half the limit, so that rank 0 names the missing rank before the others stop waiting for rank 0.
             self.state.plan.limits.collective_timeout_s / 2,
             lambda piece: reader.split_into_chunks(piece.tensor),
-            partial(self._prune, folder, keep, attempt) if keep and is_run_folder and attempt else lambda: None,
+            partial(self._delete_old, folder, keep, attempt) if keep and is_run_folder and attempt else lambda: None,
         )
 
     def find_problem(self, folder: Folder) -> str:
@@ -321,7 +321,7 @@ class SavePreparation:
             return ""
         return f"the folder {folder.uri} has checkpoints of the run {newest.run!r}, but this run is {self._run!r}"
 
-    def _prune(self, folder: Folder, keep: int, attempt: Attempt) -> None:
+    def _delete_old(self, folder: Folder, keep: int, attempt: Attempt) -> None:
         """Deletes this run's checkpoints in `folder`, except the newest `keep` checkpoints and the newest checkpoint that was
         the best when it was saved. Must be called after the newest checkpoint has been verified.
         """

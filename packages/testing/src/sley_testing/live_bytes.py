@@ -99,7 +99,7 @@ class Figure(NamedTuple):
         return f"{self.name:<56} {self.figure:<56} {self.target:<24} {verdict}".rstrip()
 
 
-def note(figure: Figure) -> None:
+def note_figure(figure: Figure) -> None:
     """If the environment variable SLEY_FIGURES is set, appends a line to the file that it names, which `nox -s gpu` prints."""
     if path := os.environ.get("SLEY_FIGURES"):
         with Path(path).open("a", encoding="utf-8") as file:

@@ -120,7 +120,7 @@ class Ranks:
     def _call_ranks(self, call: bytes) -> list[bytes]:
         """Returns the pickled results of the ranks for a pickled call, or raises the first failure."""
         __tracebackhide__ = True
-        with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
+        with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _RankProcesses(folder) as world:
             world.start(self, call)
             outcomes = world.collect(self.timeout_s)
         if failed := sorted((outcome for outcome in outcomes if outcome.failure), key=lambda outcome: outcome.ended_s):
@@ -149,14 +149,14 @@ def _pickle_call(call: tuple[object, ...]) -> bytes:
 
 
 @dataclass
-class _World:
+class _RankProcesses:
     """Holds the processes of one call by rank. At the end of its context, kills them and prints their output."""
 
     folder: str
     processes: list[ForkServerProcess] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
 
-    def __enter__(self) -> "_World":
+    def __enter__(self) -> "_RankProcesses":
         return self
 
     def __exit__(self, *failure: object) -> None:

@@ -97,7 +97,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
             sequence.attach(model.layers)
             undo.callback(sequence.detach)
         registry = ParameterRegistry(stage.chunks, stage.layers_by_position, shards)
-        registry.base = model.base_digests
+        registry.base_checksums = model.base_digests
         if simulation is not None:
             shard_on_meta(stage.layers, shards)
             simulation.fill_layers(stage.layers, weight_dtypes(plan)[1])

@@ -119,7 +119,7 @@ def build_stepper(
         from sley_core.losses.chunked_head import patch_head  # loaded only by the runs that need it
 
         undo.callback(patch_head(parts, parts.head))
-    parts.store.watch()
+    parts.store.install_hooks()
     return stepper
 
 

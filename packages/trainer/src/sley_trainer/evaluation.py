@@ -77,7 +77,7 @@ class Tally:
         """Begins a batch with sums of 0. loss: the loss of the batch, float64 [] or [microbatches]; the sums get its shape."""
         self._batches.append((torch.zeros_like(loss), {}))
 
-    def reads(self, field: str) -> bool:
+    def may_read(self, field: str) -> bool:
         """Returns whether the metrics may read a batch field; the user's function may read every field."""
         return self.metrics.custom_metric is not None or (
             self.metrics.loss_config is not None and field == self.metrics.loss_config.labels

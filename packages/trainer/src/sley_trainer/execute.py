@@ -211,7 +211,7 @@ class Executor:
         """Moves the fields that the metrics read to the device, and adds the metrics of one microbatch to `tally`."""
         with self.caller.hold_generators("the metrics", micro, tally.metrics.custom_metric):
             output = _detach_output(output, self.chunks[micro.chunk][-1].name, clone=False)
-            fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
+            fields = {name: self.device.move(value) for name, value in batch.items() if tally.may_read(name)}
             tally.add(micro.micro, output, fields, batch, is_counted=is_counted)
 
     def _compute_loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:

@@ -143,7 +143,7 @@ class Loop:
         metrics = self.samples.metrics
         with self._evaluation_mode():
             for set_name, feed in self.samples.evaluation_feeds.items():
-                results = self.stepper.measure(feed.batches(self.samples.splitter), metrics)
+                results = self.stepper.evaluate(feed.batches(self.samples.splitter), metrics)
                 if metrics.has_perplexity:
                     perplexity = math.exp(results["loss"]) if results["loss"] < MAX_EXP else math.inf
                     results = {"loss": results["loss"], "perplexity": perplexity, **results}
@@ -168,12 +168,12 @@ class Loop:
     def _format_outputs(self, outputs: ModelOutputs, inputs: GivenBatch | None, *, join: bool) -> Any:
         return outputs.to_input_form(inputs, self.samples.splitter.info.fields, self.parts.groups["sp"], join=join)
 
-    def _emit_pending(self) -> None:
+    def _complete_pending_step(self) -> None:
         pending, self._pending_step = self._pending_step, None
         if pending is not None:
-            self._emit(pending)
+            self._complete_step(pending)
 
-    def _emit(self, pending: PendingStep) -> Row:
+    def _complete_step(self, pending: PendingStep) -> Row:
         """Waits for the totals of the step, evaluates if an evaluation is due, writes the row and returns it. Raises RunError
         on all ranks for a refused step, unless the plan allows the run to skip it.
         """
@@ -228,7 +228,7 @@ class Loop:
             self.parts.weights.settle()
         for listener in self.listeners:
             listener(row)
-        self._notify("sley_step_finished", run=self, row=row)
+        self._call_hook("sley_step_finished", run=self, row=row)
         return row
 
     def _check_open(self) -> None:
@@ -242,7 +242,7 @@ class Loop:
         self._check_open()
         if self._activity or (self._is_training and self._pending_step is not None):
             raise RunError("step-running", f"{self._activity or 'a step'} is still running", hint="call it between two steps")
-        self._emit_pending()
+        self._complete_pending_step()
         self.parts.weights.settle()
 
     def _check_idle(self) -> None:
@@ -271,7 +271,7 @@ class Loop:
     def _restart_timer(self) -> None:
         self._start_time = self.device.moment()
 
-    def _notify(self, hook: str, **arguments: Any) -> None:
+    def _call_hook(self, hook: str, **arguments: Any) -> None:
         """Calls `hook` in each plugin that implements it, in the plan's order. Raises PluginError if a call fails."""
         for plugin in self._listening_plugins[hook]:
             plugin.call(hook, **arguments)

@@ -109,7 +109,7 @@ class RunRestorer:
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the full shapes of the weights and buffers that this rank restores, by their names in the checkpoint."""
-        saved_params = (param for param in self.state.parts.registry if param.name not in self.state.base)
+        saved_params = (param for param in self.state.parts.registry if param.name not in self.state.base_checksums)
         weights = {checkpointing.WEIGHTS + param.name: tuple(param.shape) for param in saved_params}
         return weights | {checkpointing.BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.state.buffers()}
 
@@ -123,7 +123,7 @@ class RunRestorer:
 
     def base_mismatches(self) -> Iterator[str]:
         """Yields the name of each frozen parameter under an adapter if the checkpointed run had different values for it."""
-        for name, value in self.state.base.items():
+        for name, value in self.state.base_checksums.items():
             if self.saved.description.values.get(checkpointing.BASE + name) != value:
                 yield name
 
@@ -141,7 +141,7 @@ class RunRestorer:
         masters = self.state.update.masters
         dtypes = set()
         for param in self.state.parts.registry:
-            if param.name in self.state.base:
+            if param.name in self.state.base_checksums:
                 continue
             value = self._read_local(checkpointing.WEIGHTS + param.name, checkpointing.Region.from_param(param))
             dtypes.add(value.dtype)

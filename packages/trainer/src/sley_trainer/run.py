@@ -77,14 +77,14 @@ class Run(Loop, AbstractContextManager["Run"]):
                         # The next step starts before the previous row is emitted, so that a CUDA device does not idle.
                         previous, self._pending_step = self._pending_step, self.launch(None)
                         if previous is not None:
-                            self._emit(previous)
+                            self._complete_step(previous)
                         is_due = self._is_evaluation_due(self._pending_step.step) or self._checkpointer.is_due(
                             self.num_steps_done
                         )
                         if is_due or not self.device.is_async:
-                            self._emit_pending()
+                            self._complete_pending_step()
                         self._save_if_due()
-                    self._emit_pending()
+                    self._complete_pending_step()
                     self.parts.weights.settle()
                 self._checkpointer.finish_training(self.num_steps_done, was_stopped=self.was_stopped)
         return self._outcome
@@ -119,7 +119,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                 with self.parts.weights.settle_on_error():
                     pending = self.launch(batch, outputs)
                 self.parts.weights.settle()
-                row = self._emit(pending)
+                row = self._complete_step(pending)
                 self._save_if_due()
                 return row if outputs is None else (row, self._format_outputs(outputs, batch, join=join))
 
@@ -140,7 +140,7 @@ class Run(Loop, AbstractContextManager["Run"]):
             batches = (
                 [splitter.split_input(batch)] if batch is not None else self.samples.evaluation_feeds[""].batches(splitter)
             )
-            return self.stepper.measure(batches)["loss"]
+            return self.stepper.evaluate(batches)["loss"]
 
     @on_stream
     def evaluate_sets(self) -> Row:
@@ -311,7 +311,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                 if part is not None:
                     stack.callback(part.close)
             if self._has_begun:
-                stack.callback(self._notify, "sley_run_finished", run=self, outcome=self._outcome)
+                stack.callback(self._call_hook, "sley_run_finished", run=self, outcome=self._outcome)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
@@ -324,7 +324,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._outcome = "failed"
         if not self._has_begun:
             self._has_begun = True
-            self._notify("sley_run_started", run=self)
+            self._call_hook("sley_run_started", run=self)
         yield
         self._outcome = "interrupted" if self.was_stopped else "finished"
 

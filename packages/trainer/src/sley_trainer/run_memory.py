@@ -76,7 +76,7 @@ class RunMemory:
         self.wait_until_idle()
         self.check_idle()
         self.update_masters()
-        waits = [manager.offload(part) for part, manager in reversed(self._select(parts))]
+        waits = [manager.offload(part) for part, manager in reversed(self._managed_parts(parts))]
         return Move(waits, self.inventory.device)
 
     @on_stream
@@ -85,7 +85,7 @@ class RunMemory:
         Raises RunError "step-running" within a step, and UsageError "no-part" or "no-offload".
         """
         self.wait_until_idle()
-        return Move([manager.onload(part) for part, manager in self._select(parts)])
+        return Move([manager.onload(part) for part, manager in self._managed_parts(parts)])
 
     def require(self, caller: str, parts: Iterable[Part]) -> None:
         """Makes the device wait for transfers of `parts`. caller: the operation that needs these parts, such as "a step".
@@ -153,7 +153,7 @@ class RunMemory:
         """Returns the host's copies (uint8 [bytes]) of the storages that are offloaded or in transfer, by `storage_id`."""
         return {key: copy for part, manager in self._managers.items() for key, copy in manager.host(part).items()}
 
-    def _select(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
+    def _managed_parts(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
         """Returns `parts`, or all parts that have a manager, with their managers, in the order of `PARTS`."""
         managers = self._managers
         if unknown := [part for part in parts if part not in PARTS]:

@@ -119,7 +119,7 @@ class RunState(checkpointing.TrainingState):
         """Yields, for each tensor, its name in the checkpoint, its region in the full tensor, and this rank's part."""
         masters = {entry.param: entry for entry in self.update.masters.local_params}
         for param in self.parts.registry:
-            if param.name in self.base:
+            if param.name in self.base_checksums:
                 continue  # a resumed run reads it again or draws it again
             if param in masters:
                 yield (
@@ -152,9 +152,9 @@ class RunState(checkpointing.TrainingState):
                 yield self.rank_name(f"{path}/{name}"), checkpointing.Region(tuple(tensor.shape)), tensor
 
     @property
-    def base(self) -> Mapping[str, int]:
+    def base_checksums(self) -> Mapping[str, int]:
         """The checksum of each frozen parameter under an adapter, by name. A checkpoint stores it instead of the parameter."""
-        return self.parts.registry.base
+        return self.parts.registry.base_checksums
 
     def _optimizer_states(self) -> list[tuple[OptimizerParam, Any]]:
         """Returns the parameters that this rank updates, each with its optimizer state, which is {} before the first update."""
@@ -177,7 +177,7 @@ class RunState(checkpointing.TrainingState):
 
     def rank_values(self) -> dict[str, Any]:
         rank = {"generators": restore.generator_states(self.parts.world.device)}
-        values = self._optimizer_values() | {BASE + name: value for name, value in self.base.items()}
+        values = self._optimizer_values() | {BASE + name: value for name, value in self.base_checksums.items()}
         trees = {
             entry.name: restore.encode_state(tree, entry.name, "state")
             for entry, state in self._optimizer_states()

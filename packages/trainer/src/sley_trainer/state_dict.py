@@ -311,7 +311,7 @@ class _WeightLoader:
         self.masters = masters
         self.control = parts.groups["control"]
         self.params = {param.name: param for param in parts.registry}
-        self.base_checksums = parts.registry.base
+        self.base_checksums = parts.registry.base_checksums
         self.buffers = {
             name: buffer for layer in parts.layers for name, buffer in layer.module.named_buffers(layer.name, True, False)
         }

@@ -282,7 +282,7 @@ class Stepper:
         self.agreement.check()
         return self.agreement.weight
 
-    def measure(self, batches: Iterable[StepBatch], metrics: Metrics = NO_METRICS) -> dict[str, float]:
+    def evaluate(self, batches: Iterable[StepBatch], metrics: Metrics = NO_METRICS) -> dict[str, float]:
         """Returns the mean loss over all `batches` as "loss", and the means of `metrics` by name; NaN for a count of 0. All
         ranks must call it with the same number of batches. Raises RunError "not-finite", "nothing-counts" or "metric-result".
         """

@@ -106,7 +106,7 @@ class Update:
                 return totals
             norm = result.grad_norm
         if self.config.clip_norm is not None:
-            self._clip(gradients, norm, self.config.clip_norm)
+            self._clip_gradients(gradients, norm, self.config.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self._factor
         self.masters.set_gradients()
@@ -222,7 +222,7 @@ class Update:
         scale = None if self.scale is None else self.scale.value
         return StepTotals(values, loss.sum(), collect_exchanges(self._multi_rank_groups), self.device, scale)
 
-    def _clip(self, gradients: list[NormGroup], norm: Tensor | float, clip_norm: float) -> None:
+    def _clip_gradients(self, gradients: list[NormGroup], norm: Tensor | float, clip_norm: float) -> None:
         """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float, or a tensor on the device."""
         if isinstance(norm, Tensor):
             # If the norm is NaN, no rank steps. Factor 1 then keeps the gradients, so that the error can name the bad gradient.

@@ -75,15 +75,15 @@ class GroupWork(Work):
 
     def wait(self) -> None:
         while self._stages:
-            self._await(*self._stages[0])
+            self._wait_for(*self._stages[0])
             del self._stages[0]
 
     def wait_sent(self) -> None:
         self.wait()
-        self._await(self._sends)
+        self._wait_for(self._sends)
         self._sends = ()
 
-    def _await(self, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:
+    def _wait_for(self, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:
         """Waits for each of `works` in turn, and calls `finish`. Raises RunError `collective-failed` if a work fails, or the
         RunError of `finish`, and raises it again at each later wait: a second wait for an ended work of gloo would block.
         """

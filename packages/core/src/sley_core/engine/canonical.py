@@ -274,7 +274,7 @@ class CanonicalAccumulator(Accumulator):
 FAST_HINT = 'set [parallel] reduction = "fast"'  # the hint for gradients whose sum has no fixed order
 
 
-class Use(NamedTuple):
+class ParameterUse(NamedTuple):
     """A use of a parameter by a module: the parameter's name there, the module, and the stage of the module."""
 
     name: str
@@ -284,13 +284,13 @@ class Use(NamedTuple):
 
 def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
     """Yields a diagnostic for each tied parameter whose gradient cannot be summed in a fixed order."""
-    uses: dict[int, dict[str, list[Use]]] = {}  # the uses of each parameter, by layer
+    uses: dict[int, dict[str, list[ParameterUse]]] = {}  # the uses of each parameter, by layer
     for stage, layers in stages:
         for layer in layers:
             for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
                 for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                     by_layer = uses.setdefault(id(parameter), {})
-                    by_layer.setdefault(layer.name, []).append(Use(f"{prefix}.{attribute}", module, stage))
+                    by_layer.setdefault(layer.name, []).append(ParameterUse(f"{prefix}.{attribute}", module, stage))
     for by_layer in uses.values():
         if len(by_layer) == 1:
             continue

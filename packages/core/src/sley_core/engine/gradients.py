@@ -38,7 +38,7 @@ from sley_core.engine.buffers import (
     group_by_reduce_group,
 )
 from sley_core.engine.parts import Parts, StepState
-from sley_core.engine.reduction import Accumulator, Reduction, State, Sums, UnbufferedAccumulator, mark_varying_passes
+from sley_core.engine.reduction import Accumulator, GradientState, Reduction, Sums, UnbufferedAccumulator, mark_varying_passes
 from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.shards import sharded_read_error
 from sley_core.errors import RunError, StateError, run_closed_error
@@ -250,9 +250,9 @@ class GradientStore:
         self.num_layouts += 1
         self._has_learned_passes = self._has_learned_passes and self._accumulators.keys() <= num_expected_passes.keys()
         if self._is_watching:
-            self.watch()
+            self.install_hooks()
 
-    def watch(self) -> None:
+    def install_hooks(self) -> None:
         """Installs the autograd hooks, and reinstalls them after each change of layout. The first `begin_step` calls this if
         nothing else has. If the layout has no buffers, an unsharded parameter of the store's dtype without products gets no
         hook, unless the order of sums is fixed: autograd sums its gradients itself.
@@ -272,7 +272,7 @@ class GradientStore:
         self._are_freed, self._has_memory = True, False
         for accumulator in self._order:
             accumulator.reset()
-            accumulator.state = State.REPORTED  # a backward by hand is refused until the next step begins
+            accumulator.state = GradientState.REPORTED  # a backward by hand is refused until the next step begins
         self._num_freed = free(self._memory)
 
     def build(self) -> None:
@@ -299,7 +299,7 @@ class GradientStore:
         for buffer in self.buffers:
             buffer.has_full_gradients = True
         if not self._is_watching:
-            self.watch()
+            self.install_hooks()
         self._next = 0
         self.reduction.clear()
         for accumulator in self._order:
@@ -311,14 +311,14 @@ class GradientStore:
             if accumulator.chunks <= self.state.done_chunks:
                 self._accumulate_assigned(accumulator)
                 if accumulator.is_open and chunk in accumulator.chunks:
-                    accumulator.state = State.COMPLETE
+                    accumulator.state = GradientState.COMPLETE
         if not any(accumulator.is_open for accumulator in self._order):
             for accumulator in self._order:
                 accumulator.record_passes()
             mark_varying_passes(self._tasks)
             self._tasks.clear()
             self._has_learned_passes = True
-        self._report()
+        self._report_final_gradients()
         if self._next == len(self._order):
             self.reduction.clear()
         for notify in self.on_chunk_done:
@@ -372,7 +372,7 @@ class GradientStore:
         if not accumulator.is_assigned:
             return
         param = accumulator.param
-        if self.reduction.has_fixed_order or accumulator.state is State.REPORTED:
+        if self.reduction.has_fixed_order or accumulator.state is GradientState.REPORTED:
             reason = "although the gradient is complete or its sum needs a fixed order"
             message = f"a backward itself assigns the gradient of the parameter {param.name!r} (`weight.grad = ...`), {reason}"
             hint = "return the gradient from the backward, and pass the weight as an argument of `apply`"
@@ -389,14 +389,14 @@ class GradientStore:
             return
         accumulator.count_pass(is_first_step=not self._has_learned_passes)
         if not accumulator.is_open and accumulator is self._order[self._next]:
-            self._report()
+            self._report_final_gradients()
 
-    def _report(self) -> None:
+    def _report_final_gradients(self) -> None:
         """Finalizes gradients and passes their parameters to `on_ready`, in order, up to the first open gradient."""
         while self._next < len(self._order) and not self._order[self._next].is_open:
             accumulator = self._order[self._next]
             accumulator.finalize()
-            accumulator.state = State.REPORTED
+            accumulator.state = GradientState.REPORTED
             self._next += 1
             for notify in self.on_ready:
                 notify(accumulator.param)

@@ -36,7 +36,7 @@ MAX_PRODUCT_BYTES = 1 << 25
 """The maximum size, in bytes, of a product that is added to a gradient of another dtype. Larger products are sliced."""
 
 
-class State(Enum):
+class GradientState(Enum):
     """The state of a gradient within a step; see the diagram of `Accumulator`."""
 
     OPEN = "contributions may come"
@@ -76,28 +76,28 @@ class Accumulator:
     @property
     def is_open(self) -> bool:
         """Returns whether more contributions are expected."""
-        return self.state is State.OPEN
+        return self.state is GradientState.OPEN
 
     def reset(self) -> None:
         """Starts a step, and sets `parameter.grad` to None. The first contribution will overwrite the view."""
         self.num_contributions = 0
         self.num_passes = 0
         self.is_grad_view = False
-        self.state = State.OPEN
+        self.state = GradientState.OPEN
         self.parameter.grad = None
 
     def check_open(self, state: StepState) -> None:
         """Prepares for a contribution: reopens a gradient that is COMPLETE. Raises RunError `gradient-complete` if no action
         runs, as in a user's backward between two steps, and `gradient-late` if the gradient has already been reported.
         """
-        if self.state is State.OPEN:
+        if self.state is GradientState.OPEN:
             return
         name = self.param.name
         if state.action is not None:
             assert not self.chunks <= state.done_chunks, f"{name}: a contribution after its gradient was reported ready"
             self.num_expected_passes = None
-            if self.state is State.COMPLETE:
-                self.state = State.OPEN
+            if self.state is GradientState.COMPLETE:
+                self.state = GradientState.OPEN
                 return
             message = f"the first nested backward reaches the parameter {name!r} while its gradient is being reduced"
             hint = "use torch.utils.checkpoint with `use_reentrant=False`, or use `core.recompute`"
@@ -167,7 +167,7 @@ class Accumulator:
         """Counts a pass in the action that completes the gradient. The last expected pass makes the gradient COMPLETE."""
         self.num_passes += 1
         if self.is_open and not is_first_step and self.num_expected_passes and self.num_passes >= self.num_expected_passes:
-            self.state = State.COMPLETE
+            self.state = GradientState.COMPLETE
 
     def record_passes(self) -> None:
         """Records this step's number of passes as the expected number, or that the number varies between steps."""

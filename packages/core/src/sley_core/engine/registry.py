@@ -125,7 +125,7 @@ class ParameterRegistry:
 
     def __init__(self, chunks: Sequence[Sequence[Layer]], stages: Stages | None = None, shards: Shards | None = None) -> None:
         self.params: list[Param] = []
-        self.base: dict[str, int] = {}  # checksums of the frozen parameters of a model with adapters, by name
+        self.base_checksums: dict[str, int] = {}  # checksums of the frozen parameters of a model with adapters, by name
         params_by_id = _index_parameters(stages or [(0, layers) for layers in chunks])
         local_layers = {layer.name for layers in chunks for layer in layers}
         for chunk, layers in enumerate(chunks):

@@ -189,11 +189,11 @@ class BatchSplitter:
         if self.loss is not None:
             for piece, count in zip(weighed, counts, strict=True):
                 self._check_weights(self.loss, piece, count)
-        micros = _cut(slices, self._fields, counts)
+        micros = _cut_microbatches(slices, self._fields, counts)
         if not self.computes_weight:
             weighed = ()
         elif self.weight_per_microbatch:
-            weighed = _cut(whole, self.info.fields, counts) if self.weight_of_full_sequences else micros
+            weighed = _cut_microbatches(whole, self.info.fields, counts) if self.weight_of_full_sequences else micros
         return StepBatch(micros, whole, [self.loss.weight(piece) for piece in weighed] if self.loss else [])
 
     def _check_weights(self, loss: Loss, batch: Mapping[str, Tensor], num_microbatches: int) -> None:
@@ -208,11 +208,13 @@ class BatchSplitter:
             'return a sum from the loss and not a mean, for example `F.cross_entropy(..., reduction="sum")`, and return the '
             'number of summed terms as its weight, for example `(batch["labels"] != -100).sum().item()`'
         )
-        check_additive(loss, batch, _cut([batch], fields, [num_microbatches]), "microbatches", ("loss",), hint)
+        check_additive(loss, batch, _cut_microbatches([batch], fields, [num_microbatches]), "microbatches", ("loss",), hint)
         self._checked_shapes.add(shape)
 
 
-def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], counts: Sequence[int]) -> list[Batch]:
+def _cut_microbatches(
+    pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], counts: Sequence[int]
+) -> list[Batch]:
     """Returns the microbatches of all `pieces`, in order. counts: the number of microbatches in each piece."""
     pairs = zip(pieces, counts, strict=True)
     return [narrow_batch(piece, fields, index, count) for piece, count in pairs for index in range(count)]

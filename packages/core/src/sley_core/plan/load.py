@@ -364,7 +364,7 @@ def validation_diagnostics(
     # An error within a table that is one member of a union says more than the errors of the other members.
     containers = {key[:length] for key in errors_by_key for length in range(len(key))}
     return [
-        _diagnostic(errors, key, model, table, path, document, owner)
+        _key_diagnostic(errors, key, model, table, path, document, owner)
         for key, errors in errors_by_key.items()
         if key not in containers or not all(fault["type"].endswith("_type") for fault in errors)
     ]
@@ -380,7 +380,7 @@ def unknown_key_diagnostic(
     return document.diagnostic("unknown-key", message, path, hint or suggestion(key, choices, key_list), at="key")
 
 
-def _diagnostic(
+def _key_diagnostic(
     errors: list[Any], key_path: KeyPath, model: type[Table], table: Any, table_path: KeyPath, document: Document, owner: str
 ) -> Diagnostic:
     """Returns one diagnostic for `errors`, which pydantic reports for the key `key_path` of `table`."""

@@ -112,7 +112,7 @@ class Ledger:
         if (allocation.num_bytes if allocation else 0) == num_bytes:
             return
         if allocation is not None:
-            self._free(key)
+            self._end_allocation(key)
         if num_bytes:
             self.num_events += 1
             self._live_allocations[key] = allocation = Allocation(num_bytes, self.num_events, self.locate())
@@ -159,7 +159,7 @@ class Ledger:
 
     def peak(self) -> tuple[int, StepPosition, list[Allocation]]:
         """Returns the peak bytes, the last position at which they were reached, and the allocations that were live there."""
-        num_bytes, event = max(((total, time) for time, total, _ in self._totals()), default=(0, 0))
+        num_bytes, event = max(((total, time) for time, total, _ in self._byte_totals()), default=(0, 0))
         position = next((allocation.position for allocation in self.allocations if allocation.allocated_at == event), START)
         alive = [
             allocation
@@ -170,10 +170,10 @@ class Ledger:
 
     def curve(self, step: int) -> list[tuple[str, int]]:
         """Returns (entry, peak bytes) for each entry of step number `step` that allocated or freed memory, in order."""
-        positions = ((total, position.entry) for _, total, position in self._totals() if position.step == step)
+        positions = ((total, position.entry) for _, total, position in self._byte_totals() if position.step == step)
         return [(str(entry), max(total for total, _ in group)) for entry, group in groupby(positions, key=itemgetter(1))]
 
-    def _totals(self) -> Iterator[tuple[int, int, StepPosition]]:
+    def _byte_totals(self) -> Iterator[tuple[int, int, StepPosition]]:
         """Yields (number of the event, bytes after it, position) for each event in order."""
         events = [(allocation.allocated_at, allocation.num_bytes, allocation.position) for allocation in self.allocations]
         events += [
@@ -193,9 +193,9 @@ class Ledger:
     def _record_free(self, key: int, _: object) -> None:
         self._references.pop(key, None)
         if key in self._live_allocations:
-            self._free(key)
+            self._end_allocation(key)
 
-    def _free(self, key: int) -> None:
+    def _end_allocation(self, key: int) -> None:
         """Ends the live allocation of the storage with the identifier `key`, at the current position."""
         allocation = self._live_allocations.pop(key)
         self.num_events += 1

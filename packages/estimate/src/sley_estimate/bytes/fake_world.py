@@ -167,18 +167,18 @@ class FakeWork(Work):
 
     def is_completed(self) -> bool:
         if self._progress.current_entry is not self._start_entry:
-            self._sum()
+            self._allocate_scratch_once()
         return self._has_waited
 
     def wait(self) -> None:
-        self._sum()
+        self._allocate_scratch_once()
         self._has_waited = True
         self._on_wait()
 
     def wait_sent(self) -> None:
         self.wait()
 
-    def _sum(self) -> None:
+    def _allocate_scratch_once(self) -> None:
         """Allocates the scratch memory at the first call. Does nothing at later calls."""
         allocate_scratch, self._allocate_scratch = self._allocate_scratch, lambda: None
         allocate_scratch()

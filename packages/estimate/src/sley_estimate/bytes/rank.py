@@ -108,7 +108,7 @@ def _run_steps(
         lists, num_last = run.stepper.lists, num_plan_microbatches
         if not run.store.reduction.has_fixed_order:  # in a fixed order, memory for sums grows with the number of microbatches
             num_last = min_equivalent_microbatches(lists, num_plan_microbatches)
-        schedulable = (count for count in range(1, num_plan_microbatches) if _peaks(lists, count) is not None)
+        schedulable = (count for count in range(1, num_plan_microbatches) if _schedule_peaks(lists, count) is not None)
         num_min = next(schedulable, num_plan_microbatches)
         num_first = num_last if is_first_full else num_min
         batch = micro_batch(plan, run.dataset)
@@ -202,12 +202,14 @@ def min_equivalent_microbatches(lists: ActionLists, num_microbatches: int) -> in
     """Returns the smallest number of microbatches, at least MIN_MICROBATCHES or MIN_MICROBATCHES_BETWEEN_STAGES, for which
     the memory peaks of this stage's action list are the same as for `num_microbatches`. Returns at most `num_microbatches`.
     """
-    peaks = _peaks(lists, num_microbatches)
+    peaks = _schedule_peaks(lists, num_microbatches)
     min_count = MIN_MICROBATCHES if lists.placement.num_positions == 1 else MIN_MICROBATCHES_BETWEEN_STAGES
-    return next((count for count in range(min_count, num_microbatches) if _peaks(lists, count) == peaks), num_microbatches)
+    return next(
+        (count for count in range(min_count, num_microbatches) if _schedule_peaks(lists, count) == peaks), num_microbatches
+    )
 
 
-def _peaks(lists: ActionLists, num_microbatches: int) -> Peaks | None:
+def _schedule_peaks(lists: ActionLists, num_microbatches: int) -> Peaks | None:
     """Returns the memory peaks of this stage, or None if the schedule does not support `num_microbatches`."""
     try:
         steps = lists.training_list(num_microbatches)

@@ -289,7 +289,7 @@ class ScalarWeights(nn.Module):
 
     def forward(self, index: Tensor) -> Tensor:
         """Returns a zero whose graph contains all parameters. index: not used, but a first layer must read a field."""
-        zero: Tensor = _Zero.apply(*self._parameters.values())  # type: ignore[no-untyped-call]
+        zero: Tensor = _ZeroLoss.apply(*self._parameters.values())  # type: ignore[no-untyped-call]
         return zero
 
 
@@ -298,7 +298,7 @@ def build_weights(num_weights: int) -> list[nn.Module]:
     return [ScalarWeights(num_weights)]
 
 
-class _Zero(torch.autograd.Function):
+class _ZeroLoss(torch.autograd.Function):
     """An autograd function that returns a zero. Its backward gives each weight a gradient."""
 
     @staticmethod

@@ -137,11 +137,11 @@ class ProgramSimulator:
                 self.computations.append((rank, instruction, now_s, end_s))
                 self._next[rank] += 1
                 if instruction.seconds:
-                    self._schedule(end_s, partial(self._run_rank, rank))
+                    self._schedule_event(end_s, partial(self._run_rank, rank))
                     return
                 continue
             if isinstance(instruction, Begin):
-                self._begin(instruction.exchange, rank, now_s)
+                self._begin_exchange(instruction.exchange, rank, now_s)
             elif (exchange := self._completed.get(instruction.key)) is None:
                 self._waits[instruction.key].append((rank, now_s))
                 return
@@ -158,11 +158,11 @@ class ProgramSimulator:
             self.exposed_waits.append(ExposedWait(rank, exchange.channel, exchange.key, wait_start_s, end_s))
         self._next[rank] += 1
         if exchange.member_work_s:
-            self._schedule(end_s, partial(self._run_rank, rank))
+            self._schedule_event(end_s, partial(self._run_rank, rank))
         else:
             self._run_rank(rank, now_s)
 
-    def _begin(self, exchange: Exchange, rank: int, now_s: float) -> None:
+    def _begin_exchange(self, exchange: Exchange, rank: int, now_s: float) -> None:
         """Marks `rank` as ready for `exchange`, and starts the exchange if it can start."""
         assert rank in exchange.members, f"program {rank} begins {exchange}"
         running = self._running.setdefault(exchange.key, _RunningExchange(exchange))
@@ -185,7 +185,7 @@ class ProgramSimulator:
             self._followers[exchange.after].append(key)
             return
         running.start_s, running.remaining_s = now_s, exchange.transfer_s
-        self._schedule(now_s + exchange.latency_s, partial(self._start_bytes, running))
+        self._schedule_event(now_s + exchange.latency_s, partial(self._start_bytes, running))
 
     def _start_bytes(self, running: _RunningExchange, now_s: float) -> None:
         """Starts the transfer of an exchange over its links, when its latency has passed."""
@@ -208,9 +208,11 @@ class ProgramSimulator:
             fullest = max((len(self._active_on_link[link]) for link in running.exchange.links), default=1)
             running.share = 1.0 / fullest
             running.version += 1
-            self._schedule(now_s + max(0.0, running.remaining_s) * fullest, partial(self._end, running, running.version))
+            self._schedule_event(
+                now_s + max(0.0, running.remaining_s) * fullest, partial(self._end_exchange, running, running.version)
+            )
 
-    def _end(self, running: _RunningExchange, version: int, now_s: float) -> None:
+    def _end_exchange(self, running: _RunningExchange, version: int, now_s: float) -> None:
         """Ends an exchange, unless its end was computed again after `version`."""
         exchange = running.exchange
         if running.version != version:
@@ -231,7 +233,7 @@ class ProgramSimulator:
         for rank, wait_start_s in self._waits.pop(exchange.key, ()):
             self._finish_wait(exchange, rank, wait_start_s, now_s)
 
-    def _schedule(self, time_s: float, event: Callable[[float], None]) -> None:
+    def _schedule_event(self, time_s: float, event: Callable[[float], None]) -> None:
         """Makes `run` call `event` at `time_s`, after the events that were scheduled for the same time before this call."""
         self._count += 1
         heapq.heappush(self._events, (time_s, self._count, event))
