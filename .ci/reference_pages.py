@@ -34,7 +34,7 @@ This page is generated from `sley_core/hookspecs.py` by `python .ci/reference_pa
 
 A plugin is an installed distribution with an entry point in the group `sley.plugins`. Plans use the name of the entry
 point: `narrow.reducer` is the record `reducer` of the plugin `narrow`. The module of the entry point marks its functions with
-the decorator `hookimpl` of `sley_core.hookspecs`. An implementation may omit arguments that it does not need. An argument
+the decorator `hookimpl` from `sley_core.hookspecs`. An implementation may omit arguments that it does not need. An argument
 with a default value is not passed.
 
 Core calls hooks while it assembles a run, and never in the step loop. It indexes the returned records by name and follows the

@@ -37,7 +37,7 @@ def test_a_hook_whose_mark_was_forgotten_is_refused() -> None:
     (found,) = caught.value.diagnostics
     assert found.code == "plugin-hook"
     assert found.message.endswith("its `sley_check_plan` would never be called, because it is not marked as a hook")
-    assert found.hint == "add `@hookimpl` of `sley_core.hookspecs` above the function"
+    assert found.hint == "add `@hookimpl` from `sley_core.hookspecs` above the function"
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the sdist")

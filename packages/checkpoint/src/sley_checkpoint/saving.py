@@ -306,7 +306,7 @@ class SavePreparation:
             {"run": self._run, "step": step, "token": token},
             rank_values,
             reader.CheckpointIndex(**vars(description), token=token, files={}, tensors=assignment.tensors),
-            # Half the limit, so that rank 0 names the missing rank before the others stop waiting for rank 0.
+            # The limit is halved, so that rank 0 names the missing rank before the others stop waiting for rank 0.
             self.state.plan.limits.collective_timeout_s / 2,
             lambda piece: reader.split_into_chunks(piece.tensor),
             partial(self._delete_old, folder, keep, attempt) if keep and is_run_folder and attempt else lambda: None,

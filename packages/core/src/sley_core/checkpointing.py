@@ -484,7 +484,7 @@ def load_plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
 
 
 def join_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """Returns the optimizer state of a parameter. leaves: its values, by name. tree: its nested structure, with the names in
-    place of the values; None if the state is a flat dict.
+    """Returns the optimizer state of a parameter. leaves: the state's values, by name. tree: the state's nested structure, with
+    the names in place of the values; None if the state is a flat dict.
     """
     return dict(leaves) if tree is None else tree_map(leaves.__getitem__, tree)

@@ -271,7 +271,7 @@ class DevicePool:
         self.num_allocations = 0
         self.num_leases = 0
         self._max_lent = 0
-        # In the order of their last use, the oldest first.
+        # The free blocks with each key are in the order of their last use, the oldest first.
         self._free: dict[tuple[torch.device, int], list[_Block]] = {}
         # Weak references: a failed step loses its leases. Peers may still write to their buffers, which the last user frees.
         self._lent: WeakSet[_Block] = WeakSet()

@@ -286,7 +286,8 @@ class ChunkInput:
 
 
 class _GraphStart(torch.autograd.Function):
-    """The root of a chunk's autograd graph. The forward returns the tensor of `entry`; the backward stores its gradient there.
+    """The root of a chunk's autograd graph. The forward returns the tensor of `entry`; the backward stores its gradient in
+    `entry`.
 
     A graph cannot start at a leaf, since layers write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf
     and on a view of a leaf. The result shares its version counter with the input: if a layer overwrites an output of the same

@@ -100,7 +100,7 @@ class Loop:
         }
         self._outcome: Outcome = "finished"
         self._has_begun = self._is_closed = self._is_training = False
-        self._is_first_step = True  # whether no step has run in this process; also True after a resume
+        self._is_first_step = True  # whether this process has run no step, as after a resume
         self._activity = ""  # "a step" or "an evaluation" while one runs
         self._has_listeners = False
         self._is_stop_requested = False

@@ -104,7 +104,7 @@ class Meter:
 
     def count(self, batch: Mapping[str, Tensor]) -> BatchCounts:
         """Returns the number of samples, tokens and positions in `batch`, which has whole sequences on the host. A token with
-        an ignored label also counts as a token, because the model computes it too.
+        an ignored label counts too, because the model computes it.
         """
         name, field = next(iter(self._info.fields.items()))
         samples = batch[name].shape[field.batch_dim]

@@ -274,7 +274,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         return self.best.stop_reason
 
     def stop(self) -> None:
-        """Asks all ranks to stop training after the step in progress. Any rank may call it, also in a signal handler."""
+        """Asks all ranks to stop training after the step in progress. Any rank may call it, even in a signal handler."""
         self._is_stop_requested = True
 
     @property

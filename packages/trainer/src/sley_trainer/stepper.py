@@ -138,7 +138,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     if stage.tied_stages and not has_tie_handler(plan):
         message = f"stages {list(stage.tied_stages[0])} share a parameter, but no gradient handler sums its gradients"
         tie_handler = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None
-        handler_text = f'`use = "{tie_handler}"`' if tie_handler else '`use = "pp.shared_modules"`, of sley-pp,'
+        handler_text = f'`use = "{tie_handler}"`' if tie_handler else '`use = "pp.shared_modules"` from sley-pp'
         hint = f"add [[gradient_handlers]] with {handler_text} after the reducer"
         raise PlanError.from_diagnostics([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])
     return stage

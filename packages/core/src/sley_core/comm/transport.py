@@ -336,7 +336,7 @@ def uses_messages(backend: str, device: torch.device) -> bool:
 def make_transport(
     members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog, device: torch.device
 ) -> Transport:
-    """Returns a new transport over `channel`, called `name`, for tensors on `device`. log: for a `CollectiveTransport`."""
+    """Returns a new transport over `channel`, called `name`, for tensors on `device`. log: used by a `CollectiveTransport`."""
     if uses_messages(dist.get_backend(channel), device):
         return MessageTransport(members, name, channel)
     return CollectiveTransport(members, name, channel, log)
@@ -385,7 +385,7 @@ def connect_transports(
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns each rank's `value`, in the order of ranks. A blocking collective over `group`, by default torch's default group.
     value: can be written as JSON; tuples come back as lists, and keys of mappings as strings. torch's object collectives are
-    unsafe: they unpickle messages, and any user of the host can connect to gloo's ports and send one that runs code.
+    unsafe: they unpickle messages, and any user of the host can connect to gloo's ports and send a message that runs code.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     local = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)

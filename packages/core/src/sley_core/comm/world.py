@@ -340,7 +340,7 @@ class World(AbstractContextManager["World"]):
         """Returns the view of rank `rank` in a world of `size` ranks without processes, over torch's backend `fake`. device: a
         device without values; meta by default. simulation: replaces peers and values; without it, no run can take steps.
         """
-        # torch installs an exception hook that prefixes a fatal error with `[rank0]:`, once for each such world.
+        # For each fake world, torch installs an exception hook that prefixes a fatal error with `[rank0]:`.
         except_hook = sys.excepthook
         dist.init_process_group("fake", rank=rank, world_size=size)
         sys.excepthook = except_hook

@@ -365,7 +365,7 @@ the other compares the values of a layer's weights and buffers before and after 
 
 
 class _TensorSlot(NamedTuple):
-    """A parameter or buffer of `module`: `values[key]`, in `_parameters` or `_buffers`. name: its path in the model."""
+    """A parameter or buffer of `module`: `values[key]`, in `_parameters` or `_buffers`. name: the path in the model."""
 
     name: str
     module: nn.Module

@@ -292,7 +292,7 @@ class WeightBuffer(FlatBuffer):
         device = params[0].parameter.device
         super().__init__(shapes, dtype, device, alignment=SHARD_ALIGNMENT, multiple=num_parts)
         self.params = list(params)
-        self._num_freed = free(self.data)  # 0 once it has memory
+        self._num_freed = free(self.data)  # 0 after `build`
 
     def build(self) -> None:
         """Allocates zeroed memory for the buffer, unless it has memory already."""

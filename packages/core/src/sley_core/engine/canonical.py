@@ -391,7 +391,7 @@ class ExactTotals(Totals):
             if groups[group.reduce_group].coord < group.num_shards and stage == group.stages[0]:
                 self._counted += group.tensors
         self._largest = max_abs((tensor for group in gradients for tensor in group.tensors), loss.device)
-        # A collective over all ranks, at the end of every step, before the totals are summed.
+        # All ranks call this collective at the end of every step, before the totals are summed.
         groups["all"].all_reduce(self._largest, "max", label="the largest gradient").wait()
 
     def terms(self) -> Tensor:

@@ -215,7 +215,7 @@ class _TreeSum:
         self._incoming_rows = self._outgoing_rows.new_empty(self._outgoing_rows.shape)
         self._gathered: Tensor | None = None
         self._is_summed = False
-        # A collective of the buffer's reduce group, whose ranks start their buffers in the same order.
+        # All ranks of the buffer's reduce group start this collective, in the same order of buffers.
         rows, label = (self._incoming_rows, self._outgoing_rows), f"the sums of {buffer.params[0].name}"
         self.work: Work = self._transport.all_to_all(*rows, label=label, checksum=buffer.checksum)
         self._sent.add(self._outgoing_rows, group, passes=1)
@@ -240,7 +240,7 @@ class _TreeSum:
             return
         self.work.wait_sent()
         self._gathered = self._outgoing_rows.view(-1)[: self._group.size * local_sum.numel()]
-        # A collective of the same group; all its ranks start it between the same two calls of `start`, or after the last one.
+        # All ranks of this group start this collective between the same two calls of `start`, or after the last call.
         label = f"the sum of {self.buffer.params[0].name}"
         self.work = self._transport.all_gather([self._gathered], [local_sum], label=label)
         self._sent.add(self._gathered, self._group, passes=1)

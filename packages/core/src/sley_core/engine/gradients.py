@@ -430,7 +430,7 @@ class Each(GradientHandler):
         group = self._groups[param.reduce_group]
         if group.size == 1:
             return
-        # A collective over the parameter's reduce group: the store reports parameters in the same order on all its ranks.
+        # All ranks of the reduce group start this collective: the store reports parameters in the same order on all of them.
         if self._sums is not None:
             buffer = self._store.buffer_of(param)
             assert buffer is not None, param

@@ -292,7 +292,7 @@ class Totals:
         if math.isinf(norm_type):
             # NaN becomes inf: backends differ in max(x, NaN), and some return x.
             self._norm = self._norm.nan_to_num(nan=math.inf, posinf=math.inf)
-            # A collective over all ranks, at the end of every step, before the totals are summed.
+            # All ranks call this collective at the end of every step, before the totals are summed.
             groups["all"].all_reduce(self._norm, "max", label="the gradient norm").wait()
 
     def terms(self) -> Tensor:
@@ -408,7 +408,7 @@ def combined_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         if numel_in_rows < numel:
             norms.append(torch.linalg.vector_norm(flat[numel_in_rows:], norm_type, dtype=wide_dtype).reshape(1))
     if short_tensors:
-        # Like torch.nn.utils.get_total_norm, but without sorting by device and dtype, which are equal here.
+        # torch.nn.utils.get_total_norm would also sort by device and dtype, which are equal here.
         norms.append(torch.stack(torch._foreach_norm(short_tensors, norm_type, dtype=wide_dtype)))
     joined: Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type, dtype=torch.float64)
     return joined

@@ -258,7 +258,7 @@ def build_refusal(
 
 
 def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
-    """Returns a text with the ranks whose loss is not finite, one non-finite gradient, and samples. reports: by rank."""
+    """Returns a text with the ranks whose loss is not finite, one non-finite gradient, and samples. reports: one per rank."""
     bad = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
     text = ""
     if bad and len(reports) > 1:

@@ -83,9 +83,9 @@ class MasterWeights:
     the updated tensors. If working weights have this dtype, the optimizer updates the parameters or views of them. Otherwise
     parameters are rounded to the working dtype, and their former values become master weights, in one flat buffer for each call
     of `add` and one for this rank's part of each sharded buffer. device: the device of the masters; None means the parameters'
-    device. With a `device` there are always masters, and the code that updates them copies gradients there and weights back.
-    owners: exchanges the matrices that the optimizer needs in full; None if it needs none. local_params: this rank's parts of
-    the weights. optimizer_params: the tensors in the optimizer's groups: `local_params`, in which full matrices that
+    device. With a `device` there are always masters, and the code that updates them copies gradients to this device and weights
+    back. owners: exchanges the matrices that the optimizer needs in full; None if it needs none. local_params: this rank's
+    parts of the weights. optimizer_params: the tensors in the optimizer's groups: `local_params`, in which full matrices that
     this rank owns replace parts of split matrices.
     """
 
@@ -304,7 +304,7 @@ class PartExchange:
         return param.shard.join(torch.stack(list(pieces)).view(-1, *param.shard.local_shape))
 
     def _split(self, param: Param, full_tensor: Tensor) -> Sequence[Tensor]:
-        """Returns the part of `full_tensor` for each rank, as `_join` expects it."""
+        """Returns the part of `full_tensor` for each rank. Inverse of `_join`."""
         if self.group.axis != SHARD_AXIS:
             return torch.split(full_tensor.reshape(-1), list(self.sizes[param]))
         assert param.shard is not None, param
@@ -321,7 +321,7 @@ class PartExchange:
         outgoing = torch.cat(flat) if flat or like is None else like.new_empty(0)
         send_splits = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         receive_splits = [sum(sizes) for sizes in received_sizes]
-        # A collective of the ranks that share the matrices, at the end of a step, when this channel's other exchanges are done.
+        # All ranks that share the matrices run this at the end of a step, when this channel's other exchanges are done.
         channel = next(iter(self.group.channels))
         device = outgoing.device
         if self.group.needs_host_copy(outgoing, channel):

@@ -133,7 +133,7 @@ class LogitsHead:
         raise NotImplementedError
 
     def cross_entropy(self, logits: LazyLogits, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the sum of the cross-entropies over `labels` int64 [...], like `SplitLogits.cross_entropy`."""
+        """Returns the sum of the cross-entropies over `labels` int64 [...], except labels that equal `ignore_index`."""
         hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         loss = HeadLoss(logits.apply if logits.functions else None, ignore_index, smoothing)
         if not torch.is_grad_enabled():
@@ -212,7 +212,7 @@ class LazyLogits(SplitLogits):
     def __init__(self, head: LogitsHead, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...] = ()) -> None:
         self.hidden = hidden
         self.functions = functions
-        # In a function, so that code that searches an output for tensors does not find the head's.
+        # A function holds the head, so that code that searches an output for tensors does not find those of the head.
         self._head: Callable[[], LogitsHead] = lambda: head
 
     @property

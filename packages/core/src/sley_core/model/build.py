@@ -306,7 +306,7 @@ class HostModel:
                         self.model.base_digests[self._first_locations[id(meta)][1]] = checksum(value)
                     if is_sharded := shard is not None and id(meta) in shard:
                         value = shard[id(meta)](value)
-                    # A copy, since the factory's memory may belong to numpy, a file or a larger tensor.
+                    # The value is copied, since the factory's memory may belong to numpy, a file or a larger tensor.
                     value = value.to(device=device, dtype=select_parameter_dtype(name, dtype, keep), copy=not is_sharded)
                     parameters[id(meta)] = parameter_like(real, value)
                     parameters[id(meta)].requires_grad_(meta.requires_grad)

@@ -205,7 +205,7 @@ def _allocate_parameters(module: nn.Module, replacements: dict[nn.Parameter, nn.
         for name, parameter in submodule._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if parameter not in replacements:
-                    # Not empty_like, which imports the compiler for a tensor on meta
+                    # `empty_like` would import the compiler for a tensor on meta.
                     data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
                     replacements[parameter] = parameter_like(parameter, data)
                 submodule._parameters[name] = replacements[parameter]
@@ -347,7 +347,7 @@ class ForwardPatch:
         self.module = module
         self._forward: Callable[..., Any] | None = forward
         self._previous: Callable[..., Any] | None = vars(module).get("forward")
-        # Not by setattr: a module may have its own, and torch's would register a forward that is itself a module.
+        # `setattr` is avoided: a module may define its own, and torch's would register a forward that is itself a module.
         vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -42,8 +42,8 @@ def check_plan(plan: Plan, world_size: int) -> list[Diagnostic]:
 
 NEEDED_TABLES = {
     "pp": ("pipeline", "a schedule", '`use = "pp.one_f_one_b"`'),
-    "wp": ("weights", "a weight communicator", '`use = "isp.communicator"` of sley-isp'),
-    "sp": ("sequence", "an attention over split sequences", '`use = "isp.all_to_all"` of sley-isp'),
+    "wp": ("weights", "a weight communicator", '`use = "isp.communicator"` from sley-isp'),
+    "sp": ("sequence", "an attention over split sequences", '`use = "isp.all_to_all"` from sley-isp'),
 }
 """The table that a plan needs if an axis of [parallel] has several ranks, the part that the table names, and an example."""
 

@@ -259,7 +259,7 @@ def printable_line(line: str) -> str:
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """Returns the plan in `path`. overrides: as for `--set`. Raises PlanError "plan-unreadable", "syntax" or "set-invalid"."""
+    """Returns the plan in `path`. overrides: `key=VALUE`s. Raises PlanError "plan-unreadable", "syntax" or "set-invalid"."""
     try:
         text = Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:

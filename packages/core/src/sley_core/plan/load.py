@@ -26,7 +26,7 @@ from sley_core.table import PartTable, Table, describe_type, describe_value, esc
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = (), *, loader: PluginLoader | None = None) -> Plan:
-    """Returns the plan in the file `path`. overrides: texts as for `--set`. loader: by default, loads the installed plugins.
+    """Returns the plan in the file `path`. overrides: texts `key.path=VALUE`. loader: by default, loads the installed plugins.
     Raises PlanError or PluginError with all problems. Does not import torch.
     """
     return resolve_plan(read_file(path, overrides), loader or PluginLoader())

@@ -244,7 +244,7 @@ def load_hooks(source: PluginSource) -> Any:
     for name in dir(module):
         if name in HOOKS and inspect.isroutine(getattr(module, name)) and manager.parse_hookimpl_opts(module, name) is None:
             message = f"{source.label}: its `{name}` would never be called, because it is not marked as a hook"
-            raise PluginError("plugin-hook", message, hint="add `@hookimpl` of `sley_core.hookspecs` above the function")
+            raise PluginError("plugin-hook", message, hint="add `@hookimpl` from `sley_core.hookspecs` above the function")
     try:
         manager.register(module, source.name)
         manager.check_pending()

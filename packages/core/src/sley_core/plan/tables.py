@@ -127,7 +127,7 @@ class PrecisionTable(Table):
     loss_scale: LossScaleTable | None = Field(
         default_factory=lambda values: LossScaleTable() if values.get("compute") == "fp16" else None
     )
-    """The loss scale; only allowed if `compute` is fp16."""
+    """The loss scale; allowed only if `compute` is fp16."""
 
 
 class ParallelTable(Table):

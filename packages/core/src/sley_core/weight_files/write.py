@@ -332,7 +332,7 @@ def probe(
         return reason
 
     def write_after_rank_0() -> str:
-        # Half of the limit, so that a rank can report a missing file before the others stop waiting for it.
+        # The limit is halved, so that a rank can report a missing file before the other ranks stop waiting for this rank.
         deadline = time.monotonic() + min(VISIBILITY_TIMEOUT_S, timeout_s / 2)
         folder = open_folder(token)
         while "rank-00000" not in folder.names():
