@@ -88,7 +88,9 @@ class OffloadManager(Protocol):
         ...
 
     def attach(self, parts: Parts, inventory: MemoryInventory) -> None:
-        """Called once, after all parts of the run are built. Not called if tensors have no memory, as in an estimate."""
+        """Prepares to move the memory in `inventory`. Called once, after all parts of the run are built. Not called if tensors
+        have no memory, as in an estimate.
+        """
 
     def offload(self, part: Part) -> Callable[[], None]:
         """Starts to move `part` off the device, unless it is already off. Returns a function that waits until it is off."""
@@ -115,7 +117,7 @@ class OffloadManager(Protocol):
         return {}
 
     def detach(self) -> None:
-        """Called when the run closes. Moves weights and buffers back to the device."""
+        """Moves weights and buffers back to the device. Called when the run closes."""
 
 
 NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]

@@ -49,7 +49,7 @@ _HEAD_BYTES = 512
 """The number of bytes at the start of a file that are compared with signatures. The signature of tar is at byte 257."""
 
 T = TypeVar("T")
-IntegerArray = NDArray[np.integer[Any]]  # of any integer dtype
+IntegerArray = NDArray[np.integer[Any]]  # an array of any integer dtype
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 """The first bytes of a Megatron index."""

@@ -188,7 +188,7 @@ class AllToAllAttention(SequenceCommunicator):
                     hint="list its attention modules in `modules`, wrap them in sley_isp.attention.SequenceAttention, or "
                     "use sley_core.model.attention.Attention",
                 )
-            self._undo = undo.pop_all()  # not reached after an error
+            self._undo = undo.pop_all()  # after an error, the `with` block undoes the patches instead
 
     def call_layer(
         self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall

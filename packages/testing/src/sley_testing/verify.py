@@ -66,8 +66,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds the comparison of a number or tensor on one rank with one process. step: counted from 1; 0 for values before the
-    first step. name: the name of the parameter, or "" for a number. error: ||actual - expected|| / ||expected||, without
+    """Compares a number or tensor of one rank with that of the one-process run. step: counted from 1; 0 for values before
+    the first step. name: the name of the parameter, or "" for a number. error: ||actual - expected|| / ||expected||, without
     elements that are noise. expected, actual: the numbers, or the norms of the tensors. factor: the ratio actual / expected if
     all elements share it, as with a wrong scale, else None. num_noise: the number of elements that were not compared, since
     their gradient is only rounding noise.

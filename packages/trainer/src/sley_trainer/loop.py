@@ -27,7 +27,7 @@ from sley_trainer.state_dict import LoadedWeights
 from sley_trainer.stepper import Stepper
 
 Row = dict[str, float | int]  # the metrics of one step, by name
-Outcome = Literal["finished", "interrupted", "failed"]  # of a run
+Outcome = Literal["finished", "interrupted", "failed"]  # the outcome of a run
 
 MAX_EXP = 709.0
 """The loss in nats from which the perplexity is reported as infinite: `math.exp` overflows above about 709.78."""

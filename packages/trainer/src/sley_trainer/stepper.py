@@ -295,7 +295,7 @@ class Stepper:
                 counts = tally if metrics.builtin_names or metrics.custom_metric is not None else None
                 run = ListRun(batch.micros, tally=counts, num_counted=batch.num_counted)
                 losses.append(self.executor.run(entries, state, run))
-                weight += self.agreement.weight  # of all ranks
+                weight += self.agreement.weight  # the sum over all ranks
             names = tally.agree_names(self.groups["control"])
             sums = [losses, *(tally.sums_by_batch(name, index) for name in names for index in (0, 1))]
             difference = torch.tensor([exchange_difference(self.groups.values())], dtype=torch.float64)

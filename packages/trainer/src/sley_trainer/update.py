@@ -215,7 +215,7 @@ class Update:
         host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
         # One message carries all numbers: on a small model the latency of a second one would slow every step noticeably.
         summed = torch.cat([terms, self.device.move(host), *numbers])
-        # All ranks of the world; every rank ends every step here, after its own reductions.
+        # A collective of all ranks: every rank ends every step here, after its own reductions.
         self.groups["all"].all_reduce(summed, label="loss and gradient norm").wait()
         num_terms = terms.numel()
         values = torch.cat([torch.stack(totals.result(summed[:num_terms])), summed[num_terms:]])

@@ -51,7 +51,7 @@ class CanonicalReduction(Reduction):
 
     def __init__(self, groups: Groups, state: StepState) -> None:
         super().__init__(groups, state)
-        self.sum_memory = SumMemory()  # of all gradients
+        self.sum_memory = SumMemory()  # the memory of the sums of all gradients
 
     @property
     def num_leaves(self) -> int:
@@ -312,7 +312,7 @@ def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
 NUM_WEIGHT_DIGITS = 4
 """The number of digits of a loss weight: the integer part, and three digits of 24 bits after the point."""
 
-_DIGIT_BASE = 2.0**24  # of the digits of loss weights
+_DIGIT_BASE = 2.0**24  # the base of the digits of loss weights
 
 
 def tree_sum(values: Tensor) -> Tensor:

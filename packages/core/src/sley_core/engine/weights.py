@@ -101,7 +101,7 @@ class MasterWeights:
         self._originals: list[tuple[Param, nn.Parameter, torch.dtype]] = []
         self._flats: list[FlatBuffer] = []
         self._masters: dict[Param, OptimizerParam] = {}
-        self._copies: list[OptimizerParam] = []  # those whose `parameter` is a master or a view of a weight
+        self._copies: list[OptimizerParam] = []  # the entries whose `parameter` is a master or a view of a weight
 
     def add(self, params: Sequence[Param]) -> list[OptimizerParam]:
         """Adds `params`, and rounds them to the working dtype if needed. Returns the tensors that the optimizer updates."""
