@@ -231,7 +231,7 @@ def search(
         Path | None, typer.Option("--write", metavar="FILE", help="Write the fastest layout as a plan to this file.")
     ] = None,
 ) -> None:
-    """Find the fastest layouts of a plan that fit, with the installed plugins. Needs no device."""
+    """Find the fastest layouts of a plan that fit in memory, with the installed plugins. Needs no device."""
     if machine is None:
         hint = "use `train-cli calibrate --out machine.toml --plan PLAN`, then pass `--machine machine.toml`"
         raise UsageError("search-machine", "a search needs a machine file", hint=hint)
@@ -315,7 +315,7 @@ def calibrate(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Measure this machine and write its file: the device, the exchanges of ranks, and the layers of a plan."""
+    """Measure the device of this machine, the exchanges of ranks and the layers of a plan, and write a machine file."""
     if overrides and plan is None:
         raise UsageError("calibrate-plan", "`--set` changes a plan, but `--plan` is missing")
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -62,7 +62,7 @@ class DrawnDevice(Device):
         return memory
 
     def mark_host_memory(self, tensor: torch.Tensor) -> None:
-        """Marks the memory of `tensor` as host memory, as `host_memory` does for new memory."""
+        """Marks the memory of `tensor` as host memory, which the host may use only after a `wait` for its copies."""
         self.copies.detector.mark_host_memory(tensor.detach())
 
     def watching(self) -> AbstractContextManager[None]:

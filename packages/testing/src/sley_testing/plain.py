@@ -55,8 +55,8 @@ class PlainLoop:
 
     layers: the result of a model factory, not on meta. All modules that share a tied parameter must register it. loss: a loss
     as in a plan, with the sum `loss(output, batch)` and its `weight(batch)`. optimizer: a function that takes the list of all
-    (name, parameter) pairs and returns a torch optimizer; see `decay_groups`. clip_norm, clip_kind: the maximum norm (None does
-    not clip) and the norm type of torch.nn.utils.clip_grad_norm_.
+    (name, parameter) pairs and returns a torch optimizer. clip_norm, clip_kind: the maximum norm (None does not clip) and the
+    norm type of torch.nn.utils.clip_grad_norm_.
 
     A trained parameter that no microbatch uses gets a zero gradient, as in a run, so that momentum and decay continue. For a
     trained parameter in bf16 or fp16, the optimizer updates an fp32 copy, whose gradient is the fp32 sum over microbatches.

@@ -48,8 +48,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.fixture
 def ranks() -> Iterator[Any]:
     """Returns the class `Ranks`: `ranks(n, timeout_s=60, init=True)(function, *args, **kwargs)` returns a list of the results
-    of n ranks. Each rank is a process on this machine that calls the module-level `function` (see `sley_testing.ranks`). During
-    the test, torch uses one thread in this process, as in the ranks, since a kernel's sums depend on the number of threads.
+    of n ranks. Each rank is a process on this machine that calls the module-level `function`. During the test, torch uses one
+    thread in this process, as in the ranks, since a kernel's sums depend on the number of threads.
     """
     import torch
 

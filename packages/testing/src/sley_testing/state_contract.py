@@ -44,8 +44,8 @@ class OffloadManagerContract:
     orders: ClassVar[int] = 2
 
     def test_round_trip_preserves_all_bits(self, texts: Path) -> None:
-        """Offloads and reloads all movable parts after each step, one of which fails, in random copy orders. Parts on the host
-        must be bit-identical to parts on the device, and the run must be bit-identical to a run without the manager.
+        """Offloads and reloads all movable parts after each step, in random copy orders. One step fails. Parts on the host must
+        be bit-identical to parts on the device, and the run must be bit-identical to a run without the manager.
         """
         with assemble(plan_from_dict(PLAN, texts), World.alone("cpu")) as run:
             rows = _train(run, lambda: None)
@@ -174,7 +174,7 @@ class CheckpointerContract:
         assert_same_run(uninterrupted, record(plan, NUM_STEPS, folder=texts, load=tmp_path / "saved"))
 
     def test_two_ranks_resume_in_same_and_other_layout(self, ranks: Callable[..., Ranks], texts: Path, tmp_path: Path) -> None:
-        """Expects two ranks that resume to match an uninterrupted run bit for bit, and one process to be close to it."""
+        """Expects two ranks that resume to match an uninterrupted run bit for bit, and one process that resumes to be close."""
         plan = self._plan()
         two_rank_plan = changed(plan, parallel__dp=2, gradient_handlers=[{"use": "core.each"}])
         uninterrupted = ranks(2)(record, two_rank_plan, 2 * NUM_STEPS, folder=texts)

@@ -1,6 +1,6 @@
 """Counts the memory of torch's fake tensors, and caches the results of operations, which the layers of a model repeat.
 
-Each storage counts once, from its first use until it is freed. The position in the step is kept for both.
+Each storage counts once, from its first use until it is freed. The positions of both events in the step are kept.
 
 torch has its own cache of fake results, but computing a key for it takes longer than the operation. Here the key of a call
 consists of its operator, its plain arguments, and the sizes, strides, offsets, dtypes and devices of its tensors. A cached

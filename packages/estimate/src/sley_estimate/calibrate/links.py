@@ -113,7 +113,7 @@ def prepare_exchanges(
 
 
 def end_exchange(works: Sequence[Work]) -> None:
-    """Waits until this rank has the results of the exchange with the handles `works`, and its peers have received its data."""
+    """Waits until this rank has the results of the exchange with the handles `works`, and the peers have this rank's data."""
     for work in works:
         work.wait_sent()
 

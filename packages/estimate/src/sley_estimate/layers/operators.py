@@ -37,8 +37,8 @@ PHASES: tuple[PhaseName, ...] = get_args(PhaseName)  # all phases, in the order 
 
 @dataclass(frozen=True)
 class Operator:
-    """One kernel. num_bytes: the bytes that it reads and writes. flops: the FLOPs of a matrix product, else 0. dtype: the dtype
-    of the product, such as "bf16"; "" for other kernels. is_on_host: whether it runs on the host's cores.
+    """One kernel. num_bytes: the number of bytes that it reads and writes. flops: the FLOPs of a matrix product, else 0. dtype:
+    the dtype of the product, such as "bf16"; "" for other kernels. is_on_host: whether it runs on the host's cores.
     """
 
     name: str

@@ -231,8 +231,8 @@ class LayerTimes:
         return [self._scaled_work(single, double, samples, has_slices) for single, double in pairs]
 
     def seconds(self, variant: Variant) -> list[tuple[LayerSeconds, Source]]:
-        """Returns the times of each layer in `variant`, without exchanges between the ranks that split a sequence, and their
-        source. If some layer was not measured in this variant, can raise the errors of `layer_work` and `operators_s`.
+        """Returns the times of each layer in `variant`, without exchanges between the ranks that split a sequence, and the
+        source of the times. If a layer was not measured in this variant, may raise errors of `layer_work` and `operators_s`.
         """
         measured = self._measured_seconds
         has_keys = measured and variant.sp == 1
@@ -244,8 +244,8 @@ class LayerTimes:
 
     @memoize
     def _layer_seconds(self, work: LayerWork, key: str, measured: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
-        """Returns the times of a layer with this `work`, and their source. key: the layer's key in the machine file; "" if the
-        file cannot contain the layer. measured: a variant of the layer that the file contains; None if there is none.
+        """Returns the times of a layer with this `work`, and the source of the times. key: the layer's key in the machine file;
+        "" if the file cannot contain the layer. measured: a variant of the layer that the file contains; None if there is none.
         """
         if key in self._measured_seconds:
             return self._measured_seconds[key], "measured"
@@ -263,7 +263,7 @@ class LayerTimes:
 
     @cached_property
     def _measured_variants(self) -> list[MeasuredVariant | None]:
-        """Returns for each layer a variant in which the machine file has it, or None. Ignores policies that offload tensors."""
+        """Returns for each layer a variant that the machine file contains, or None. Ignores policies that offload tensors."""
         measured: list[MeasuredVariant | None] = [None] * len(self.model.layers)
         sizes = {self.plan.batch.micro_size, *(table.micro_size for table in self.machine.layers if table.micro_size)}
         shared: dict[str, MeasuredVariant] = {}
@@ -374,7 +374,7 @@ def estimate_layers(plan: Plan, model: Model, dataset: AnyDataset, machine: Mach
     estimates: Sequence[tuple[LayerSeconds, Source] | None] = [None] * len(model.layers)
     if machine.layers:
         policies = list_choices(plan).policies
-        with suppress(SleyError):  # a layer whose operators cannot be counted; then no layer has seconds
+        with suppress(SleyError):  # if the operators of one layer cannot be counted, no layer gets times
             variant = Variant(policies[0], plan.batch.micro_size, plan.parallel.sp)
             estimates = LayerTimes(plan, model, dataset, machine, policies).seconds(variant)
     return [

@@ -77,10 +77,10 @@ def trace_layer(
     weight_dtype: torch.dtype,
     gradient_dtype: torch.dtype,
 ) -> tuple[LayerWork, Value]:
-    """Returns the work of `layer` on one microbatch, and its output. The work excludes results that layers share
-    (`once_per_field`). value: the output of the previous layer; None for the first. fields: the microbatch on meta. loss: the
-    loss if this is the last layer, else None. weight_dtype: the dtype of parameters in the forward. gradient_dtype: the dtype
-    in which gradients are accumulated. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
+    """Returns the work of `layer` on one microbatch, and its output. The work excludes the computation of results that layers
+    share (`once_per_field`). value: the output of the previous layer; None for the first. fields: the microbatch on meta. loss:
+    the loss if this is the last layer, else None. weight_dtype: the dtype of parameters in the forward. gradient_dtype: the
+    dtype in which gradients are accumulated. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
     """
     originals = replace_tensors(layer.module.modules(), weight_dtype, torch.device("meta"))
     try:

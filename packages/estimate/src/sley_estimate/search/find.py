@@ -9,7 +9,7 @@ forked after one. The formula:
     step    = slowest stage + bubble + messages of one microbatch, both ways + the all-reduce that ends a step
     stage   = microbatches x layers + exposed part of sums of gradients and gathers of weights + update
     layer   = the longer of computing (measured, in proportion, or counted) and exchanges of its shards
-    bubble  = idle time in the schedule's action lists if all parts of the model take equally long
+    bubble  = idle time in the schedule's action lists if all parts of the model take the same time
     bytes   = weights, gradients, states + pending forwards x bytes saved by layers + bytes needed by one backward
 
 A step takes at least as long as its slowest host. A reducer sums all gradients of a stage once per step. A weight communicator
@@ -312,7 +312,7 @@ def update_bytes_per_element(plan: Plan, num_states: int) -> int:
 
 
 def count_states(plan: Plan) -> int:
-    """Returns the number of tensors that are kept for each weight, in its shape: the optimizer states after one step on the
+    """Returns the number of tensors of a weight's shape that are kept per weight: the optimizer states after one step on the
     CPU, and the average of `[averaging]`. Raises PlanError "estimate-seconds" if the optimizer fails on a 4 x 4 weight.
     """
     weight = nn.Parameter(torch.zeros(4, 4))
@@ -419,9 +419,9 @@ def search_layouts(
 def rank_layouts(
     space: Layouts, machine: MachineFile, max_bytes: int | None
 ) -> tuple[SearchResult, list[tuple[int, RooflineEstimate]], int]:
-    """Ranks all layouts by the formula. Returns a result with the counts of layouts; the layouts that fit with their estimates,
-    the fastest first; and the layout that needs the least memory, or -1 if no layout is valid. Each layout is returned as its
-    index in `Layouts.all_layouts`, since records of plugins may not be picklable.
+    """Ranks all layouts by the formula. Returns a result with the counts of layouts; the fastest layouts that fit, in order,
+    with their estimates; and the layout that needs the least memory, or -1 if no layout is valid. Each layout is returned as
+    its index in `Layouts.all_layouts`, since records of plugins may not be picklable.
     """
     result, roofline = SearchResult(), Roofline(space.plan, space.world_size, machine, space.choices)
     smallest, ranked = -1, list[tuple[int, RooflineEstimate]]()

@@ -84,7 +84,7 @@ def plugin_hints(plugin: Plugin) -> Mapping[str, Hint]:
 
 
 def component_hint(component: Component) -> Hint:
-    """Returns the hint for the record of `component`, or `NO_HINT` if it has none. Raises the errors of `plugin_hints`."""
+    """Returns the hint for the record of `component`, or `NO_HINT` if there is none. Raises the errors of `plugin_hints`."""
     return NO_HINT if component.plugin is None else plugin_hints(component.plugin).get(component.name, NO_HINT)
 
 
@@ -121,7 +121,7 @@ class Choice:
 @dataclass(frozen=True)
 class Choices:
     """The choices for each table that a layout replaces. weights, attention: empty if neither the plan nor an installed plugin
-    offers one. skip_reasons: one text for each plugin that could not be loaded, and for each variant with invalid options.
+    offers a choice. skip_reasons: one text for each plugin that could not be loaded, and for each variant with invalid options.
     """
 
     schedules: tuple[Choice, ...]

@@ -247,8 +247,8 @@ class Recording:
 
 def expand_step(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
     """Returns a copy of `step` in which `actions` replace its actions. Each action gets the events of a recorded action of the
-    same kind and chunk, preferably of an action that has the same neighbours and is also the first or the last one of its
-    chunk. Raises PlanError "estimate-seconds" if no action of this kind and chunk was recorded.
+    same kind and chunk, preferably of an action that has the same neighbours and the same place, first or last, in its chunk.
+    Raises PlanError "estimate-seconds" if no action of this kind and chunk was recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step

@@ -5,9 +5,9 @@
     down               << <<
     reduce                          [=========]            hidden under B2, then exposed
 
-Exchanges on one link share its bandwidth: n of them each run at 1/n of their speed, so the end of an exchange moves whenever
-another one starts or ends on one of its links. Time advances from event to event. The order of the programs does not affect
-the result.
+Exchanges on one link share its bandwidth: each of n exchanges runs at 1/n of its speed, so the end of an exchange moves
+whenever another exchange starts or ends on one of its links. Time advances from event to event. The order of the programs does
+not affect the result.
 
 The host may run up to one step ahead of its device, so time that it gains in wide layers makes up for time that it loses in
 narrow ones. A step therefore takes as long as its devices or its slowest host, whichever is longer.
