@@ -263,7 +263,7 @@ def format_header(run: "Run", num_bytes: Mapping[str, int]) -> str:
 
 
 def describe_repetition(num_samples: int | None, plan: Plan) -> str:
-    """Returns a note if an evaluation repeats samples, else "". num_samples: of the held-out data; None if it is unknown."""
+    """Returns a note if an evaluation repeats samples, else "". num_samples: the number of held-out samples, or None."""
     assert plan.evaluation is not None, "the plan has no [evaluation]"
     size = plan.batch.global_size
     num_used = plan.evaluation.steps * size
@@ -277,7 +277,7 @@ def describe_repetition(num_samples: int | None, plan: Plan) -> str:
 
 
 def format_summary(summary: Mapping[str, Any], folder: Path, weights: Path | None = None) -> str:
-    """Returns the text that ends a run. summary: from `summarize_run`. weights: the folder of the final weights, if saved."""
+    """Returns the text that ends a run. summary: from `summarize_run`. weights: the folder of saved final weights, or None."""
     num_steps = summary["steps"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
     lines = [f"{summary['outcome']}: {format_count(num_steps, 'step')}{skipped} in {format_duration(summary['seconds'])}"]

@@ -209,7 +209,7 @@ def _load_command(name: str) -> Any:
 
 
 def import_optional(package: str, module: str, feature: str) -> Any:
-    """Returns `module` of `sley-<package>`, which `feature` needs. Raises PluginError "command-missing" if it is missing."""
+    """Returns `module` of `sley-<package>`, which `feature` needs. Raises PluginError "command-missing" without the package."""
     if find_spec(module.partition(".")[0]) is None:
         message = f"{feature} needs sley-{package}, which is not installed"
         raise PluginError("command-missing", message, hint=install_hint(package))

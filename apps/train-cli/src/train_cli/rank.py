@@ -48,7 +48,7 @@ def main(target: str, arguments: str) -> int:
 
 
 def train_plan(path: str, overrides: Sequence[str], resume: str | None) -> int:
-    """Trains the plan at `path` as one rank of a local launch, which has created the run folder. Returns the exit code."""
+    """Trains the plan at `path` as a rank of a local launch. Returns the exit code. resume: the value of `--resume` or None."""
     plan = load_plan(Path(path), overrides)
     return train(plan, run_folder(plan), resume=resume)
 
@@ -63,7 +63,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
             return signal_handler.exit_code or EXIT_OK
         run.notes.extend(resume_run(run, folder, resume))
         with load_recorder().record_steps(run.parts, run.feed, folder, run.notes):
-            if run.num_steps_done >= plan.run.steps or run.stopped_early:  # equal on all ranks: they loaded one checkpoint
+            if run.num_steps_done >= plan.run.steps or run.stopped_early:  # the same on all ranks, which loaded one checkpoint
                 _print_finished(run, _save_final_weights(run, folder))
                 return signal_handler.exit_code or EXIT_OK
             if plan.run.final_weights != "none":

@@ -42,7 +42,9 @@ class RunRecorder:
     """The interface of sley-doctor's recorder, and a recorder that records nothing. `folder` is always the run folder."""
 
     def record_steps(self, parts: "Parts", feed: "Feed | None", folder: Path, notes: list[str]) -> AbstractContextManager[None]:
-        """Returns a context manager that records this rank's steps. A recorder that cannot write adds a note to `notes`."""
+        """Returns a context manager that records this rank's steps. A recorder that cannot write adds a note to `notes`. feed:
+        the feed for which the steps wait, or None.
+        """
         return nullcontext()
 
     def report_failure(self, folder: Path, world: "World", diagnostic: Diagnostic, error: BaseException) -> None:

@@ -97,9 +97,9 @@ def checkpoint_folder(plan: Plan, folder: Path) -> str:
 
 
 def _load_reader(plan: Plan | None) -> CheckpointFiles:
-    """Returns the checkpoint reader of the plan's checkpointer, or of the default checkpointer if there is none. Imports torch.
-    Raises PluginError "plugin-missing" if the checkpointer is not installed, and UsageError "no-checkpoint-files" if it has no
-    reader.
+    """Returns the checkpoint reader of the plan's checkpointer, or of the default checkpointer if `plan` is None or has none.
+    Imports torch. Raises PluginError "plugin-missing" if the checkpointer is not installed, and UsageError
+    "no-checkpoint-files" if it has no reader.
     """
     reader = _find_reader(plan)
     if reader is None:

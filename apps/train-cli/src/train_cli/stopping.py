@@ -126,8 +126,9 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
 
     A thread handles the signals, since the main thread may be in a collective that never returns. print_line: prints
     `STOP_MESSAGE` when the first signal arrives; None if a launcher prints it. report_timeout: called in the thread before it
-    ends a process that has missed its deadline. sigterm_timeout_s: the time limit after SIGTERM, in seconds. exit_now: takes
-    the exit code, and ends this process (or, in a launcher, its ranks) at once. Only the main thread may enter the block.
+    ends a process that has missed its deadline. sigterm_timeout_s: the time limit in seconds after SIGTERM (8 if None).
+    exit_now: takes the exit code, and ends this process (or, in a launcher, its ranks) at once. Only the main thread may enter
+    the block.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         return None if self._first_signal is None else self._exit_codes[self._first_signal]
 
     def call_on_signal(self, stop: Callable[[], None]) -> None:
-        """Makes the first signal call `stop` in another thread. Earlier signals raise an exception in the main thread."""
+        """Makes the first signal call `stop` in a thread. Before this call, signals raise an exception in the main thread."""
         self._stop = stop
 
     def limit_cleanup(self, code: int) -> None:

@@ -41,9 +41,9 @@ class Offers:
 
     def offer(self, tensors: Sequence[Tensor], mark: Mark, complete: Callable[[], None] | None = None) -> int:
         """Lets every peer read `tensors`, and returns the number of the offer. complete: a function that reads the peers'
-        offers with this number, and waits until the peers have read this offer. If MAX_OPEN_OFFERS are open, the oldest is
-        completed first, since otherwise ranks could wait for each other. All members must make their offers in the same order,
-        which `wait_addresses` checks by `mark`.
+        offers with this number, and waits until the peers have read this offer, or None. If MAX_OPEN_OFFERS are open, the
+        oldest is completed first, since otherwise ranks could wait for each other. All members must make their offers in the
+        same order, which `wait_addresses` checks by `mark`.
         """
         number = self._num_offers = self._num_offers + 1
         self._progress.add_turn(Turn("exchange", self.members, mark.label, self._queue, number, None, mark.num_bytes))

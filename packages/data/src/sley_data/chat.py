@@ -259,8 +259,8 @@ _MAX_CHECKED_CONVERSATIONS = 64  # the maximum number of conversations that a ch
 
 @report_errors
 def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a `data.chat` table; implements `DatasetRecord.check`. Renders all conversations, or only
-    `_MAX_CHECKED_CONVERSATIONS` from the first file if the files have more than `MAX_CHECK_BYTES` in total.
+    """Yields the problems of a `data.chat` table (`DatasetRecord.check`). vocab_size: the model's, or None. Renders all
+    conversations, or only `_MAX_CHECKED_CONVERSATIONS` from the first file if the files together exceed `MAX_CHECK_BYTES`.
     """
     files, problems = find_document_files(config, "train")
     if config.held_out_files:

@@ -268,7 +268,7 @@ def report_errors(check: Callable[P, Iterator[Problem]]) -> Callable[P, Iterator
 def check_token_dataset(
     config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int | None = None
 ) -> Iterator[Problem]:
-    """Yields the problems of a `data.text` or `data.tokens` table. Implements `DatasetRecord.check`."""
+    """Yields the problems of a `data.text` or `data.tokens` table (`DatasetRecord.check`). vocab_size: the model's, or None."""
     if isinstance(config, TokensConfig):
         train, held_out = find_token_files(config, "train"), find_token_files(config, "held_out")
     else:

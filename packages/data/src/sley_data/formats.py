@@ -294,7 +294,7 @@ def read_rows(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[
 
 
 def build_row_error(file: DataFile, number: int, reason: str, hint: str | None = None) -> PlanError:
-    """Returns PlanError "data-json" for row `number` of `file`. reason: a predicate whose subject is the row."""
+    """Returns PlanError "data-json" for row `number` of `file`. reason: a predicate about the row. hint: advice, or None."""
     return PlanError("data-json", f"row {number} of `{file.path}` {reason}", path=("data", "files"), hint=hint)
 
 

@@ -59,7 +59,7 @@ def locate_errors(number: int, name: str) -> Iterator[None]:
 
 
 def check_mixture(config: MixtureConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a mixture and of the tables of its sources. Implements `DatasetRecord.check`."""
+    """Yields the problems of a mixture and of its sources' tables (`DatasetRecord.check`). vocab_size: the model's, or None."""
     held_out = [number for number, source in enumerate(config.sources) if evaluates and _may_hold_out(source)]
     problems: list[Problem] = []
     for number, source in enumerate(config.sources):

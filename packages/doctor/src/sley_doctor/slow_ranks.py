@@ -22,7 +22,7 @@ MIN_BLOCK_SHARE = 0.75  # a cause is reported only if it appears in blocks with 
 
 MIN_STEPS = 8  # the number of recorded steps below which no rank is judged
 
-MAX_START_DIFFERENCE_S = 600.0  # if the start times of two records differ by more, they belong to different starts
+MAX_START_DIFFERENCE_S = 600.0  # records whose start times differ by more belong to different starts
 
 MISSING_RECORD_REASONS = (  # why a rank may have no record
     "it was stopped before the end of its first window, its disk was full, or its host does not share the run's folder"

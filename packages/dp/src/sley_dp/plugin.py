@@ -131,8 +131,9 @@ def reduction_axes(topology: Topology) -> list[str]:
 
 
 def shard_groups(shards: int | None, topology: Topology) -> Iterator[ProcessGroupRecord]:
-    """Yields the groups of ranks that share a copy of optimizer states, and the groups of ranks that hold the same shard. For
-    a reduce group of 8 ranks and shards = 4, 0 1 2 3 and 4 5 6 7 share a copy, and 0 4, 1 5, 2 6, 3 7 hold the same shard.
+    """Yields the groups of ranks that share a copy of optimizer states, and the groups of ranks that hold the same shard.
+    shards: the number of ranks that share a copy; None for the whole reduce group. For a reduce group of 8 ranks and shards =
+    4, 0 1 2 3 and 4 5 6 7 share a copy, and 0 4, 1 5, 2 6, 3 7 hold the same shard.
     """
     for axis in reduction_axes(topology):
         groups = list(topology.partition(axis))

@@ -188,7 +188,7 @@ class ShardedReducer(GradientHandler):
     def finish_step(self, step: StepState) -> None:
         """Blocks until this rank's shards hold their sums and no peer reads this rank's weights any more."""
         self.sums.finish()
-        self.gathers.finish()  # includes layers that were not called in this step
+        self.gathers.finish()  # also for layers that were not called in this step
 
     def detach(self) -> None:
         """Waits for the gathers in flight. If another rank has failed, ignores the error."""

@@ -102,7 +102,8 @@ def call_flash(
 ) -> Tensor:
     """Returns the context [b, s, h, d], computed by `module`, one of `FLASH_MODULES`. q, k, v: [b, s, h, d]. cu_seqlens: the
     document bounds [b, n + 1]; None for one document per row. scale, softcap: the factor and the bound of the scores. window:
-    the number of positions to which a position attends. None stands for the default.
+    the number of positions to which a position attends. dropout: the probability of dropping an attention weight. None stands
+    for the default.
     """
     batch, length = q.shape[:2]
     if cu_seqlens is None:

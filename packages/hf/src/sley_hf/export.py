@@ -117,7 +117,7 @@ def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
 
 
 def compute_logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Returns the logits [b, s, v] of `tokens` [b, s]. positions: [b, s]. cu_seqlens: the document bounds [b, n + 1]."""
+    """Returns the logits [b, s, v] of `tokens` [b, s]. positions: [b, s] or None. cu_seqlens: the bounds [b, n + 1] or None."""
     embed, *blocks, head = (layer.module for layer in model.layers)
     hidden = embed(tokens, positions)
     for block in blocks:
@@ -129,7 +129,7 @@ def compute_logits(model: Model, tokens: Tensor, positions: Tensor | None = None
 def _compute_load_balancing_loss(model: Model, tokens: Tensor) -> float:
     """Returns the load-balancing loss of `tokens` [b, s], without its coefficient."""
     for layer in model.layers:
-        layer.module.training = True  # but not for its submodules, which may apply dropout
+        layer.module.training = True  # leaves submodules unchanged, since they may apply dropout
     output: Any = compute_logits(model, tokens)
     return float(output.balance.routers.compute_loss(*output.routed[1:]))
 

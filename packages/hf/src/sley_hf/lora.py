@@ -149,7 +149,7 @@ def _build_adapted_modules(plan: Plan) -> dict[str, Any]:
     assert plan.adapters is not None, plan
     try:
         info = open_dataset(plan.data, DataContext(plan.run.seed)).info
-    except SleyError:  # the data may no longer exist; a model that starts from weights does not need it
+    except SleyError:  # the data may no longer exist; a model that starts from weights does not need the data
         info = DataInfo(TOKEN_FIELDS)
     model: Model = cast(Any, plan.model.record).load()(cast(Any, plan.model.config).without_weights(), info)
     adapt = build_adapter(plan.adapters.config, [layer.name for layer in model.layers])

@@ -82,7 +82,7 @@ class Communicator(WeightCommunicator):
         return int(self.config.embedding == "hidden" and isinstance(locations[0][0], nn.Embedding))
 
     def attach(self, parts: Parts) -> None:
-        """Replaces the forwards of all sharded modules, and their weights with stand-ins. Restores forwards if it fails."""
+        """Replaces the forwards of all sharded modules, and their weights with stand-ins. After an error, restores forwards."""
         config = self.config
         self._parts = parts
         self._group = parts.groups["wp"]

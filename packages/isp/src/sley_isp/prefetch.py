@@ -95,7 +95,7 @@ class PrefetchPolicy:
         return self._decide(group, can_prefetch)
 
     def change_holds(self, group: Group, difference: int) -> None:
-        """Adds `difference` to the holds of `group`, which stays unsharded while it has one."""
+        """Adds `difference` to the holds of `group`, which stays unsharded while it has holds."""
         self._holds[group] += difference
         if self._holds[group] <= 0:
             del self._holds[group]

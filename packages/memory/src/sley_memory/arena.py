@@ -18,7 +18,7 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 
 @dataclass(eq=False)
 class _Block:
-    """A block of host memory, divided into slots. counters: count its bytes, or None. num_free: the number of free slots."""
+    """A block of host memory, in slots. counters: the counters of its bytes, or None. num_free: the number of free slots."""
 
     memory: HostMemory
     counters: Moved | None

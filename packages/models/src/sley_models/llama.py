@@ -113,7 +113,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config.hidden, config.ffn_hidden)
 
     def forward(self, hidden: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Returns [b, s, hidden]. positions: [b, s]. cu_seqlens: the document boundaries [b, n + 1]."""
+        """Returns [b, s, hidden]. positions: [b, s]; None counts from 0. cu_seqlens: the document bounds [b, n + 1] or None."""
         hidden = hidden + self.attention(self.attention_norm(hidden), positions, cu_seqlens)
         output: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
         return output

@@ -103,7 +103,9 @@ class MuonConfig(OptimizerConfig):
 
 
 AveragingRule = Callable[[int, int], float]
-"""A function `(step, age)` that returns the share of the new weights in their average (see `records.AveragingRecord`)."""
+"""A function `(step, age)` that returns the share of the new weights in their average. step: the step, from 0. age: the number
+of updates since the average equalled the weights.
+"""
 
 
 def build_ema(config: EMAConfig, num_steps: int) -> AveragingRule:

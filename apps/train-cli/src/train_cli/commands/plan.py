@@ -180,7 +180,7 @@ def _format_timeline(plan: Plan, topology: Topology) -> Iterator[str]:
         yield f"  stage {stage}: idle {idle:.1%}, holds at most {format_count(peak.pairs, 'microbatch', 'es')} of a chunk"
 
 
-# The character that fills the time of an action in a drawing, and its name in the legend.
+# The character that fills the time of an action in a drawing, and the action's name in the legend.
 _FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.INPUT_GRADIENT: "=", Kind.WEIGHT_GRADIENT: "~", Kind.CHUNK_DONE: " "}
 _NAMES = {
     Kind.FORWARD: "F forward",

@@ -13,7 +13,7 @@ from sley_watch.plugin import LayersConfig
 class Layers(GradientHandler):
     """Adds `watch/gradient_norm/LAYER` and `watch/weight_norm/LAYER` for each layer with trained parameters.
 
-    The numbers are equal in every layout: fp64 2-norms of full gradients before clipping, and of the same weights. Frozen
+    The numbers are equal in every layout: fp64 2-norms of full gradients before clipping, and of full weights. Frozen
     parameters count as 0. A weight that several layers share belongs to the layer in its name.
     """
 
@@ -38,7 +38,7 @@ class Layers(GradientHandler):
                 parts.numbers.add(f"watch/{label}_norm/{layer}", share, of="root")
 
     def _squares(self, params: Iterable[tuple[Param, float]], get_tensor: Callable[[Param], Tensor]) -> Tensor | float:
-        """Returns this rank's share of a squared norm. The padding of shards is zero."""
+        """Returns this rank's share of a squared norm. params: parameters and their factors. The padding of shards is zero."""
         squares = [get_tensor(param).double().square().sum() * weight for param, weight in params if param in self._store]
         return sum(squares, start=0.0)
 

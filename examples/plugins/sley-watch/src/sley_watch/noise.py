@@ -46,7 +46,7 @@ class Noise(GradientHandler):
         self._local_square += self._store.gradient(param).double().square().sum()  # this handler stands before the reducer
 
     def finish_step(self, step: StepState) -> None:
-        # All replicas, once per step: the mean over ranks of a small batch's squared norm, (R g)^2.
+        # A collective over all replicas, once per step, which sums the squared norms of their gradients.
         self._group.all_reduce(self._local_square, label="the squared gradients of small batches").wait()
 
     def saved_state(self) -> Mapping[str, Tensor]:
