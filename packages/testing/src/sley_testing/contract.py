@@ -134,9 +134,9 @@ def observe(
     handlers: list[Tables], num_microbatches: int, fails: bool, has_unreduced_layer: bool = True, reduction: str = "fast"
 ) -> RunRecord:
     """Runs the contract's plan on this rank and returns its record. Raises AssertionError if autograd hooks are left on
-    parameters. fails: whether a failing step precedes the first and the last step. This step raises in its last backward, after
-    handlers have received the gradients of the second layer, so that reductions are in flight or pending. has_unreduced_layer:
-    whether gradients of UNREDUCED_LAYER are reduced over a group of one rank.
+    parameters. fails: whether a failing step precedes the first step, and another the last. Each raises in its last backward,
+    after handlers have received the gradients of the second layer, so that reductions are in flight or pending.
+    has_unreduced_layer: whether gradients of UNREDUCED_LAYER are reduced over a group of one rank.
     """
     runs: list[Run] = []
 

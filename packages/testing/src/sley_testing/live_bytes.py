@@ -4,7 +4,7 @@
         run.step()
     peak_bytes(profile)
 
-torch's profiler records no operators here. Its record of a gloo exchange would keep the dispatch modes of a thread alive, and
+torch's profiler records no operators here. The record of a gloo exchange would keep the dispatch modes of a thread alive, and
 with them the tensors of a recomputation.
 """
 

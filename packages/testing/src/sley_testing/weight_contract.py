@@ -204,8 +204,8 @@ def _tolerance(plan: Plan) -> float:
 @torch.no_grad()
 def _weight_errors(run: Run) -> Iterator[str]:
     """Yields a message for each sharded parameter that reads as a wrong weight, for each refused read whose error does not name
-    the parameter, and for each linear and embedding that computes with a wrong weight. An element may differ by the record's
-    tolerance times the sum of its own size and 2^-14 of the largest size. All ranks must call it.
+    the parameter, and for each linear and embedding that computes with a wrong weight. In these computations, an element may
+    differ by the record's tolerance times the sum of its own size and 2^-14 of the largest size. All ranks must call it.
     """
     tolerance = _tolerance(run.plan)
     shards = {param: param.parameter for param in run.registry if param.shard is not None}

@@ -217,7 +217,7 @@ _UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}
 
 
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Makes new tensors fake within the mode. Counts their memory in `ledger`, also outside the mode. listener: called after
+    """Makes new tensors fake within the mode. Counts their memory in `ledger`, even outside the mode. listener: called after
     each operation with the key of the call or None, the operator, its arguments, its keyword arguments and its result; None by
     default. has_scratch: whether to count the memory that CPU operators allocate internally. An operation whose result depends
     on values raises torch's DataDependentOutputException or a similar exception.
@@ -245,7 +245,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self.dispatch(func, types, args, kwargs)
 
     def make_fake(self, elem: Tensor, device: torch.device) -> FakeTensor:
-        """Returns `FakeTensor(self, elem, device)` faster, and does not count its memory. elem: a tensor on meta."""
+        """Makes `FakeTensor(self, elem, device)` faster, without counting its memory. elem: a tensor on meta."""
         if device not in self._attributes:
             self._attributes[device] = dict(vars(FakeTensor(self, elem, device)))
         fake: FakeTensor = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
@@ -255,7 +255,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation without values, or replays its cached result. Counts its memory, and calls the listener."""
+        """Runs an operation without values, or replays its cached result. Counts new memory, and calls the listener."""
         kwargs = kwargs or {}
         if func in _SET_STORAGE_OPS:  # torch's own cache would keep the storage alive in its key
             with in_kernel_invocation_manager(self):
