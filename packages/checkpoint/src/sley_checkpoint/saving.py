@@ -270,10 +270,10 @@ class SavePreparation:
         self._lineages: dict[str, tuple[Lineage, bool]] = {}
 
     def prepare(self, folder: Folder, step: int, keep: int | None, *, is_run_folder: bool) -> RankWriter:
-        """Agrees on a save with all ranks, and returns the writer of this rank's part. folder: the run's folder of checkpoints
-        if `is_run_folder`, else the folder of the checkpoint itself. keep: the number of checkpoints to keep in the run's
-        folder; None to keep all. All ranks call it. It blocks in one exchange over `control`, and in a second exchange if the
-        tensors of a rank have changed. Raises the same RunError on all ranks if a rank cannot save or the ranks differ.
+        """Agrees with all ranks on the save after `step` steps, and returns this rank's writer. folder: the run's folder of
+        checkpoints if `is_run_folder`, else the folder of the checkpoint itself. keep: the number of checkpoints to keep in the
+        run's folder; None to keep all. All ranks call it. It blocks in one exchange over `control`, and in a second exchange if
+        the tensors of a rank have changed. Raises the same RunError on all ranks if a rank cannot save or the ranks differ.
         """
         world, control, attempt = self.state.parts.world, self._control, self.state.attempt.current
         description = self.state.describe(step)

@@ -216,7 +216,7 @@ class GradientHandler(Protocol):
 
 
 class SchedulerHook(Protocol):
-    """Observes every action before and after it runs, and sees the action's input and output tensors.
+    """Observes every action before and after it runs, with the action's input and output tensors. micro: identifies the call.
 
     The weight half of a split backward (action W) calls `before_backward` and `after_backward` in phase `weights`, with None
     for the tensors. The recomputation of a layer within a backward calls `before_forward` in phase `recompute`, with the layer
@@ -224,22 +224,22 @@ class SchedulerHook(Protocol):
     """
 
     def before_forward(self, micro: MicroStep, inputs: Any) -> None:
-        """Called before each forward. inputs: the inputs of the chunk (None for the first chunk) or of the recomputed layer."""
+        """Observes the start of a forward. inputs: those of the chunk (None for the first chunk) or of the recomputed layer."""
 
     def after_forward(self, micro: MicroStep, output: Any) -> None:
-        """Called after the forward of each microbatch. output: the output of the chunk."""
+        """Observes the end of a microbatch's forward. output: the output of the chunk."""
 
     def before_loss(self, micro: MicroStep, output: Any) -> None:
-        """Called before the loss of each microbatch. output: the output of the model."""
+        """Observes the start of a microbatch's loss. output: the output of the model."""
 
     def after_loss(self, micro: MicroStep, loss: Tensor) -> None:
-        """Called after the loss of each microbatch."""
+        """Observes the end of a microbatch's loss. loss: the sum."""
 
     def before_backward(self, micro: MicroStep, output_gradient: Any) -> None:
-        """Called before the backward of each microbatch. output_gradient: the gradient of the chunk's output."""
+        """Observes the start of a microbatch's backward. output_gradient: the gradient of the chunk's output."""
 
     def after_backward(self, micro: MicroStep, input_gradient: Any) -> None:
-        """Called after the backward of each microbatch. input_gradient: the gradient of the chunk's input."""
+        """Observes the end of a microbatch's backward. input_gradient: the gradient of the chunk's input."""
 
 
 class Loss(Protocol):
@@ -331,7 +331,7 @@ class ActivationPolicy(Protocol):
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Returns `layer(*args, **fields)`, and chooses the tensors that autograd saves. micro: the position of the call."""
+        """Returns `layer(*args, **fields)`, and chooses the tensors that autograd saves. name: the layer. micro: the call."""
         ...
 
     def detach(self) -> None:

@@ -353,7 +353,7 @@ class TransportRecord:
 @dataclass(frozen=True)
 class Problem:
     """A problem of a plan, which `sley_check_plan` returns. Core adds the file, line and column. path: the path of the key with
-    the problem. code: the error code.
+    the problem. message: a sentence without a period. hint: what the user can do. code: the error code.
     """
 
     path: tuple[str | int, ...]

@@ -66,11 +66,11 @@ class ListRun:
 class Executor:
     """Executes lists of actions over `chunks`, the layers of each model chunk on this rank.
 
-    boundaries: moves values between chunks. fields: the declared batch fields. position_check: checks the loss if ranks have
-    slices of sequences. whole_sequences: gathers full sequences for the loss. sources: sums the losses by data source.
-    is_unfinished: whether a list is running or has failed, so that its exchanges may be in flight until the next list begins.
-    keeps_micro_losses: whether `run` returns the loss of each microbatch, [microbatches], instead of the sum of the losses.
-    has_loss: whether this rank holds the model's last chunk.
+    boundaries: moves values between chunks. caller: calls layers. communicator: gathers sharded weights. fields: the declared
+    batch fields. position_check: checks the loss if ranks have slices of sequences. whole_sequences: gathers full sequences for
+    the loss. sources: sums the losses by data source. is_unfinished: whether a list is running or has failed, so that its
+    exchanges may be in flight until the next list begins. keeps_micro_losses: whether `run` returns the loss of each
+    microbatch, [microbatches], instead of the sum of the losses. has_loss: whether this rank holds the model's last chunk.
     """
 
     parts: Parts

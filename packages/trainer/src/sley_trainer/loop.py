@@ -36,8 +36,8 @@ MAX_EXP = 709.0
 @dataclass(frozen=True)
 class PendingStep:
     """A launched step whose row is not written yet. On CUDA, its totals may not be on the host yet. step: the number of the
-    step, from 1. counts: the counts over all ranks' samples. data_wait_s: how long this rank waited for data, in seconds.
-    samples: the numbers of this rank's samples in the data; empty if a program passed the batch.
+    step, from 1. lr: its learning rate. counts: the counts over all ranks' samples. data_wait_s: how long this rank waited for
+    data, in seconds. samples: the numbers of this rank's samples in the data; empty if a program passed the batch.
     """
 
     step: int

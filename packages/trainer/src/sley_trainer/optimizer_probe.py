@@ -164,7 +164,8 @@ def try_optimizer(
     plan: Plan, ndims: Collection[int], dtype: torch.dtype, device: torch.device, *, lr_changes: bool = True
 ) -> tuple[Traits, list[OptimizerFault]]:
     """Returns the traits and faults of the plan's optimizer. Preserves the states of the random generators. ndims: the numbers
-    of dims of the model's parameters, of which the extremes are tried. lr_changes: whether the run changes the learning rate.
+    of dims of the model's parameters, of which the extremes are tried. dtype, device: those of the small parameters.
+    lr_changes: whether the run changes the learning rate.
     """
     config: Any = plan.optimizer.config
     options = [{"lr": config.lr, "initial_lr": config.lr, "weight_decay": decay} for decay in (config.weight_decay, 0.0)]

@@ -57,8 +57,8 @@ class Meter:
     """Counts the samples and tokens of batches, and measures the speed and memory of steps for the metrics row.
 
     unit: "tokens" if a field has token ids (`ids = "token"`, or int64 `tokens` or `input_ids` beside int64 `labels`), else
-    "samples". peak_flops: the total peak FLOP/s of all devices; None if unknown. labels: the field with the labels; a
-    token is trained if its label is neither negative nor `ignore_index`.
+    "samples". peak_flops: the total peak FLOP/s of the `num_devices` devices; None if unknown. labels: the field with the
+    labels; a token is trained if its label is neither negative nor `ignore_index`.
     """
 
     def __init__(

@@ -43,9 +43,9 @@ class RunMemory:
         ...
         run.memory.onload()               # the next step gives the same numbers as without an offload
 
-    Ranks may offload independently, unless the transfers of a manager communicate. managers: the plan's offload managers,
-    already attached. masters: the master weights. wait_until_idle: waits until no step is in progress. check_idle: raises
-    StateError if exchanges of a failed step are still in progress.
+    Ranks may offload independently, unless the transfers of a manager communicate. inventory: lists the tensors by part.
+    managers: the plan's offload managers, already attached. masters: the master weights. wait_until_idle: waits until no step
+    is in progress. check_idle: raises StateError if exchanges of a failed step are still in progress.
     """
 
     device: Device

@@ -183,9 +183,10 @@ class Stepper:
     """Runs optimizer steps, evaluations and predictions of this rank. `handlers` are called in the plan's order, so that their
     collectives have the same order on all ranks.
 
-    undo: detaches all parts from the model when the stepper is closed. compare: compares the replicas of weights and buffers,
-    before the first step and then every `COMPARE_EVERY` steps; None skips this. attention_name: the plan's `[model] attention`.
-    is_unfinished: whether the handlers of a started step are not done, so that their exchanges may be in flight.
+    executor: runs the action `lists`. undo: detaches all parts from the model at the end. compare: compares the replicas of
+    weights and buffers, before the first step and then every `COMPARE_EVERY` steps; None skips this. attention_name: the plan's
+    `[model] attention`. is_unfinished: whether the handlers of a started step are not done, so that their exchanges may be in
+    flight.
     """
 
     parts: Parts

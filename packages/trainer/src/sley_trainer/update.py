@@ -83,7 +83,7 @@ class Update:
         changes on any rank. All ranks must call it. The learning rate depends on the number of steps that changed weights.
 
         loss: this rank's sum of losses, float64 on the device: a scalar, or one per microbatch if the order of sums is fixed; 0
-        on ranks without the loss. weight: this rank's share of the batch's loss weight.
+        on ranks without the loss. weight: this rank's share of the batch's loss weight. votes: this rank's requests.
         """
         num_skipped = sum(counter.num_skipped for counter in (self.scale, self.skips) if counter is not None)
         self.was_taken = False

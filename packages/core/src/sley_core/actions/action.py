@@ -138,7 +138,7 @@ def describe_action(entry: str) -> str:
 
 
 class Delivery(NamedTuple):
-    """Identifies a value that a chunk computes for a neighbouring chunk. position: the position of the receiving chunk."""
+    """Identifies a value that a chunk computes for a neighbour in microbatch `micro`. position: the receiver's position."""
 
     flow: Flow
     position: int

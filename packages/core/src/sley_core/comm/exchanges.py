@@ -61,9 +61,9 @@ class ActionProgress:
 
 
 class Wait(NamedTuple):
-    """Describes how long this rank has waited for other ranks in the exchange `turn`, and whether the wait has failed. failure:
-    "" during the wait, "late" after a timeout, "closed" if a peer has ended or closed its connection, and "differs" if a peer's
-    exchange differs. peer: the global rank of the peer that caused the failure; None if it is unknown.
+    """Describes a wait of `seconds` for other ranks in the exchange `turn`, and whether the wait has failed. failure: "" during
+    the wait, "late" after a timeout, "closed" if a peer has ended or closed its connection, and "differs" if a peer's exchange
+    differs. peer: the global rank of the peer that caused the failure; None if it is unknown.
     """
 
     turn: "Turn"
@@ -325,7 +325,7 @@ def _encode_text(label: str, num_bytes: int) -> bytes:
 
 class ExchangeSummary(NamedTuple):
     """Summarises a rank's exchanges in one group. ranks: the global ranks of the group. checksum: the checksum of the marks of
-    all exchanges. last_label: the label of the last exchange.
+    all `num_exchanges` exchanges. last_label: the label of the last exchange.
     """
 
     ranks: tuple[int, ...]

@@ -65,7 +65,7 @@ class HeadChunks:
 
     @classmethod
     def find(cls, layers: Sequence[Layer], max_tokens: int | None, path: KeyPath, remedy: str) -> HeadChunks:
-        """Returns the head of a model with these layers.
+        """Returns the head of a model with these layers. max_tokens: the maximum number of tokens of a chunk, or None.
 
         Raises PlanError "head-chunks" for the plan key `path` unless the last layer has exactly one plain linear. remedy: the
         last part of the error's hint.
@@ -283,9 +283,9 @@ for _name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg", "po
 class HeadLoss:
     """The options and the gradients of a microbatch's loss.
 
-    function: an elementwise function of the logits, or None. scale: the factor of the gradients; None computes no gradients.
-    hidden_gradient: receives the gradient of the hidden states [n, h]; None if it is not needed. has_weight: whether weight or
-    bias need a gradient.
+    function: an elementwise function of the logits, or None. smoothing: the label smoothing. scale: the factor of the
+    gradients; None computes no gradients. hidden_gradient: receives the gradient of the hidden states [n, h]; None if it is not
+    needed. has_weight: whether weight or bias need a gradient.
     """
 
     function: Callable[[Tensor], Tensor] | None

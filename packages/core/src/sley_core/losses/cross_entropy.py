@@ -194,8 +194,8 @@ def check_shifted(batch: Mapping[str, Tensor], labels_name: str, has_weight: Ten
 
     That is the case if the labels that count equal the integers of another field at their own positions, but not at the next
     positions. Labels with fewer than 2 dims, and fewer than 2 labels that count, are not checked. The loss compares an output
-    with the label at the same position, but models of other libraries shift the labels themselves, so their data has
-    `labels = tokens`. has_weight: whether each label counts, bool of the labels' shape.
+    with the label at the same position, but models from other libraries shift the labels themselves, so labels equal tokens in
+    their data. labels_name: the field with the labels. has_weight: whether each label counts, bool of the labels' shape.
     """
     labels = batch[labels_name]
     if labels.ndim < 2 or int(has_weight.sum()) < 2:

@@ -293,7 +293,7 @@ def _check_profile(plan: Plan) -> Iterator[records.Problem]:
 
 def check_data(data: Component, model: Component, *, evaluates: bool) -> Iterator[records.Problem]:
     """Yields the problems that the dataset's record finds in the table `data` and in the files that this table names. Yields
-    none for a dataset from a factory. evaluates: whether the plan needs held-out data.
+    none for a dataset from a factory. model: may set the vocabulary size. evaluates: whether the plan needs held-out data.
     """
     if isinstance(data.record, records.DatasetRecord) and data.record.check is not None:
         vocab_size = None if model.record is None else getattr(model.config, "vocab_size", None)

@@ -62,7 +62,7 @@ class MetricsWriterFactory(FactoryTable):
 
 @dataclass(frozen=True)
 class ComponentTable:
-    """Describes a table of the plan that names a record or factory.
+    """Describes a table of the plan that names a record of the class `record_type`, or a factory. summary: what the part does.
 
     default: the name of the record that is used if the table has no `use` or the plan has no such table; None if the plan must
     name a record. factory: the model of a table with `factory`; None if factories are not allowed. factory_argument: the name

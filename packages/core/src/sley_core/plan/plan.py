@@ -40,7 +40,7 @@ from sley_core.topology import Topology
 class Component:
     """A resolved table that names a record or factory, from which `build` builds a part of the run. name: the record's full
     name (`core.adamw`), or `"module:attribute"` of the factory. record, plugin: None for a factory. config: an instance of the
-    record's `config`, or of the table's factory model. path: the path of the table in the plan.
+    record's `config`, or of the table's factory model. path: the path of the table in the plan. document: locates errors.
     """
 
     table: ComponentTable

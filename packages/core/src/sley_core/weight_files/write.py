@@ -243,8 +243,9 @@ def write_tensors(
     """Writes tensors of `source` into the new folder `out`, which appears once all files are on the disk. Returns the names of
     the weight files.
 
-    names: (name in `source`, name in the files) of each tensor. write_extras: a function that writes more files into a given
-    folder. Raises RunError "weight-files" if `out` cannot be written, and "weights-folder" unless `out` is empty or missing.
+    names: (name in `source`, name in the files) of each tensor. max_file_bytes: the size limit of a file. write_extras: writes
+    more files into a given folder. Raises RunError "weight-files" if `out` cannot be written, and "weights-folder" unless `out`
+    is empty or missing.
     """
     source_names = {file_name: source_name for source_name, file_name in names}
     specs = [Spec(file_name, *source.info(source_name)) for file_name, source_name in source_names.items()]
