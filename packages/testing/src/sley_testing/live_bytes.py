@@ -75,7 +75,7 @@ class MeasuredBytes:
 
 
 def measure_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> MeasuredBytes:
-    """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world. Returns the measured memory."""
+    """Takes `num_steps` steps of the plan `tables` in `folder` on this rank of the environment's world. Returns the memory."""
     plan = plan_from_dict(tables, folder)
     with World.join("cpu") as world, memory_profile() as events:
         draft = build_draft(plan, world)

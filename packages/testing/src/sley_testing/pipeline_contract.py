@@ -266,7 +266,7 @@ class StageLinkContract:
 
 @contextmanager
 def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tuple[StageLink, int]]:
-    """Yields the prepared link of the table `[link]` and the stage of this rank, in a world of one rank per stage."""
+    """Yields the prepared link of `table` and this rank's stage. A stage has one rank. timeout_s: the limit of a wait."""
     loader = PluginLoader()
     record = loader.record(StageLinkRecord, table["use"])
     config = record.config.model_validate({key: value for key, value in table.items() if key != "use"})

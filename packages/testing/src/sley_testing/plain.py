@@ -160,9 +160,9 @@ def decay_groups(named: NamedParameters, weight_decay: float) -> list[dict[str, 
 def assert_step(
     expected: PlainStep, row: Mapping[str, float], gradients: Tensors, weights: Tensors, tolerance: float = 1e-9
 ) -> None:
-    """Asserts that a run's step equals the loop's step: loss, gradient norm, gradients and weights. gradients, weights: the
-    tensors of this rank, for example of its pipeline stage. Buffers among the weights are not compared. tolerance: the relative
-    tolerance.
+    """Asserts that a run's step equals the loop's step: loss, gradient norm, gradients and weights. row: the run's metrics.
+    gradients, weights: the tensors of this rank, for example of its pipeline stage. Buffers among the weights are not compared.
+    tolerance: the relative tolerance.
     """
     for key, value in (("loss", expected.loss), ("grad_norm", expected.grad_norm)):
         assert math.isclose(row[key], value, rel_tol=tolerance, abs_tol=1e-12), f"{key} is {row[key]}, not {value}"

@@ -181,7 +181,7 @@ def make_output_gradients(
 
 
 def run_backward(in_flight: ChunkState, gradients: list[Tensor]) -> None:
-    """Runs the backward from `gradients`. Does nothing if there is a loss that does not require a gradient."""
+    """Runs the backward of the call `in_flight` from `gradients`. Does nothing if its loss does not require a gradient."""
     if in_flight.loss is None or in_flight.loss.requires_grad:
         in_flight.backward(gradients)
 
