@@ -310,7 +310,7 @@ class TrainingState(Protocol):
         """Restores the run from a checkpoint that was saved in any layout; returns notes for the user. Must be called on all
         ranks.
 
-        If it raises, it raises the same error on all ranks and changes nothing: PlanError "resume-differs" or "data-changed" if
+        If a restore fails, all ranks raise the same error, and nothing changes: PlanError "resume-differs" or "data-changed" if
         the plan or the data would give different results, RunError "checkpoint-mismatch" if the model or optimizer differs, and
         RunError "checkpoint-load" if a rank cannot read the checkpoint.
         """

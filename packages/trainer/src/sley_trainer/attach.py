@@ -60,7 +60,7 @@ def build_stepper(
     hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
     policy: protocols.ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
     if (config := plan.model.config.compile) and parts.world.simulation is None:
-        head = parts.head and parts.head.layer  # its call would return no tensor
+        head = parts.head and parts.head.layer  # a call of the head would return no tensor
         layers = [layer for layer in stage.layers if layer.name != head]
         compile_layers(layers, CompileConfig() if config is True else config, policy, undo)
     undo.callback(parts.store.close)

@@ -51,11 +51,11 @@ class PendingStep:
 class Loop:
     """The base class of `Run`, which runs steps and writes their rows. `Run` adds the interface for programs.
 
-    listeners: functions that this rank calls with each row. readers: functions that this rank calls with each row, while the
-    weights may still be in flight from other ranks, so they must not read weights. num_steps_done: the number of optimizer
-    steps, including refused and skipped steps. was_stopped: whether all ranks have agreed to stop. best: the best evaluation so
-    far; None if the plan has no `keep_best`. num_parameters, num_trained: the number of elements of all parameters of the
-    model, and of the trained parameters. notes: messages for the user.
+    listeners: functions that this rank calls with each row. readers: functions that this rank calls with each row; they must
+    not read weights, which may still be in flight from other ranks. num_steps_done: the number of optimizer steps, including
+    refused and skipped steps. was_stopped: whether all ranks have agreed to stop. best: the best evaluation so far; None if the
+    plan has no `keep_best`. num_parameters, num_trained: the number of elements of all parameters of the model, and of the
+    trained parameters. notes: messages for the user.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class Loop:
         self._pending_step: PendingStep | None = None
 
     def launch(self, inputs: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
-        """Runs a step on `inputs`, or on the feed's next samples if it is None; on CUDA, returns before the device is done. All
-        ranks must call it. outputs: receives the model's outputs in this step.
+        """Runs a step on `inputs`, or on the feed's next samples if `inputs` is None; on CUDA, returns before the device is
+        done. All ranks must call it. outputs: receives the model's outputs in this step.
         """
         self.memory.require("a step", STEP_PARTS)  # a listener may have offloaded some of the parts
         self._state.attempt.begin(self.num_steps_done)

@@ -67,7 +67,7 @@ class CopyStream:
         event.wait()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueues a copy of `source` into `target`, of the same shape. Until it is done, neither tensor may be written."""
+        """Enqueues a copy of `source` into `target`, of the same shape. Until the copy ends, neither tensor may be written."""
         with torch.no_grad():
             target.copy_(source)
 

@@ -228,7 +228,7 @@ class MessageTransport(ChannelTransport):
         header to every peer ──> compare the peers' headers ──> their parts, received straight into the outputs
         parts to every peer  ─────────────────────────────>
 
-    It is two to four times as fast as gloo's own reduce-scatter, and does not copy received parts (docs/measurements.md). A
+    Such a reduce-scatter is two to four times as fast as gloo's own, and does not copy received parts (docs/measurements.md). A
     part's tag is the checksum of its mark, so gloo never matches parts of two different exchanges; if their lengths differed,
     gloo would end the process. Headers have a separate tag, and arrive in the order in which exchanges begin.
     """

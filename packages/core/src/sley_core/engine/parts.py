@@ -183,7 +183,7 @@ Combination = Literal["sum", "root"]
 
 
 class StepNumbers:
-    """The numbers that plugins add to the rows of metrics. names: the sorted names of all ranks, valid after `gather_names`."""
+    """The numbers that plugins add to the rows of metrics. names: the sorted names from all ranks, set by `gather_names`."""
 
     def __init__(self, groups: Groups) -> None:
         self.names: tuple[str, ...] = ()
@@ -213,8 +213,8 @@ class StepNumbers:
         return 1.0 / (self._groups[param.reduce_group].size * len(param.stages))
 
     def gather_names(self) -> None:
-        """Sets `names` to the names of all ranks. A blocking collective over all ranks. Raises RunError `number-name` on all
-        ranks if a number is a sum on one rank and a root on another.
+        """Sets `names` to the names that ranks have added. A blocking collective over all ranks. Raises RunError `number-name`
+        on all ranks if a number is a sum on one rank and a root on another.
         """
         self._is_agreed = True
         merged: dict[str, Combination] = {}

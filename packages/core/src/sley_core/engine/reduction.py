@@ -348,7 +348,7 @@ class Reduction:
         return None
 
     def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums | None:
-        """Returns the `Sums` that a reducer must use, or None if it may sum in any order. sent: counts the bytes sent. channel:
+        """Returns the `Sums` that a reducer must use, or None if it may sum in any order. sent: counts the sent bytes. channel:
         the name of the groups' channel on which the sums run.
         """
         return None

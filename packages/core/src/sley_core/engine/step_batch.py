@@ -138,7 +138,7 @@ class BatchSplitter:
         """
         whole = [batch] if isinstance(batch, Mapping) else _require_microbatches(batch)
         counts = [self._count(piece) for piece in whole]
-        if whole is batch and set(counts) != {1}:  # it came in microbatches
+        if whole is batch and set(counts) != {1}:  # the batch came in microbatches
             message = (
                 f"the list's items have {counts} microbatches, but each must have 1 ([batch] micro_size = {self.micro_size})"
             )
@@ -402,7 +402,7 @@ class PositionAdditivity:
                 loss = deepcopy(self.loss) if isinstance(self.loss, nn.Module) else copy(self.loss)
                 losses = [window_loss(*span) for span in spans]
         except Exception:  # the loss may not support a part of an output, another dtype, or a copy
-            return True  # it cannot be checked, and is not tried again in every forward
+            return True  # the loss cannot be checked, and is not tried again in every forward
         window_total, left, right, window_total_again = map(float, losses)
         scale = max(abs(window_total), abs(left), abs(right))
         limit = 1e-6 if all(loss.dtype == torch.float64 for loss in losses) else _NARROW_TOLERANCE

@@ -12,8 +12,8 @@ The rule comes from torch.amp.GradScaler, which has no minimum and could skip st
 they have the same scale.
 
 With `on_nan = "skip"` a step whose loss or gradient norm is not finite changes no weight and no optimizer state, and the
-learning-rate schedule does not count it. On CUDA the optimizer's kernels skip the update. The host learns of it after it has
-queued the next step's forward and backward, before it sets the next learning rate:
+learning-rate schedule does not count it. On CUDA the optimizer's kernels skip the update. The host learns of the skip after it
+has queued the next step's forward and backward, before it sets the next learning rate:
 
     step n: update, totals ──> copy to the host ──┐
     step n + 1: forward, backward ────────────────┴─> settle: was n skipped? ──> its learning rate, update
@@ -185,8 +185,8 @@ class Skips:
         self._unread = totals
 
     def settle(self, totals: StepTotals | None = None) -> None:
-        """Waits for the totals of the last step, and counts it if it was skipped. Does nothing if the step is settled already,
-        or if `totals` are not None and belong to another step.
+        """Waits for the totals of the last step, and counts the step if it was skipped. Does nothing if the step is settled
+        already, or if `totals` are not None and belong to another step.
         """
         if self._unread is None or (totals is not None and totals is not self._unread):
             return

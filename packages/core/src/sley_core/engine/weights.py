@@ -402,7 +402,7 @@ class MatrixOwners:
             parts |= exchange.scatter(parts, self._template, "the new values of matrices")
         for param, parameter in self.owned_params.items():
             parameter.grad = None
-            parameter.data = self._views[param]  # the optimizer may have replaced it
+            parameter.data = self._views[param]  # the optimizer may have replaced `data`
         for memory, _ in self._memory:
             free(memory)
         return parts

@@ -27,9 +27,10 @@ _cached_values: Any = WeakIdKeyDictionary()
 
 def once_per_field(field: Tensor, key: Hashable, compute: Callable[[], T]) -> T:
     """Returns `compute()`, or its cached result. `compute` must depend only on `field` and `key`. A cached result has no
-    gradient. Use it for values that many layers compute from one field, such as a mask from `cu_seqlens`. A cached result lives
-    as long as the tensor object `field`, which exists for one microbatch; a write to the field invalidates it. Compiled layers
-    compute inside the graph. In inference mode, whose tensors have no version and may enter no graph, every call computes.
+    gradient. Use this for values that many layers compute from one field, such as a mask from `cu_seqlens`. A cached result
+    lives as long as the tensor object `field`, which exists for one microbatch; a write to the field invalidates it. Compiled
+    layers compute inside the graph. In inference mode, whose tensors have no version and may enter no graph, every call
+    computes.
     """
     if torch.compiler.is_compiling() or field.is_inference() or torch.is_inference_mode_enabled():
         return compute()

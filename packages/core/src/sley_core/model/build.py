@@ -426,8 +426,8 @@ def _differs_error(difference: str) -> PlanError:
 def _move_buffers(
     name: str, layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
-    """Moves the layer's buffers to `device`. moved: the old and new buffer, by the old buffer's id. This function adds to it,
-    so that shared buffers stay shared. Raises PlanError "model-buffer" if a buffer is on meta.
+    """Moves the layer's buffers to `device`. moved: the old and new buffer, by the old buffer's id. This function adds to
+    `moved`, so that shared buffers stay shared. Raises PlanError "model-buffer" if a buffer is on meta.
     """
     for path, module in layer.named_modules(prefix=name):
         for attribute, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):

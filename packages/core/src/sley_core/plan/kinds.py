@@ -55,8 +55,8 @@ class LearningRateFactory(FactoryTable):
 
 
 class MetricsWriterFactory(FactoryTable):
-    """Your own metrics writer: a function or class that returns an object with `write(row)` and `close()`. It may have a
-    parameter `folder`, the run's folder.
+    """Your own metrics writer: a function or class that returns an object with `write(row)` and `close()`. The function may
+    have a parameter `folder`, the run's folder.
     """
 
 
