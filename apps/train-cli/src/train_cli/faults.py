@@ -309,7 +309,7 @@ def find_cause(ranks: Sequence[FailedRank], world_size: int, killed_states: Mapp
 
 
 def _describe_failed_rank(first: FailedRank, failed_ranks: Sequence[FailedRank], world_size: int) -> Fault:
-    """Returns the fault of `first`, the rank that failed first. Its messages name the rank unless all ranks report the same."""
+    """Returns the fault of `first`, which failed first. Its messages name the rank unless all ranks report the same fault."""
     label = f"rank {first.rank} of {world_size}"
     if first.fault is not None:
         num_equal = sum(rank.fault is not None and rank.fault.diagnostics == first.fault.diagnostics for rank in failed_ranks)

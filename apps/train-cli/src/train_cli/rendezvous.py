@@ -249,7 +249,7 @@ class Rendezvous:
         return {"message": f"{message} (hosts of the other ranks: {', '.join(sorted(set(hosts.values())))})", "hint": texts[1]}
 
     def _wait_for(self, key: str, description: str, timeout_s: float) -> dict[str, Any]:
-        """Returns the value under `key` when a rank has written it. Raises RunError "preflight" after `timeout_s` seconds."""
+        """Returns the value under `key`. Raises RunError "preflight" with `description` if it is missing after `timeout_s`."""
         for _ in _poll_for(timeout_s):
             if (value := self._read_key(key)) is not None:
                 return value

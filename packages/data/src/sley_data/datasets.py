@@ -48,7 +48,7 @@ def locate_window(index: int, num_tokens: int, sequence_length: int) -> tuple[in
 
 class StreamSamples:
     """Splits a stream into samples of `sequence_length` tokens. Each label of the stream counts in exactly one sample.
-    documents: how documents become samples.
+    documents: how documents become samples, such as "pack".
     """
 
     def __init__(self, stream: TokenStream, documents: DocumentMode, sequence_length: int) -> None:

@@ -125,7 +125,9 @@ def _find_copied_tokens(config: MixtureConfig) -> Iterator[Problem]:
 
 
 def load_text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` that all sources share. Raises UsageError "no-vocabulary" if no source converts text to ids."""
+    """Returns the `TextIds` of all sources, or of the file `tokenizer` if given. Raises UsageError "no-vocabulary" if none
+    exist.
+    """
     for source in config.sources:
         record = source.component.record
         if isinstance(record, DatasetRecord) and record.text_ids is not None:

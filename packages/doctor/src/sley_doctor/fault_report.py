@@ -44,10 +44,10 @@ FORMAT = 1  # the version of all reports; reports of other versions are not read
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """A record of an exchange (a collective or a message) that a rank has started. number: its position in `queue`. All members
-    must start the exchanges of a queue in the same order. label: a description of the exchanged tensors. group: the description
-    of the group. ranks: the members of the group. num_bytes: the size of this rank's tensors. peer: the rank at the other end
-    of a message; None for a collective.
+    """A record of an exchange (a collective or a message) that a rank has started. number: the exchange's position in `queue`.
+    All members must start the exchanges of a queue in the same order. label: a description of the exchanged tensors. group: the
+    description of the group. ranks: the members of the group. num_bytes: the size of this rank's tensors. peer: the rank at the
+    other end of a message; None for a collective.
     """
 
     operation: str

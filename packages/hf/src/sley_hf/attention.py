@@ -50,7 +50,7 @@ class SleyAttention(Attention):
         dropout: float = 0.0,
         softcap: float | None = None,
     ) -> Tensor:
-        """Returns the context [b, s, h, d] of causal attention; the arguments have the meaning of `Attention.forward`. softcap:
+        """Returns the context [b, s, h, d] of causal attention. `Attention.forward` describes the other arguments. softcap:
         replaces the scores with softcap x tanh(scores / softcap), unless it is None. Raises RunError "hf-attention" if the
         kernel is not installed, or does not support the dropout, the dtype or the device.
         """
@@ -74,7 +74,7 @@ class SleyAttention(Attention):
 
 
 def _check_call(kernel: str, q: Tensor, dropout: float) -> None:
-    """Raises RunError "hf-attention" if `kernel`, which is not "sdpa" or "eager", does not support the call."""
+    """Raises RunError "hf-attention" if `kernel`, not "sdpa" or "eager", is missing or unfit for dropout, dtype or device."""
     device, problem = q.device.type, ""
     if dropout and kernel != "flash_attention_2":
         problem = "has no dropout"

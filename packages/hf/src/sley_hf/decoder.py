@@ -197,7 +197,7 @@ class Block(nn.Module):
         self.layer.compile(*args, **kwargs)
 
     def _record_router(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Records the logits in the `output` of a router, in training. A forward hook of each router."""
+        """In training, records the logits in the `output` of a router. This is a forward hook of each router."""
         if self.training and self._routers is not None:
             self._router_logits.append(output[self._routers.recorder.index] if isinstance(output, tuple) else output)
 

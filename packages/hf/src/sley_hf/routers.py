@@ -75,7 +75,7 @@ class Routers:
 
     def compute_loss(self, probabilities: Tensor, counts: Tensor) -> Tensor:
         """Returns the load-balancing loss without its coefficient. If `probabilities` [E] cover only some of the tokens,
-        returns the share of these tokens. counts: the number of all tokens per expert, [layers x E].
+        returns their share of the loss. counts: the number of all tokens per expert, [layers x E].
         """
         per_expert = counts.view(-1, self.num_experts).sum(0).to(probabilities.dtype)
         num_tokens = per_expert.sum() / self.top_k

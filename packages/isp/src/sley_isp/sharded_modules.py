@@ -132,8 +132,8 @@ class ShardedModule:
 
     def write_gradient(self, param: Param, output_gradient: Tensor, inputs: Tensor, target: Tensor, accumulate: bool) -> None:
         """Writes the full gradient of `param` into `target`, or adds it if `accumulate`. output_gradient: [n, out]. inputs: [n,
-        in], or an embedding's tokens [n]. target: the shape of `param`. An embedding's gradient is added row by row, without a
-        temporary tensor as large as the table.
+        in], or an embedding's tokens [n]. target: a tensor of the shape of `param`. An embedding's gradient is added row by
+        row, without a temporary tensor as large as the table.
         """
         if isinstance(self.module, nn.Embedding):
             if self.module.padding_idx is not None:
@@ -199,9 +199,10 @@ MIN_BYTES = 4096
 
 
 def can_gather_for_layer(locations: Sequence[tuple[nn.Module, str]]) -> bool:
-    """Returns whether the parameter at these locations can be sharded, and gathered for each call of its layer. Returns False
-    if the parameter is smaller than MIN_BYTES, or if code may read it outside such calls: if the module also keeps it in
-    another attribute, as an LSTM does in a list of its weights, or if a parametrization computes a weight from it.
+    """Returns whether the parameter at `locations`, pairs (module, attribute), can be sharded, and gathered for each call of
+    its layer. Returns False if the parameter is smaller than MIN_BYTES, or if code may read it outside such calls: if the
+    module also keeps it in another attribute, as an LSTM does in a list of its weights, or if a parametrization computes a
+    weight from it.
     """
     module, attribute = locations[0]
     parameter = module._parameters[attribute]

@@ -316,7 +316,8 @@ def logits_to_gradient(
     logits: Tensor, targets: Tensor, classes: ClassRange, log_sum: Tensor, scale: Tensor, smoothing: float
 ) -> None:
     """Overwrites a slice's `logits` [n, size] with the gradient of the sum of losses, times the scalar `scale`. The gradient is
-    0 for tokens without a target. log_sum: the log-sum-exp [n] over all classes.
+    0 for tokens without a target. targets: int64 [n], indices over all classes, or NO_TARGET. log_sum: the log-sum-exp [n] over
+    all classes. smoothing: the label smoothing.
     """
     if not classes.size:
         return

@@ -39,7 +39,7 @@ class HostArena:
     from it is in flight, if the next copy that writes to the slot runs after that copy.
 
     allocate_host: allocates page-locked memory of a number of bytes. wait_for_copies: blocks the host until all copies so far
-    are done; called before memory is freed. max_locked_bytes: memory beyond this limit is pageable, with one warning.
+    are done; called before memory is freed. max_locked_bytes: memory beyond this limit is pageable, and the arena warns once.
     max_waste: the largest ratio of a reused slot's size to the size of the request. frees_unused: whether the arena frees
     unused blocks before it allocates a new block; otherwise only `trim` does. num_bytes: the size in bytes of all blocks, in
     whole pages. num_lent_bytes, max_lent_bytes: the current and the maximum size in bytes of used slots. num_allocations: the

@@ -49,8 +49,8 @@ class AttentionResults:
         self.stats.num_bytes -= self.num_bytes
 
     def add(self, result: Sequence[Any], *, has_dropout: bool) -> None:
-        """Keeps the result of an attention, without its history. With dropout, marks it for recomputation instead, which must
-        draw the same random numbers.
+        """Keeps the result of an attention, without its history. With dropout, marks the result for recomputation instead,
+        since the recomputation must draw the same random numbers.
         """
         if has_dropout:
             self.stats.num_recomputed += 1
@@ -59,7 +59,7 @@ class AttentionResults:
         num_bytes = sum(value.untyped_storage().nbytes() for value in result if isinstance(value, torch.Tensor))
         self.num_bytes += num_bytes
         self.stats.add(num_bytes)
-        # Detached: the autograd history would keep the graph alive.
+        # The tensors are detached, since their autograd history would keep the graph alive.
         self._results.append([(_detach(v), version_of(v)) if isinstance(v, torch.Tensor) else (v, 0) for v in result])
 
     def mark_needed(self) -> None:
