@@ -54,7 +54,7 @@ def build_stepper(
     has_values: bool,
 ) -> Stepper:
     """Attaches the objects of all plugins to `parts`, and returns this rank's stepper. Closing `undo` detaches the objects.
-    has_values: whether tensors have values; if so, the steps also check the model's code.
+    has_values: false in a simulated run; if true, the steps also check the model's code.
     """
     topology = parts.topology
     hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
@@ -127,8 +127,8 @@ def build_update(plan: Plan, parts: Parts, model: Model, *, has_values: bool) ->
     """Returns the update of the trainable parameters, with their master weights, optimizer and averages. Casts frozen
     parameters to the working dtype.
 
-    has_values: whether the tensors have values; if so, a user's optimizer is probed. Raises PlanError "optimizer-unfit" if the
-    probe finds a fault, and "averaging-modes" if `[averaging]` is used with an optimizer that evaluates its own weights.
+    has_values: false in a simulated run; if true, a user's optimizer is probed. Raises PlanError "optimizer-unfit" if the probe
+    finds a fault, and "averaging-modes" if `[averaging]` is used with an optimizer that evaluates its own weights.
     """
     config: Any = plan.optimizer.config
     device = parts.world.device

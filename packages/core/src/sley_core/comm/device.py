@@ -264,7 +264,7 @@ class Device:
             current.wait_stream(self.stream)
 
     def read_values(self, values: torch.Tensor, fallback: list[float]) -> list[float]:
-        """Waits for the device, and returns the elements of `values`. A device without values returns `fallback`."""
+        """Waits for the device, and returns the elements of `values`. A simulated device returns `fallback`."""
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:

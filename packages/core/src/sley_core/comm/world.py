@@ -338,7 +338,7 @@ class World(AbstractContextManager["World"]):
     @classmethod
     def fake(cls, rank: int, size: int, device: Device | None = None, simulation: Simulation | None = None) -> "World":
         """Returns the view of rank `rank` in a world of `size` ranks without processes, over torch's backend `fake`. device: a
-        device without values; meta by default. simulation: replaces peers and values; without it, no run can take steps.
+        simulated device; meta by default. simulation: replaces peers and values; without it, no run can take steps.
         """
         # For each fake world, torch installs an exception hook that prefixes a fatal error with `[rank0]:`.
         except_hook = sys.excepthook

@@ -44,7 +44,7 @@ LOSS, NORM, WEIGHT, STOPS, SAVES, DIFFERS = range(6)
 """The indices of a step's totals. The plugins' numbers follow."""
 
 TYPICAL_TOTALS = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
-"""The totals of a normal step, in which gradients are clipped. `StepTotals.read` uses them if tensors have no values."""
+"""The totals of a normal step, in which gradients are clipped. `StepTotals.read` returns them on a simulated device."""
 
 
 @dataclass(eq=False)

@@ -348,7 +348,7 @@ class _LossSum(torch.autograd.Function):
         path, hint = ctx.refusal
         if scale.is_cuda:  # without a synchronisation
             torch._assert_async(scale == expected, f"a loss or a hook scales the cross-entropy: {hint}")
-        elif type(scale) is Tensor and float(scale) != float(expected):  # a memory estimate has no values
+        elif type(scale) is Tensor and float(scale) != float(expected):  # not a fake tensor of a memory estimate
             message = f"the gradient of the cross-entropy must be {float(expected):g}, the inverse of the batch's weight"
             hint = f"{hint} if a loss or a hook scales the cross-entropy"
             raise RunError("loss-scaled", f"{message}, but is {float(scale):g}", path=path, hint=hint)
