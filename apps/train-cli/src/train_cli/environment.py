@@ -83,8 +83,8 @@ def find_sley_versions() -> dict[str, str]:
 @dataclass(frozen=True)
 class StartRecord:
     """The content of `start.json`, which records the last start of a run. time: in UTC, in ISO 8601. origins: the origin of
-    each value of the plan (file and line, `--set #1` or default), by key, such as `run.steps`. machine: from
-    `describe_machine`.
+    each value of the plan (file and line, `--set #1` or default), by key, such as `run.steps`. machine: a description of the
+    machine.
     """
 
     time: str

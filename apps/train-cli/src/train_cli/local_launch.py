@@ -75,7 +75,7 @@ def launch(
         signal_handler = stack.enter_context(
             SignalHandler(print_line, None, kill_timeout_s, stop_signals, exit_now=lambda _: ranks.kill_process_groups())
         )
-        # -P: a file in the current folder must not replace a module of the same name.
+        # With -P, a file in the current folder cannot replace a module of the same name.
         ranks.start([sys.executable, "-P", "-m", "train_cli", target, json.dumps(arguments)], num_ranks)
         signal_handler.call_on_signal(lambda: ranks.forward_signal((signal_handler.exit_code or EXIT_TERMINATED) - 128))
         failed_ranks = ranks.wait()

@@ -213,9 +213,7 @@ class Rendezvous:
             self._add_count("arrived")
 
     def _end_round(self, texts: tuple[str, str], timeout_s: float) -> None:
-        """Waits for this round's verdict. Raises RunError "preflight" if it is a failure. texts: what ranks did not do, and a
-        hint.
-        """
+        """Waits for this round's verdict. Raises RunError "preflight" if it is a failure. texts: what was not done; a hint."""
         num_readers = self.size - 1
         if self.rank == 0:
             for _ in _poll_for(timeout_s):

@@ -189,8 +189,8 @@ class AllReduce(Work):
         add_peer_tensors(inputs, local_slice, addresses, self._label)
         self._is_reduced = True
         self._queue.num_reduced += 1
-        # The ring is not full, since the offer of this input completed the oldest sum. The slice has the mark of the input,
-        # since the last slice may be shorter.
+        # The ring is not full, since the offer of this input completed the oldest sum. The slice is offered with the mark of
+        # the input, since the last slice may be shorter, so that its own mark would differ.
         number = self._queue.slices.offer([local_slice], self._mark)
         assert number == self._number, f"offer {number} of slices for sum {self._number}"
         for peer in inputs.peers:

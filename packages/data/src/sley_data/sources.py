@@ -125,9 +125,7 @@ def _find_copied_tokens(config: MixtureConfig) -> Iterator[Problem]:
 
 
 def load_text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` of all sources, or of the file `tokenizer` if given. Raises UsageError "no-vocabulary" if none
-    exist.
-    """
+    """Returns the sources' `TextIds`, or those of `tokenizer` if set. Raises UsageError "no-vocabulary" if none exist."""
     for source in config.sources:
         record = source.component.record
         if isinstance(record, DatasetRecord) and record.text_ids is not None:

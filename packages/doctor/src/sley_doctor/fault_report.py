@@ -236,7 +236,7 @@ def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mappin
             "pending": str(step.current_entry),
             "layer": step.layer,
             "wait": None if wait is None else WaitRecord(_record_exchange(wait.turn), wait.seconds, wait.failure, wait.peer),
-            # Copied, since the main thread of a stuck rank may continue and change them.
+            # The exchanges are copied, since the main thread of a stuck rank may continue and change them.
             "exchanges": {
                 queue: tuple(map(_record_exchange, list(turns))) for queue, turns in list(progress.recent_turns.items())
             },

@@ -175,7 +175,7 @@ def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None
     was_seen_before = any(exchange.label == first.exchange.label for started in peer_exchanges for exchange in started)
     if len(first.late_ranks) > first.num_started and was_seen_before:
         # Other ranks have already started an exchange like this one, so this rank is ahead: it left out the exchange in which
-        # they wait.
+        # the other ranks wait.
         first = next((late_exchange for late_exchange in late_exchanges if late_exchange.late_ranks == (first.rank,)), first)
     wait = by_rank[first.late_ranks[0]].wait
     assert wait is not None, first

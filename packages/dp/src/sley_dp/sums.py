@@ -101,7 +101,7 @@ class _Bf16Sum:
         self.work.wait()
         dtype = torch.promote_types(self.buffer.data.dtype, torch.float32)
         local_slice = self.receive_row.view(self.group.size, -1).sum(0, dtype=dtype).bfloat16()  # [columns / ranks]
-        # All ranks of the group call this before they start the same later bucket, or after the last start.
+        # All ranks of the group call this at the same point: before they start the same later bucket, or after the last start.
         self.work = self.group.all_gather(self.send_row, local_slice, label=describe_bucket(self.buffer))
 
     def finish(self) -> None:

@@ -240,7 +240,7 @@ class LayerArguments:
         if hidden.device != self._device:
             self._move_buffers(hidden.device)
         zeros = hidden.new_zeros(()).expand(*hidden.shape)
-        # copies the positions, since a cached value must not refer to the field that owns the cache
+        # The positions are copied, since a cached value must not refer to the field that owns the cache.
         inputs = {} if positions is None else {"position_ids": positions.clone()}
         calls = record_calls(self._base, self._recorders, inputs_embeds=zeros, attention_mask=mask, **inputs)
         if hidden.is_meta:

@@ -172,7 +172,8 @@ class Communicator(WeightCommunicator):
         self._phase = phase
         actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # these run nothing
         last_indices = {action.chunk: index for index, action in enumerate(actions) if action.kind.makes_gradients}
-        # Includes the preceding action, since a last gradient action must not start with earlier reductions in flight.
+        # The indices include the preceding action, since a last gradient action must not start with earlier reductions in
+        # flight.
         self._drain_indices = {index - offset for index in last_indices.values() for offset in (0, 1)}
         self._action_index = -1
         self._last_index = len(actions) - 1

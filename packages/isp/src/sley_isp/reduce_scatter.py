@@ -123,7 +123,7 @@ class GradientReducer:
         """
         self.advance()
         if group is not self._current:
-            # Compares groups, not buckets: a tied weight may be in the bucket of another layer, and the data may decide how
+            # Groups are compared, not buckets: a tied weight may be in the bucket of another layer, and the data may decide how
             # often a backward alternates between the buckets of the two layers.
             if self._current is not None:
                 self._passed_groups.add(self._current)

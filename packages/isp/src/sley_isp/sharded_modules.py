@@ -181,7 +181,8 @@ class _Call(torch.autograd.Function):
         unshard = module.communicator.unshard
         with unshard(module.group, num_holds=-1) if module.group.has_linear else nullcontext() as unsharded:
             is_shared = module.sink.shares_memory(gradient)
-            # False if a forward calls `torch.autograd.grad` for tensors other than the shards, which are the inputs after `x`.
+            # The result is False if a forward calls `torch.autograd.grad` for tensors other than the shards, which are the
+            # inputs after `x`.
             is_summed = any(GradientUse.find(ctx, index) is GradientUse.SUM for index in range(1, len(ctx.next_functions)))
             if module.trainable_params and is_summed:
                 assert x is not None, f"{module.name} was unfrozen between a forward and its backward"

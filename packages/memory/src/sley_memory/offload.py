@@ -89,7 +89,7 @@ class BucketedStateMover(movers.Mover):
         """Starts to onload each next bucket, and yields each bucket when later device work can use its states. After the caller
         has updated the bucket, starts to offload the states.
         """
-        # Adds buckets for new weights: all weights in the first step, and later those that were unfrozen.
+        # New weights get buckets: all weights in the first step, and later the weights that were unfrozen.
         known_ids = {id(param.parameter) for bucket, _ in self._buckets for param in bucket}
         for bucket in movers.split_params(
             [param for param in params if id(param.parameter) not in known_ids], self._bucket_bytes

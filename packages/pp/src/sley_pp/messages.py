@@ -336,8 +336,8 @@ class MessagePool:
         self.device = device
         self.separate_header = separate_header
         self._messages_in_use: list[Message] = []
-        # Keeps the messages of free buffers, since building a message takes as long as copying 300 KB. An entry disappears when
-        # the pool frees its buffer.
+        # The cache keeps the messages of free buffers, since building a message takes as long as copying 300 KB. An entry
+        # disappears when the pool frees its buffer.
         self._message_cache: MutableMapping[Tensor, Message] = WeakTensorKeyDictionary()
 
     def lease(self, layout: Layout) -> Message:

@@ -107,7 +107,7 @@ _MAX_RANKS, _MAX_GROUPS = 32, 4  # the maximum numbers of ranks, and of groups o
 def _format_plan(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
     """Yields the lines of `show`: the plan with the origin of each value, ranks (or only `rank`), groups and handlers."""
     table: KeyPath = ()
-    # Top-level keys come first: after a header they would belong to that table.
+    # Top-level keys come first, since after the header of a table they would belong to that table.
     for path, value in sorted(iterate_values(plan.tables), key=lambda item: len(item[0]) > 1):
         if path[:-1] != table:
             table = path[:-1]

@@ -99,7 +99,7 @@ class LowRankSums:
             for entry in bucket.compressed:
                 entry.state.expand(entry.gradient, entry.p, entry.q)
             if bucket.compressed:
-                # All ranks of the bucket's reduce group get here for the same buckets in the same order.
+                # All ranks of the bucket's reduce group make this call for the same buckets in the same order.
                 bucket.pending = bucket.group.all_reduce(bucket.second.data, label=bucket.name)
                 self.sent.add(bucket.second.data, bucket.group, passes=2)
         for bucket in self._in_flight:

@@ -43,7 +43,7 @@ class TopK(GradientHandler):
             return
         gradient = self._store.gradient(param)
         if not self._is_sparse(param):
-            # The parameter's reduce group. The store reports parameters in the same order on all of its ranks.
+            # This is the parameter's reduce group. The store reports parameters in the same order on all of its ranks.
             self._dense.append(group.all_reduce(gradient, label=param.name))
             self._sent.add(gradient, group, passes=2)
             return
