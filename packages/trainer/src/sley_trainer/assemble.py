@@ -220,7 +220,7 @@ def build_groups(plan: Plan, world: World, topology: Topology, model: Model, sta
     if plan.learning_rate.record is None:
         properties["learning rates with the digest"] = factor_digest(learning_rate_factor(plan), plan.run.steps)
     properties |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    check_agreement(properties, control, {"the plan": partial(format_values, plan)})  # over all ranks; blocks
+    check_agreement(properties, control, {"the plan": partial(format_values, plan)})  # a blocking collective over all ranks
     return groups
 
 

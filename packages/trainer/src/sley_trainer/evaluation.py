@@ -218,7 +218,7 @@ def build_evaluation_feeds(
         feed = build_feed(dataset, batch_size, shuffle=evaluation_set.data.config.shuffle)
         feeds[name] = EvaluationFeed(feed, num_samples, batch_size, feed.rows.start, dataset.info.fields)
     if info_by_set:
-        check_agreement(info_by_set, parts.groups["control"])  # over all ranks; blocks
+        check_agreement(info_by_set, parts.groups["control"])  # a blocking collective over all ranks
     return feeds
 
 

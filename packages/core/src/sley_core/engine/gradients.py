@@ -306,7 +306,7 @@ class GradientStore:
             accumulator.reset()
 
     def chunk_done(self, chunk: int) -> None:
-        """Completes the gradients of `chunk` after its last gradient action (zeros without contributions) and reports them."""
+        """Completes and reports the gradients of `chunk` after its last gradient action; zeros without contributions."""
         for accumulator in self._order:
             if accumulator.chunks <= self.state.done_chunks:
                 self._accumulate_assigned(accumulator)

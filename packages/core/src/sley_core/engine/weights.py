@@ -201,7 +201,7 @@ class MasterWeights:
         """Sets the parameter's working weight and master to `value`, of its shape, each rounded to the tensor's dtype."""
         self.weights.restore_places()
         parameter = param.parameter
-        value = value.to(self.dtype)  # on every rank, even without a master, so that all round alike
+        value = value.to(self.dtype)  # rounded even on ranks without a master, so that all ranks round alike
         parameter.copy_(value)
         entry = self._masters.get(param)
         if entry is not None and entry.master is not None:
@@ -233,7 +233,7 @@ class MasterWeights:
             if master is not None and entry.synced != entry.state:
                 entry.sync()
                 working = entry.working.to(master.device)
-                # only elements whose rounded values differ: the others keep the precision that the working weight cannot hold
+                # copies only elements whose rounded values differ: the others keep their full precision
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
     def _copy_to_masters(self, params: Sequence[Param]) -> dict[Param, Tensor]:
@@ -268,6 +268,7 @@ def update_cost(shape: Sequence[int]) -> int:
 class PartExchange:
     """Exchanges parts of parameters over one group, whose ranks call `gather` and `scatter` in the same order. owners: for each
     parameter, the coordinate of the rank that owns it. sizes: for each parameter, the number of elements of each rank's part.
+    label: describes the content for errors.
     """
 
     def __init__(self, group: Group) -> None:
