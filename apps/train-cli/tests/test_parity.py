@@ -1,9 +1,7 @@
 """Every row of the parity table has the numbers of one process and of a plain PyTorch loop in each step."""
 
 import copy
-import math
 import random
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,42 +9,17 @@ from typing import Any
 import parity_table as table
 import pytest
 import torch
+from parity_steps import NUM_STEPS, train
 from parity_table import Row
 
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plugin import CrossEntropyConfig
-from sley_testing.collectives import late_exchanges
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, decay_groups
-from sley_testing.plans import Tables
-from sley_testing.runs import BF16_SUMS, RunRecord, assert_parity_of_parts, gradients, running, weights
+from sley_testing.runs import BF16_SUMS, RunRecord, assert_parity_of_parts, running, weights
 
-NUM_STEPS = 3
 Key = tuple[str, str, str]
 """The factors of the reference: model, compute, step."""
-
-
-def train(tables: Tables, folder: Path, step: str, *, late: bool = False) -> RunRecord:
-    """Takes three steps on this rank. step: "second skipped" makes the gradients of the second step NaN. late: whether
-    exchanges happen as late as the waits allow, since on CUDA only waits order them.
-    """
-    recorded = RunRecord()
-    with late_exchanges() if late else nullcontext(), running(tables, folder) as run:
-        recorded.initial_weights = weights(run)
-        if step == "second skipped" and run.world.rank == run.world.size - 1:
-            param = next(param for param in run.registry if "norm" in param.name)
-            param.parameter.register_hook(lambda grad: grad * math.nan if run.store.state.step == 1 else grad)
-        for number in range(NUM_STEPS):
-            row = run.step()
-            assert row.get("skipped", 0) == (step == "second skipped" and number == 1)
-            if not row.get("skipped"):
-                recorded.rows.append(row)
-                recorded.gradients.append(gradients(run))
-            if "memory.everything" in str(tables.get("offload")):
-                run.memory.offload()
-                run.memory.onload()
-        recorded.weights, recorded.held_out = weights(run), run.evaluate()
-    return recorded
 
 
 @cache

@@ -1,23 +1,23 @@
-"""The effect of signals on one process. Small programs without torch wait for them."""
+"""The effect of signals on one process. Small programs wait for them."""
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 from textwrap import dedent
 
 import pytest
 
-from sley_testing.processes import assert_none_left, descendants
+from sley_testing.processes import ForkedProgram, assert_none_left, descendants
 from train_cli.stopping import STOP_MESSAGE, SignalHandler
 
 HEADER = """
 import multiprocessing, os, signal, sys, time
 from train_cli import stopping
 from train_cli.stopping import SignalHandler
+sys.stdout.reconfigure(line_buffering=True)
 stopping.CLEANUP_TIMEOUT_S = stopping.SIGTERM_TIMEOUT_S = 0.3
 lines = []
 stops = []
@@ -113,23 +113,25 @@ with SignalHandler() as stop:
 """
 
 
-def run(body: str, *signals: int) -> tuple[int, str]:
+def run(folder: Path, body: str, *signals: int) -> tuple[int, str]:
     """Returns the exit code and the output of a program that gets `signals` when it has printed "ready". The output excludes
     that word.
     """
-    process = subprocess.Popen([sys.executable, "-u", "-c", HEADER + body], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        ready, _, first = process.stdout.readline().strip().partition(" ")
-        assert ready == "ready"
-        for number in signals:
-            os.kill(process.pid, number)
-            time.sleep(0.1)
-        out, _ = process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, first + out
+    (folder / "waiting_program.py").write_text(HEADER + body, "utf-8")
+    process = ForkedProgram("waiting_program", [], cwd=folder, env=os.environ)
+    with process.stdout, process.stderr:
+        try:
+            ready, _, first = process.stdout.readline().strip().partition(" ")
+            assert ready == "ready"
+            for number in signals:
+                os.kill(process.pid, number)
+                time.sleep(0.1)
+            code = process.wait(20)
+        finally:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+        return code, first + process.stdout.read()
 
 
 STOP_LINE = f"['{STOP_MESSAGE}']\n"
@@ -153,12 +155,12 @@ IGNORES = "\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         pytest.param(WITHOUT_WORK, [SIGINT], 0, "KeyboardInterrupt\n", id="SIGINT raises before there is work"),
     ],
 )
-def test_signals_end_a_process(body: str, signals: list[int], code: int, out: str) -> None:
-    assert run(dedent(body), *signals) == (code, out)
+def test_signals_end_a_process(tmp_path: Path, body: str, signals: list[int], code: int, out: str) -> None:
+    assert run(tmp_path, dedent(body), *signals) == (code, out)
 
 
-def test_a_worker_ends_with_a_terminated_process() -> None:
-    code, pid = run(WORKER, SIGTERM)
+def test_a_worker_ends_with_a_terminated_process(tmp_path: Path) -> None:
+    code, pid = run(tmp_path, WORKER, SIGTERM)
     assert code == 143
     assert_none_left(lambda: [process for process in descendants(1) if process.pid == int(pid)], within_s=5)
 

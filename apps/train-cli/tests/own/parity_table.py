@@ -113,11 +113,13 @@ def rows() -> Iterator[Row]:
     drawn = [complete(draw, dict.fromkeys(("dp", "pp", "sp", "wp"), "2"), 8)]
     while missing:
         if best := max(filter(None, drawn), key=lambda row: len(pairs(row).intersection(missing)), default=None):
-            missing = [pair for pair in missing if pair not in pairs(best)]
+            covered = pairs(best)
+            missing = [pair for pair in missing if pair not in covered]
             yield best
         starts = draw.sample(missing, min(30, len(missing)))
         drawn = [complete(draw, dict(pair)) for pair in starts]
-        missing = [pair for pair in missing if pair not in starts or drawn[starts.index(pair)]]
+        impossible = {pair for pair, row in zip(starts, drawn, strict=True) if row is None}
+        missing = [pair for pair in missing if pair not in impossible]
 
 
 def reference(row: Row) -> Tables:
