@@ -128,6 +128,13 @@ def test_a_second_copy_of_a_distribution_does_not_count(
     assert [source.dist for source in find_plugins()["zeta"]] == ["sley-zeta"]
 
 
+def test_a_plugin_that_is_installed_after_a_search_is_a_plugin(install: Install) -> None:
+    """As with `pip install` beside an open notebook."""
+    assert "zeta" not in find_plugins()
+    install("zeta")
+    assert "zeta" in find_plugins()
+
+
 def test_a_project_in_or_beside_an_environment_is_not_installed() -> None:
     environment = sysconfig.get_path("data")
     assert not is_installed(f"{environment}-project/model.py")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, version
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pluggy
@@ -61,26 +62,33 @@ def find_plugins() -> Mapping[str, list[PluginSource]]:
     """Returns the sources of all plugins on `sys.path`, by name: one for each distribution that provides the plugin. If there
     are several copies of a distribution, the first one counts, as in imports.
     """
-    return _find_plugins(tuple(sys.path))  # cached for each value of `sys.path`, since a search takes 20 ms
-
-
-@cache
-def _find_plugins(folders: tuple[str, ...]) -> Mapping[str, list[PluginSource]]:
     plugins_by_name: dict[str, list[PluginSource]] = {}
     dists: set[str] = set()
-    for dist in distributions(path=list(folders)):
+    for folder in map(Path, sys.path):
+        modified_ns = folder.stat().st_mtime_ns if folder.exists() else 0
+        for dist, sources in _find_in_folder(folder.absolute(), modified_ns):
+            if dist not in dists:
+                dists.add(dist)
+                for source in sources:
+                    plugins_by_name.setdefault(source.name, []).append(source)
+    return plugins_by_name
+
+
+@cache  # a search of an environment's folder takes 20 ms; a folder that has changed is searched again
+def _find_in_folder(folder: Path, modified_ns: int) -> list[tuple[str, list[PluginSource]]]:
+    """Returns the plugins of each distribution in `folder` that has plugins, with the distribution's canonical name."""
+    plugins: list[tuple[str, list[PluginSource]]] = []
+    for dist in distributions(path=[str(folder)]):
         try:
             points = dist.entry_points.select(group=ENTRY_POINT_GROUP)
             name = _canonical_name(dist.name) if points else ""
         except (KeyError, OSError, TypeError, ValueError):
             continue  # an unreadable plugin is reported as missing if a plan names it
-        if not points or name in dists:
-            continue
-        dists.add(name)
-        for point in points:
-            source = PluginSource(point.name, dist.name, dist.version, point.load, tuple(dist.requires or ()))
-            plugins_by_name.setdefault(point.name, []).append(source)
-    return plugins_by_name
+        if points:
+            requires = tuple(dist.requires or ())
+            sources = [PluginSource(point.name, dist.name, dist.version, point.load, requires) for point in points]
+            plugins.append((name, sources))
+    return plugins
 
 
 def _canonical_name(name: str) -> str:
