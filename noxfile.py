@@ -151,11 +151,9 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session(requires=["dev"])
 def isolated(session: nox.Session) -> None:
-    """Each package from its wheel, made from its sdist: it imports with nothing beside it but what it requires, and passes its
-    tests with what these name.
-
-    One test of each file, its first case: what a wheel lacks, it lacks for all. With folders of packages, all tests of these;
-    other arguments go to pytest. The example plugins are otherwise those of `thirdparty`.
+    """Each package from its wheel, made from its sdist: the wheel has all files, and the package and its tests import with
+    nothing beside them but what they require. Runs the first test. With folders of packages, runs all tests of these; other
+    arguments go to pytest. The example plugins are otherwise those of `thirdparty`.
 
     Each package gets an environment of links: to the wheels that it requires, and to other distributions in `dev`.
     """
@@ -181,7 +179,7 @@ def isolated(session: nox.Session) -> None:
             program.write_text(alone_program(package), "utf-8")
             path = f"{environment.python.parent}{os.pathsep}{os.environ['PATH']}"
             env = {**FOR_TESTS, "PATH": path, "PYTHONPATH": str(ROOT / ".ci" / "plugins")}
-            how = (SIDE_BY_SIDE if len(packages) == 1 else ()) + (() if chosen else ("-p", "first_cases"))
+            how = (SIDE_BY_SIDE if len(packages) == 1 else ()) + (() if chosen else ("-p", "first_test"))
             try:
                 session.run(str(environment.python), "-P", str(program), external=True)
                 environment.link(installed.required([*package.test_requirements(), "pytest-xdist"]))
