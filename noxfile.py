@@ -40,7 +40,7 @@ from manifests import (
     BACKENDS,
     PACKAGES,
     Package,
-    alone_program,
+    alone_facts,
     assert_licensed,
     external_test_requirements,
     selected_packages,
@@ -151,9 +151,9 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session(requires=["dev"])
 def isolated(session: nox.Session) -> None:
-    """Each package from its wheel, made from its sdist: the wheel has all files, and the package and its tests import with
-    nothing beside them but what they require. Runs the first test. With folders of packages, runs all tests of these; other
-    arguments go to pytest. The example plugins are otherwise those of `thirdparty`.
+    """Each package from its wheel, made from its sdist: the wheel has all files, and the package and its tests can be imported
+    with nothing beside them but what they require. With folders of packages, runs their tests; other arguments go to pytest.
+    The example plugins are otherwise those of `thirdparty`.
 
     Each package gets an environment of links: to the wheels that it requires, and to other distributions in `dev`.
     """
@@ -172,29 +172,32 @@ def isolated(session: nox.Session) -> None:
         installed = Installed([Path(of_dev), together])  # the wheels of `together` take the place of editable packages
 
         def passes(package: Package) -> bool:
-            """Whether all of the package imports, and its tests pass."""
+            """Whether the package and its tests can be imported, and the tests pass if it is `chosen`."""
             environment = Environment(python, Path(folder, f"env-{package.module}"))
             environment.link(installed.required([package.distribution]))
-            program = Path(folder, f"{package.module}_is_alone.py")
-            program.write_text(alone_program(package), "utf-8")
             path = f"{environment.python.parent}{os.pathsep}{os.environ['PATH']}"
-            env = {**FOR_TESTS, "PATH": path, "PYTHONPATH": str(ROOT / ".ci" / "plugins")}
-            how = (SIDE_BY_SIDE if len(packages) == 1 else ()) + (() if chosen else ("-p", "first_test"))
+            env = {**FOR_TESTS, "PATH": path}
+            how = (SIDE_BY_SIDE if len(packages) == 1 else ()) if chosen else ("--collect-only", "-q", "-q")
+            check = (str(environment.python), "-P", str(ROOT / ".ci" / "check_alone.py"), alone_facts(package))
             try:
-                session.run(str(environment.python), "-P", str(program), external=True)
+                session.run(*check, external=True, log=False)
                 environment.link(installed.required([*package.test_requirements(), "pytest-xdist"]))
+                session.run(*check, package.tests, external=True, log=False)
                 tests = (str(environment.python), "-P", "-m", "pytest", *how, *options, package.tests)
                 report = session.run(*tests, env=env, external=True, silent=len(packages) > 1)
             except nox.command.CommandFailed:
                 return False
-            session.log(f"{package.distribution} passes alone with what it needs\n{report if len(packages) > 1 else ''}")
+            verb = "passes its tests" if chosen else "can be imported"
+            session.log(
+                f"{package.distribution} {verb} alone with what it needs\n{report if len(packages) > 1 and chosen else ''}"
+            )
             return True
 
         largest_first = sorted(packages, key=lambda package: -len(list(Path(package.tests).rglob("*.py"))))
         verdicts = lanes.map(passes, largest_first)
         failed = [package.folder for package, passed in zip(largest_first, verdicts, strict=True) if not passed]
     if failed:
-        session.error(f"tests fail in {', '.join(failed)}")
+        session.error(f"alone, these fail: {', '.join(failed)}")
 
 
 def checked_wheel(session: nox.Session, package: Package, out: Path) -> str:
@@ -233,9 +236,7 @@ def release(session: nox.Session) -> None:
             (made[package.distribution],) = (file for file in files if file.suffix == ".whl")
         for package in packages:
             releases.installed_alone(session, made, package, tests=False)
-            program = Path(folder, f"{package.module}_is_alone.py")
-            program.write_text(alone_program(package), "utf-8")
-            session.run("python", "-P", str(program))
+            session.run("python", "-P", str(ROOT / ".ci" / "check_alone.py"), alone_facts(package))
             releases.installed_alone(session, made, package)
             check_contracts(session, package)
     for package in packages:

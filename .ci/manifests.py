@@ -1,5 +1,6 @@
 """Reads the packages of this repository from their manifests, and checks their wheels."""
 
+import json
 import re
 import tarfile
 import tomllib
@@ -118,48 +119,17 @@ def assert_licensed(package: Package, archives: Path) -> None:
             assert any(Path(name).name == "LICENSE" for name in names), f"{package.distribution} has no LICENSE: {names}"
 
 
-def alone_program(package: Package) -> str:
-    """Returns a program that fails unless `package` comes from a wheel with all files of its sources, all its modules can be
-    imported, also those that a function imports, and no sibling can be imported that it does not require.
-
-    A module may fail to import a requirement of an extra, and a module of a tool may fail to import another tool. An import in
-    a `try` may fail, too.
-    """
+def alone_facts(package: Package) -> str:
+    """Returns the facts with which `check_alone.py` checks the package, as JSON. absent: siblings that it does not require."""
     required = {other.distribution for other in with_dependencies(package, tests=False)}
-    absent = [other.module for other in PACKAGES if other.distribution not in required]
     extras = package.manifest["project"].get("optional-dependencies", {}).values()
-    optional = sorted({re.split(r"\W", requirement)[0] for extra in extras for requirement in extra})
     root = ROOT / package.source / package.module
-    files = sorted(
-        str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts
-    )
-    return f"""
-import ast, importlib, importlib.util, pathlib, pkgutil
-import {package.module} as package
-assert "site-packages" in package.__file__, package.__file__
-root = pathlib.Path(package.__file__).parent
-missing = [name for name in {files} if not (root / name).exists()]
-assert not missing, f"the wheel lacks {{missing}}"
-# A folder in which pip left compiled modules has no origin.
-siblings = [name for name in {absent} if (spec := importlib.util.find_spec(name)) and spec.origin]
-assert not siblings, f"siblings can be imported: {{siblings}}"
-allowed = {{*{optional}, *({absent} if {package.is_tool} else ())}}
-for module in pkgutil.walk_packages(package.__path__, "{package.module}."):
-    if not module.name.endswith("__main__"):
-        try:
-            importlib.import_module(module.name)
-        except ModuleNotFoundError as error:
-            if error.name not in {optional} and (error.name or "").partition(".")[0] not in allowed:
-                raise
-def imported(node):
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and not node.level:
-        yield node.module
-    elif not isinstance(node, ast.Try):
-        for child in ast.iter_child_nodes(node):
-            yield from imported(child)
-for file in root.rglob("*.py"):
-    for name in {{name.partition(".")[0] for name in imported(ast.parse(file.read_text()))}} - allowed:
-        assert importlib.util.find_spec(name), f"{{file}} imports {{name}}, which is not required"
-"""
+    paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    facts = {
+        "module": package.module,
+        "is_tool": package.is_tool,
+        "files": sorted(str(path) for path in paths if "__pycache__" not in path.parts),
+        "absent": [other.module for other in PACKAGES if other.distribution not in required],
+        "optional": sorted({re.split(r"\W", requirement)[0] for extra in extras for requirement in extra}),
+    }
+    return json.dumps(facts)
