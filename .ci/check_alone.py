@@ -13,18 +13,21 @@ import importlib
 import importlib.util
 import json
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+CONDITIONS = re.compile(r"\bTYPE_CHECKING\b|\bsys\.version_info\b")
+
 
 def imported_modules(node: ast.AST) -> Iterator[str]:
-    """Yields the first parts of the names of all modules that `node` imports, except in a `try` or for type checkers."""
+    """Yields the first parts of the names of all modules that `node` imports, except in a `try` or under `CONDITIONS`."""
     if isinstance(node, ast.Import):
         yield from (alias.name.partition(".")[0] for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
         yield node.module.partition(".")[0]
-    elif not isinstance(node, ast.Try) and not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+    elif not isinstance(node, ast.Try) and not (isinstance(node, ast.If) and CONDITIONS.search(ast.unparse(node.test))):
         for child in ast.iter_child_nodes(node):
             yield from imported_modules(child)
 
@@ -61,6 +64,7 @@ def check_package(name: str, files: list[str], absent: list[str], optional: list
 facts = json.loads(sys.argv[1])
 allowed = {*facts["optional"], *(facts["absent"] if facts["is_tool"] else ())}
 if sys.argv[2:]:
-    check_imports(Path(sys.argv[2]), allowed)
+    ours = {file.stem for file in Path(__file__).parent.glob("*.py")}  # pytest's option `pythonpath` makes them modules
+    check_imports(Path(sys.argv[2]), allowed | ours)
 else:
     check_package(facts["module"], facts["files"], facts["absent"], facts["optional"], allowed)

@@ -67,10 +67,10 @@ def _put_attribute(state, value):
 
 
 def _output(hidden):
-    from transformers.utils import ModelOutput
+    utils = pytest.importorskip("transformers.utils")
 
     @dataclass
-    class Output(ModelOutput):
+    class Output(utils.ModelOutput):
         hidden: Any = None
 
     return Output(hidden=hidden)
