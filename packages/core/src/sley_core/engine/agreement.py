@@ -320,7 +320,7 @@ class CopyComparison:
             fingerprints = torch.stack([fingerprint(value) for value in values.values()])
             faults.append(_compare_fingerprints(label, [*values], fingerprints, parts.groups[axis]))
         # All ranks must raise: ranks of other groups would otherwise wait for those that stop.
-        all_faults = parts.groups["control"].gather_objects(faults, label="initial values that differ")
+        all_faults = parts.groups["control"].gather_objects(faults, label=f"{label} that differ")
         if fault := next((fault for faults in all_faults for fault in faults if fault), ""):
             hint = "write the same values on all ranks, and draw an optimizer's random numbers from torch's generator"
             if is_first:

@@ -393,9 +393,9 @@ elements, of which few are large, as in an embedding's gradient, is 1.2e-6 (meas
 
 def combined_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """Returns the p-norm over `tensors`, at least one, of one device and dtype, as a float64 scalar. norm_type: p, or inf."""
-    wide_dtype = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
+    wide_dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     min_rows_numel: float = MIN_ROWS_NUMEL if norm_type == 2 else ROW_NUMEL  # other powers lose more
-    if tensors and tensors[0].device.type != "cpu":
+    if tensors[0].device.type != "cpu":
         min_rows_numel = math.inf
     norms, short_tensors = [], []
     for tensor in tensors:

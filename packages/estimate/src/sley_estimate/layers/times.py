@@ -158,14 +158,14 @@ Result = TypeVar("Result")
 
 
 def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Returns `method` with a cache in the object that it belongs to. If an earlier call had the same positional arguments,
+    """Returns `method` with a cache in the object that it belongs to. If an earlier call had the same arguments, the call
     returns the cached result, or raises the cached SleyError. The arguments must be hashable.
     """
 
     @wraps(method)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         results: dict[Hashable, Result | SleyError] = vars(args[0]).setdefault("_results", {})
-        key = method.__name__, args[1:]
+        key = method.__name__, args[1:], frozenset(kwargs.items())
         if key not in results:
             try:
                 results[key] = method(*args, **kwargs)
