@@ -75,8 +75,12 @@ def test_peft_and_transformers_compute_the_logits_of_a_run(cli: Any, trained: Tr
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_exports_refuse_a_changed_base(cli: Any, trained: Trained, folder: Path) -> None:
+def test_a_run_with_a_changed_base_is_not_exported_and_without_a_base_is_evaluated_and_sampled(
+    cli: Any, trained: Trained, folder: Path
+) -> None:
+    """Exports that do not fit the plan's `[adapters]` are refused."""
     run, _ = trained(*CASES["llama"])
+    assert "export-adapters" in cli("export", run, "--format", "huggingface", "--out", folder / "hf").err
     file = folder / "base" / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.1
@@ -85,12 +89,6 @@ def test_exports_refuse_a_changed_base(cli: Any, trained: Trained, folder: Path)
     assert all(text in result.err for text in ("export-differs", "up_proj"))
     assert not (folder / "adapter").exists()
     assert "adapters-base" in cli("export", run / "saved" / "2", "--format", "safetensors", "--out", folder / "whole").err
-
-
-def test_a_run_without_its_base_is_evaluated_and_sampled(cli: Any, trained: Trained, folder: Path) -> None:
-    """Exports that do not fit the plan's `[adapters]` are refused."""
-    run, _ = trained(*CASES["llama"])
-    assert "export-adapters" in cli("export", run, "--format", "huggingface", "--out", folder / "hf").err
     shutil.rmtree(folder / "base")
     assert "held-out loss" in succeed(cli, "eval", run)
     assert succeed(cli, "sample", run, "--prompt", "the sley", "--tokens", "5")

@@ -177,7 +177,7 @@ def test_step_copies_estimated_bytes(copies: str, texts: Path) -> None:
     tables = changed(COPIED, **COPIES[copies])
     totals: list[tuple[float, float]] = []
     with running(tables, texts) as run:
-        for _ in range(4):
+        for _ in range(3):
             run.step()
             moved = [manager.moved(part) for manager in run.memory.managers for part in manager.parts]
             policy = run.counts.get("memory.host", {})

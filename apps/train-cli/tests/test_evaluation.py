@@ -72,8 +72,8 @@ SETS = {
     "one": {"factory": "test_evaluation:Rows", "options": {"num_samples": 1}},
     "short": {"factory": "test_evaluation:Rows", "options": {"num_samples": 5, "sequence": 8}},
     "few": {"factory": "test_evaluation:Rows", "options": {"num_samples": 100}, "steps": 2, "shuffle": False},
-    "texts": {"use": "data.text", "files": ["text/b.txt"], "sequence": 96, "separator": "\n\n", "documents": "cut"},
-    "held": {"use": "data.text", "files": ["text/a.txt"], "sequence": 96, "separator": "\n\n", "documents": "cut"}
+    "texts": {"use": "data.text", "files": ["text/b.txt"], "sequence": 384, "separator": "\n\n", "documents": "cut"},
+    "held": {"use": "data.text", "files": ["text/a.txt"], "sequence": 192, "separator": "\n\n", "documents": "cut"}
     | {"split": "held_out", "held_out": 0.3},
 }
 PLAN = small_plan(

@@ -25,7 +25,7 @@ from sley_core.run_folder import read_attempt
 from sley_testing.plans import Tables, changed, small_plan, write_texts
 
 NAME = "killed"
-STEPS = 8
+STEPS = 6
 PLAN = small_plan(
     run={"name": NAME, "steps": STEPS, "device": "cpu", "seed": 7, "log_every": 100},
     model__num_layers=2,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomli
 from chat_folder import write_chats
-from started_program import Cli
+from started_program import Cli, Start
 
 from sley_core.errors import RunError
 from train_cli.main import COMMAND_SUMMARIES, find_foreign_commands
@@ -52,10 +52,9 @@ def test_a_wrong_command_line_is_exit_2(cli: Cli, arguments: list[str]) -> None:
     assert "Traceback" not in result.err
 
 
-def test_the_module_is_a_program() -> None:
-    command = [sys.executable, "-m", "train_cli", "--version"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert {"sley-core", "sley-train-cli"} <= {line.split()[0] for line in process.stdout.splitlines()}
+def test_the_module_is_a_program(start: Start) -> None:
+    result = start("--version").finish().expect(0)
+    assert {"sley-core", "sley-train-cli"} <= {line.split()[0] for line in result.out.splitlines()}
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

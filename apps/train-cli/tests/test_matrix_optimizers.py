@@ -12,7 +12,8 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Tensors, assert_parity_of_parts, record, record_reference, running, weights
+from sley_testing.runs import RunRecord, Tensors, assert_parity_of_parts, record, running, weights
+from sley_trainer.run import Run
 
 ORTHOGONAL = {"factory": "matrix_optimizers:Orthogonal", "scope": "matrix", "lr": 0.02, "weight_decay": 0.1, "clip_norm": 1.0}
 PLAN = small_plan(
@@ -20,7 +21,7 @@ PLAN = small_plan(
     model__vocab_size=257,
     model__tie_embeddings=True,
     data__sequence=16,
-    batch__micro_size=1,
+    batch={"global_size": 4, "micro_size": 1},
     optimizer=ORTHOGONAL,
     learning_rate={"use": "core.cosine"},
 )
@@ -59,7 +60,7 @@ def freeze_and_unfreeze(tables: Tables, folder: Path) -> Tensors:
     with running(tables, folder) as run:
         up, down = (run.registry[f"blocks.0.feed_forward.{name}.weight"].parameter for name in ("up", "down"))
         assert not up.requires_grad
-        for up_is_trained, down_is_trained in ((False, True), (True, True), (True, False), (True, True)):
+        for up_is_trained, down_is_trained in ((False, True), (True, False), (True, True)):
             up.requires_grad_(up_is_trained)
             down.requires_grad_(down_is_trained)
             run.step()
@@ -74,15 +75,29 @@ def test_unfrozen_matrices_get_an_owner(ranks: Any, texts: Path, layout: str) ->
         assert_close_gradients(expected, values, 1e-10)
 
 
+def skip_steps(tables: Tables, folder: Path) -> tuple[RunRecord, dict[str, tuple[int, ...]]]:
+    """Returns the record of two steps, and the shapes of the matrices that this rank owns."""
+    runs: list[Run] = []
+    recorded = record(tables, 2, folder=folder, prepare=runs.append)
+    owners = runs[0].stepper.update.masters.owners
+    assert owners is not None
+    return recorded, {param.name: param.shape for param in owners.owned_params}
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["wp2 wdp2 sharded", "dp2 sharded"])
-def test_skipped_fp16_steps_change_nothing(ranks: Any, texts: Path, layout: str) -> None:
+def test_skipped_fp16_steps_change_nothing_and_owners_are_balanced(ranks: Any, texts: Path, layout: str) -> None:
     precision = {"compute": "fp16", "loss_scale": {"init_scale": 2.0**40}}
-    plan = changed(PLAN, precision=precision, run__steps=12)
-    tables = layout_of(layout, plan)
-    recorded = ranks(num_ranks(tables))(record, tables, 2, folder=texts)
-    for results in recorded:
-        assert_same_bits(results.initial_weights, results.weights)
+    tables = layout_of(layout, changed(PLAN, precision=precision, run__steps=12))
+    results = ranks(num_ranks(tables))(skip_steps, tables, texts)
+    for recorded, _ in results:
+        assert_same_bits(recorded.initial_weights, recorded.weights)
+    names = [name for _, owned in results for name in owned]
+    assert len(names) == len(set(names)), "a matrix has two owners"
+    assert set(names) == set(results[0][0].gradients[0]), "a matrix has no owner"
+    works = [sum(map(update_cost, owned.values())) for _, owned in results]
+    largest = max(update_cost(shape) for _, owned in results for shape in owned.values())
+    assert max(works) - min(works) <= largest
 
 
 @pytest.mark.parametrize(
@@ -93,24 +108,6 @@ def test_matrices_on_the_host_are_refused_if_they_are_split(texts: Path, layout:
     problems = check_plan(plan, 2)
     assert [problem.code for problem in problems] == codes
     assert all("remove `memory.host_optimizer`" in str(problem.hint) for problem in problems)
-
-
-def test_owners_are_balanced_and_equal_on_all_ranks(ranks: Any, texts: Path) -> None:
-    tables = layout_of("wp2 wdp2 sharded", PLAN)
-    owned_by_rank = ranks(4)(owned_shapes, tables, texts)
-    names = [name for owned in owned_by_rank for name in owned]
-    assert len(names) == len(set(names)), "a matrix has two owners"
-    assert set(names) == set(record_reference(PLAN, 3, folder=texts).gradients[0]), "a matrix has no owner"
-    works = [sum(map(update_cost, owned.values())) for owned in owned_by_rank]
-    largest = max(update_cost(shape) for owned in owned_by_rank for shape in owned.values())
-    assert max(works) - min(works) <= largest
-
-
-def owned_shapes(tables: Tables, folder: Path) -> dict[str, tuple[int, ...]]:
-    with running(tables, folder) as run:
-        owners = run.stepper.update.masters.owners
-        assert owners is not None
-        return {param.name: param.shape for param in owners.owned_params}
 
 
 @pytest.mark.gpu

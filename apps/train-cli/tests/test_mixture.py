@@ -43,7 +43,7 @@ def mixed_plan(**changes: Any) -> Tables:
 BUCKETS = [{"use": "dp.bucketed", "bucket_mb": 0.002}]
 SLICES = {"parallel__sp": 2, "sequence__use": "isp.all_to_all", "gradient_handlers": BUCKETS}
 SHARDED = {"parallel__dp": 2, "parallel__wp": 2, "weights__use": "isp.communicator"}
-CHUNKS = {"loss": {"use": "core.cross_entropy", "chunk_tokens": 10}}
+CHUNKS = {"loss": {"use": "core.cross_entropy", "chunk_tokens": 60}}
 LAYOUTS: dict[str, Tables] = {
     "sp 2, a loss of full sequences": {**SLICES, "loss": {"factory": "chat_folder:build_loss", "sequence": "whole"}},
     "pp 2": {"parallel__pp": 2, "pipeline__use": "pp.one_f_one_b"},

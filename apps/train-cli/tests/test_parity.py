@@ -33,7 +33,7 @@ def plain_loop(key: Key, folder: Path) -> RunRecord:
     with running(table.reference(dict(zip(table.REFERENCE, key, strict=True))), folder) as run:
         first = weights(run)
         masters = {master.param.name: master.parameter.detach().clone() for master in run.stepper.update.masters.local_params}
-        batches = [run.samples.splitter.split_feed(run.feed.next()).micros for _ in range(NUM_STEPS)]
+        batches = [run.samples.splitter.split_feed(run.feed.next()).micros for _ in range(NUM_STEPS[key[2]])]
         held_out = [run.held_out.next()]
     config: Any = run.plan.optimizer.config
     loop = PlainLoop(

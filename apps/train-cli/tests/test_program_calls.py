@@ -15,7 +15,8 @@ from sley_testing.runs import running, weights
 from sley_trainer.run import Run
 
 Batch = dict[str, Tensor]
-PLAN = small_plan(run__steps=9, model__vocab_size=257, data__sequence=16, data__documents="cut", batch__micro_size=1)
+BATCH = {"global_size": 4, "micro_size": 1}
+PLAN = small_plan(run__steps=9, model__vocab_size=257, data__sequence=16, data__documents="cut", batch=BATCH)
 SHARDED = {"use": "dp.sharded", "bucket_mb": 0.005}
 VOCABULARY = {"use": "isp.communicator", "head": "vocabulary"}
 SLICES = {"sequence": {"use": "isp.all_to_all"}}
@@ -53,7 +54,7 @@ def call_run(tables: Tables, folder: Path) -> dict[str, Any]:
     with running(tables, folder) as run:
         results["rows"] = run.rows
         results["slice"] = run.groups["sp"].coord if run.topology.sp > 1 else None
-        large, small = (own_rows(run, batch) for batch in batches(8, 4))
+        large, small = (own_rows(run, batch) for batch in batches(4, 2))
         results["untrained"] = run.predict(large)
         row, results["in step"] = run.step(large, return_outputs=True)
         after = weights(run)
@@ -82,7 +83,7 @@ def call_layers(tables: Tables, folder: Path) -> dict[str, Any]:
         def loss(batch: Batch) -> float:
             return float(F.cross_entropy(forward(batch).flatten(0, 1), batch["labels"].flatten()))
 
-        large, small = batches(8, 4)
+        large, small = batches(4, 2)
         results["untrained"], first = forward(large), loss(large)
         run.step(large)
         results["joined"], results["losses"] = forward(small), [first, loss(small), loss(large), loss(large)]
@@ -99,7 +100,7 @@ def test_outputs_and_losses_are_those_of_the_layers(ranks: Any, texts: Path, lay
     by_rank = ranks(size, 120)(call_run, changed(PLAN, **changes), texts)
     dp = changes.get("parallel", {}).get("dp", 1)
     for results in by_rank:
-        coord = results["rows"].start * dp // 8
+        coord = results["rows"].start * dp // 4
         assert results["losses"] == pytest.approx(expected["losses"], rel=1e-9)
         if results["joined"] is None:  # a stage without the last layer
             assert [results[key] for key in ("untrained", "in step", "listed", "after")] == [None] * 4

@@ -20,6 +20,8 @@ BUCKETED = {"use": "dp.bucketed", "bucket_mb": 0.0005}
 TIES = {"use": "pp.shared_modules"}
 PLAN = small_plan(batch__micro_size=1, model__ffn_hidden=27, model__vocab_size=257, data__sequence=16)
 TIED = changed(PLAN, model__tie_embeddings=True)
+FEW = {"global_size": 4, "micro_size": 1}
+ISP = {"use": "isp.communicator"}
 
 
 def in_stages(schedule: str, *handlers: Tables, **sizes: int) -> Tables:
@@ -94,7 +96,7 @@ def layers() -> list[tuple[str, nn.Module]]:
 def test_ties_in_opposite_orders_are_summed_by_name(ranks: Any) -> None:
     optimizer = {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}
     model, data = {"factory": "test_reductions:layers"}, {"factory": "drawn_model:Rows"}
-    plan = small_plan(model=model, data=data, optimizer=optimizer)
+    plan = small_plan(model=model, data=data, optimizer=optimizer, batch=FEW)
     reducer = {"use": "dp.sharded", "bucket_mb": 0.001}
     layout = plan | in_stages("pp.one_f_one_b", reducer, TIES, dp=2)
     recorded = ranks(4, 120)(record, layout, 2, folder=FOLDER)
@@ -108,10 +110,10 @@ def test_ties_in_opposite_orders_are_summed_by_name(ranks: Any) -> None:
 def test_the_norm_of_each_gradient_equals_one_process(ranks: Any, texts: Path, parallel: dict[str, int]) -> None:
     """A table tied over two stages, shards, and full weights count once. Every rank has all names."""
     norms = {"use": "core.gradient_norms"}
-    reference = record(changed(TIED, gradient_handlers=[{"use": "core.each"}, norms]), 2, folder=texts)
+    reference = record(changed(TIED, batch=FEW, gradient_handlers=[{"use": "core.each"}, norms]), 2, folder=texts)
     stages = {"pipeline": {"use": "pp.one_f_one_b"}} if "pp" in parallel else {}
     handlers = [{"use": "core.each"}, *([TIES] if stages else []), norms]
-    tables = changed(TIED, parallel=parallel, gradient_handlers=handlers, weights={"use": "isp.communicator"}) | stages
+    tables = changed(TIED, batch=FEW, parallel=parallel, gradient_handlers=handlers, weights=ISP) | stages
     for rank in ranks(4 if stages else 2, 180)(record, tables, 2, folder=texts):
         for expected, row in zip(reference.rows, rank.rows, strict=True):
             names = [name for name in expected if name.startswith("gradient_norm/")]

@@ -107,9 +107,9 @@ def listening_addresses(pid: int) -> list[str]:
 
 def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> None:
     """They listen only on loopback, the launcher does not listen, and the losses are those of one rank."""
-    many = ("--set", "run.steps=40")
+    many = ("--set", "run.steps=24")
     program = start("run", plan, *many)
-    program.wait_for("step 2/40")
+    program.wait_for("step 2/24")
     ranks = program.ranks()
     assert len(ranks) == 2
     for process in ranks:
@@ -123,7 +123,7 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> No
     for process in ranks:
         os.kill(process.pid, signal.SIGCONT)
     result = program.finish().expect(0)
-    assert (result.out, result.err.count("finished: 40 steps")) == ("", 1)
+    assert (result.out, result.err.count("finished: 24 steps")) == ("", 1)
     expected = ("2 ranks, ", "rank 0 has ", "memory below ", "step ", "finished: ", "  ")
     assert [line for line in result.err.splitlines() if not line.startswith(expected)] == []
     assert_is_complete(folder / "runs" / "small", plan, *many)
@@ -160,7 +160,7 @@ def test_a_rank_imports_few_modules_and_trains_if_nobody_reads_its_output(plan: 
     """A process of a launcher trains `models.llama` with `dp.bucketed`. The message lists the imported modules."""
     plan.write_text(plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "dp.bucketed"\n', "utf-8")
     (folder / "program.py").write_text(WRITES_MODULES, "utf-8")
-    options = ("--set", "parallel.dp=1", "--set", "run.steps=30", "--set", "run.log_every=1")
+    options = ("--set", "parallel.dp=1", "--set", "run.steps=10", "--set", "run.log_every=1")
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     program = f"{sys.executable} program.py run plan.toml {' '.join(options)}"

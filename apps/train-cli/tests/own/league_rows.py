@@ -281,7 +281,7 @@ ROWS: tuple[LeagueRow, ...] = (
         issues=("Megatron-Bridge PR #5637", "prime-rl #3332", "ISEEKYAN/Megatron-LM PR #104"),
         tables=_TIED,
         layouts=(_DP, _WP),
-        steps_per_layout=2,
+        steps_per_layout=1,
     ),
     LeagueRow(
         name="resume-pp",

@@ -160,7 +160,7 @@ def section() -> str:
 
 Tests compare {len(table)} layouts of a small Llama, on 2 to 8 ranks, with one process and with a plain PyTorch loop without
 the engine. They compare the loss, the gradient norm, the held-out loss, every gradient of the first step, and every weight
-after three steps, within the [tolerances](internals.md#parity). Replicas must be bit-identical. Each layout has one value of
+after two steps, within the [tolerances](internals.md#parity). Replicas must be bit-identical. Each layout has one value of
 each factor below. Any two compatible values ({covered} pairs) occur together in some layout. CI runs {NUM_IN_CI} layouts
 with {100 * in_ci // covered} % of the pairs. `nox -s campaign` runs all layouts, 100 random ones, and 2,000 random models.
 
