@@ -55,9 +55,15 @@ class TestSharedModules(TieContract):
 LIST_TESTS = [name for name in vars(ScheduleContract) if name.startswith("test_") and "two_stages" not in name]
 
 
-@pytest.mark.parametrize("num_draws", [ScheduleContract.num_draws, pytest.param(400, marks=pytest.mark.campaign)])
+IN_CAMPAIGN = (TestGPipe, TestOneFOneB, TestZeroBubbleH1)
+DRAWS = [
+    *((schedule, ScheduleContract.num_draws) for schedule in IN_CAMPAIGN),
+    *(pytest.param(one, 400, marks=pytest.mark.campaign) for one in (*IN_CAMPAIGN, TestInterleaved, TestZeroBubbleV)),
+]
+
+
 @pytest.mark.parametrize("test", LIST_TESTS)
-@pytest.mark.parametrize("schedule", [TestGPipe, TestOneFOneB, TestInterleaved, TestZeroBubbleH1, TestZeroBubbleV])
+@pytest.mark.parametrize(("schedule", "num_draws"), DRAWS)
 def test_lists_of_schedules(schedule: type[ScheduleContract], test: str, num_draws: int) -> None:
     contract = schedule()
     contract.num_draws = num_draws  # type: ignore[misc]  # of this one alone

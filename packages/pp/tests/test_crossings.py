@@ -19,8 +19,9 @@ from sley_testing.plans import small_plan
 from sley_testing.runs import record, running, weights
 
 
-def plan(factory, stages=1, schedule="one_f_one_b", dp=1, **options):
+def plan(factory, stages=1, schedule="one_f_one_b", dp=1, global_size=4, **options):
     tables = small_plan(
+        batch__global_size=global_size,
         model={"factory": f"crossings:{factory}", "options": options},
         data={"factory": "crossings:Rows"},
         loss=SQUARES,
@@ -72,8 +73,8 @@ def test_outputs_of_layers_cross_unchanged(ranks, own):
 def test_micro_batches_of_a_step_may_differ_in_length(ranks, own):
     """Shapes are announced once per length, and later receives are posted ahead. Replicas have different lengths."""
     batches = [[batch_of(length, 1) for length in lengths] for lengths in ((5, 2, 7, 3), (3, 5, 5, 2))]
-    reference = record(plan("chain"), 2, folder=own, batches=batches)
-    plans = [plan("chain", 2, "zero_bubble_h1", dp=2)]
+    reference = record(plan("chain", global_size=8), 2, folder=own, batches=batches)
+    plans = [plan("chain", 2, "zero_bubble_h1", dp=2, global_size=8)]
     for layouts in zip(*ranks(4)(record_with_both_headers, plans, own, batches), strict=True):
         assert_equal(reference, layouts)
 

@@ -140,7 +140,7 @@ def test_two_stages_equal_one_process(ranks: Any, schedule: str, num_devices: in
 def batch(step, sample):
     rows = [sample(8 * step + at) for at in range(8)]
     made = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    # How deep the last microbatch goes: once in the first step, then twice, three times.
+    # How deep the last microbatch goes: once in the first step, then twice.
     made["tokens"][6, 0] = 4 * step
     return made
 
@@ -166,7 +166,7 @@ def test_habits_under_split_backwards(ranks, own, small, schedule, dp, habits):
     """
     from pp_parts import Rows, sample
 
-    batches = [batch(step, sample) for step in range(3)]
+    batches = [batch(step, sample) for step in range(2)]
     models = [{"factory": "sley_testing.habits:model", "options": {"habit": habit}} for habit in habits]
     plans = [small(schedule, 2, dp, model=model, optimizer={"use": "core.sgd", "lr": 0.1}) for model in models]
     by_rank = ranks(2 * dp, 120)(record_all, plans, own, batches)
