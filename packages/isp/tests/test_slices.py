@@ -16,7 +16,7 @@ PLAN = small_plan(
     model={"factory": "attentive:layers"},
     data__sequence=16,
     data__documents="cut",
-    batch__global_size=4,
+    batch__global_size=2,
     optimizer={"use": "core.adamw", "lr": 1e-2},
 )
 NAMED = {"modules": ["*.attend"]}
@@ -90,7 +90,7 @@ def test_first_steps_that_are_refused(ranks, texts, is_campaign):
     plans += [mixing_plan("rolled", True, unchecked_layers=["beside"])]
     plans += [sliced_plan(plan_with_options(heads=3, hidden=12), **NAMED)]
     expected = [*cases.values(), "sequence-mixing", "", "sequence-heads"]
-    by_rank = ranks(2, 120)(records_or_codes, plans, texts)
+    by_rank = ranks(2, 120)(records_or_codes, plans, texts, 1)
     assert [[run if isinstance(run, str) else "" for run in runs] for runs in by_rank] == [expected] * 2
 
 
@@ -124,7 +124,7 @@ def test_sums_over_positions(ranks, texts, is_campaign):
 
 def test_losses_that_count_calls_round_draw_or_mix_positions(ranks, texts):
     """A loss in bf16 rounds. Losses that mix positions are refused."""
-    cases = [("Counting", {}, 1e-6), ("Half", {"precision__compute": "fp32"}, 1e-2), ("Drawn", {}, 1.0)]
+    cases = [("Counting", {"batch__global_size": 4}, 1e-6), ("Half", {"precision__compute": "fp32"}, 1e-2), ("Drawn", {}, 1.0)]
     references = records_or_codes([loss_plan(name, 1, **changes) for name, changes, _ in cases], texts)
     plans = [loss_plan(name, 2, **changes) for name, changes, _ in cases]
     plans += [loss_plan("Smooth", 2), loss_plan("Shifted", 2, precision__compute="fp32")]

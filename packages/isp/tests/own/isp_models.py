@@ -105,8 +105,8 @@ class Mixed(nn.Module):
 
 
 def mixed() -> Layers:
-    """Returns four blocks of different sizes."""
-    return between("block", *(Mixed(ffn) for ffn in (7, 12, 5, 8)))
+    """Returns three blocks of different sizes."""
+    return between("block", *(Mixed(ffn) for ffn in (7, 12, 5)))
 
 
 class Recomputing(Mixed):
@@ -122,10 +122,6 @@ class Recomputing(Mixed):
         return checkpoint(super().forward, hidden, use_reentrant=self.reentrant)
 
 
-def recomputing(reentrant: bool) -> Layers:
-    return between("block", *(Recomputing(reentrant) for _ in range(3)))
-
-
 class Adapted(nn.Module):
     """A frozen linear with a small trainable pair (LoRA), and a linear with only a trainable bias."""
 
@@ -139,10 +135,6 @@ class Adapted(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.shifted(self.base(hidden) + self.up(self.down(hidden)))
-
-
-def adapted() -> Layers:
-    return between("block", Adapted(), Adapted())
 
 
 def frozen_start() -> Layers:
@@ -232,10 +224,6 @@ class Encoder(nn.Module):
         return self.block(hidden)
 
 
-def encoder() -> Layers:
-    return between("block", Encoder())
-
-
 class ReadsWeight(nn.Module):
     """Multiplies by the result of `reader` for its linear, if that is set."""
 
@@ -286,12 +274,15 @@ class Replaced(nn.Module):
         return self.free(input=self.doubled(self.normed(hidden)))
 
 
-def replaced() -> Model:
+def unusual() -> Model:
+    """Returns a model of blocks of several types."""
+
     def first_values(module: nn.Module, name: str) -> None:
         for parameter in module.parameters(recurse=False):
             nn.init.uniform_(parameter, -0.3, 0.4)
 
-    return Model(between("replaced", Replaced()), first_values)
+    blocks = (Adapted(), Recomputing(reentrant=True), Encoder(), Adapted(), Replaced())
+    return Model(between("block", *blocks), first_values)
 
 
 # -- tables that are cut by columns
