@@ -78,7 +78,7 @@ def share_plugins() -> None:
         for folder in path:
             yield from shared[folder] if folder in shared else distributions(path=[folder])
 
-    loader.distributions = find_distributions  # type: ignore[attr-defined]  # imported there
+    vars(loader)["distributions"] = find_distributions
 
 
 def _plugin_distributions(folder: str) -> Iterator[SimpleNamespace]:
