@@ -14,7 +14,7 @@ from sley_testing.runs import assert_same_run, record, record_reference
 OWN = Path(__file__).parent / "own"
 sys.path.insert(0, str(OWN))
 
-PLAN = small_plan(evaluation={"every": 2, "steps": 1})
+PLAN = small_plan(batch__global_size=4, evaluation={"every": 2, "steps": 1})
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def compare_with_keep(own: Path, texts: Path) -> Callable[..., dict[str, float]]
     policy's counts.
     """
 
-    def compare_with_keep(policy: Tables, num_steps: int = 3, **changes: Any) -> dict[str, float]:
+    def compare_with_keep(policy: Tables, num_steps: int = 2, **changes: Any) -> dict[str, float]:
         counted: list[dict[str, float]] = []
         tables = changed(PLAN, **changes)
         reference = record_reference(changed(tables, activations={"use": "core.keep"}), num_steps, folder=texts)

@@ -70,7 +70,7 @@ def test_host_reads_are_copies(run):
     assert any(not torch.equal(value, first[name]) for name, value in weights(run).items() if name in first)
 
 
-SHARDED = {"offload": EVERYTHING, "parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}
+SHARDED = {"offload": EVERYTHING, "batch__global_size": 4, "parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}
 
 
 def evaluate_and_offload(tables, folder):

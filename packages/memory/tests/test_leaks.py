@@ -32,7 +32,7 @@ def unmoved_storages(tables, folder):
     """Returns the sizes of new storages of more than 2 KiB after an offload of all memory, and the freed bytes."""
     before = storage_sizes()
     with running(tables, folder) as run:
-        for _ in range(3):
+        for _ in range(2):
             run.step()
         run.memory.offload().wait()
         new_sizes = [size for key, size in storage_sizes().items() if key not in before and size > 2048]
@@ -54,7 +54,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_run_keeps_no_memory_that_it_does_not_move(ranks, changes, texts):
     """Counts all storages of the process. After an offload only those of the data are left."""
-    tables = small_plan(precision__compute="bf16", model__hidden=64, offload=EVERYTHING, **changes)
+    tables = small_plan(precision__compute="bf16", batch__global_size=4, model__hidden=64, offload=EVERYTHING, **changes)
     for new_sizes, moved in ranks(2 if changes else 1, timeout_s=100)(unmoved_storages, tables, texts):
         assert moved > 200_000
         assert len(new_sizes) <= 2, new_sizes

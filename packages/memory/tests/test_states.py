@@ -36,7 +36,8 @@ def test_calls_of_layers_by_hand_are_refused_while_weights_are_away():
 
 def test_evaluations_need_only_weights_and_buffers(texts):
     """Master weights, states and gradients stay on the host."""
-    tables = small_plan(precision__compute="bf16", evaluation={"every": 100, "steps": 1}, offload=EVERYTHING)
+    evaluation = {"every": 100, "steps": 1}
+    tables = small_plan(batch__global_size=2, precision__compute="bf16", evaluation=evaluation, offload=EVERYTHING)
     with running(tables, texts) as run:
         run.step()
         batch = run.feed.next()
@@ -75,7 +76,7 @@ def test_gradients_are_freed_and_never_copied():
 
 def test_moves_within_a_step_or_an_evaluation_are_refused(texts):
     """A module's hook asks for moves, and later steps are not changed by it."""
-    tables = small_plan(evaluation={"every": 100, "steps": 1}, offload=EVERYTHING)
+    tables = small_plan(batch__global_size=2, evaluation={"every": 100, "steps": 1}, offload=EVERYTHING)
     with running(tables, texts) as run:
         refused = []
 
@@ -89,12 +90,12 @@ def test_moves_within_a_step_or_an_evaluation_are_refused(texts):
         run.step()
         run.evaluate()
         run.predict(run.feed.next())
-        run.feed.restore({"samples": 8})
+        run.feed.restore({"samples": 2})
         hook.remove()
         assert any("a step is still running" in text for text in refused)
         assert any("an evaluation is still running" in text for text in refused)
         found = state_digest(run)
-    with running(small_plan(), texts) as run:
+    with running(small_plan(batch__global_size=2), texts) as run:
         run.step()
         assert state_digest(run) == found
 

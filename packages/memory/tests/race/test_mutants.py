@@ -112,7 +112,7 @@ def test_every_missing_wait_is_caught(train: Train, texts: Path) -> None:
 @pytest.mark.parametrize("race", OTHERS_RACES)
 def test_races_of_others_are_caught(race: str, train: Train, texts: Path) -> None:
     """They are caught in the first order, by the device's checks and not by different bits."""
-    _, training = plain_digest_and_training(train, "everything", texts)
+    training = partial(train, changed(PLAN, **CASES["everything"]), texts)
     (site,) = (site for site, name in name_sites(wait_sites(partial(training, 0))).items() if name == OTHERS_RACES[race])
     with skip_wait(site), pytest.raises(AssertionError, match="is missing"):
         training(0)
