@@ -21,7 +21,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
 from sley_powersgd.handler import LowRankSums, view_as_matrix
 from sley_powersgd.plugin import sley_gradient_handlers
-from sley_testing.contract import EACH, UNREDUCED_LAYER, GradientHandlerContract, observe
+from sley_testing.contract import EACH, UNREDUCED_LAYER, GradientHandlerContract, observe_runs
 from sley_testing.parity import assert_same_bits, relative_errors
 from sley_testing.plans import small_plan
 from sley_testing.runs import assert_same_run, record, running
@@ -193,8 +193,8 @@ class TestPowerSGDWithoutFeedbackAfterPlainSums(GradientHandlerContract):
 def test_tolerance_matches_contract_error(ranks):
     """The tolerance is slightly above the largest relative error of the contract's first step."""
     (record,) = [candidate for candidate in sley_gradient_handlers() if candidate.name == "reducer"]
-    exact, _ = ranks(2).once(observe, [EACH], 3, False, True)
-    compressed, _ = ranks(2).once(observe, [TestPowerSGD.handler], 3, False, True)
+    (_, exact, _), _ = ranks(2).once(observe_runs, [EACH], (1, 3, 3), True)
+    (_, compressed, _), _ = ranks(2).once(observe_runs, [TestPowerSGD.handler], (1, 3, 3), True)
     errors = relative_errors(exact.gradients[0], compressed.gradients[0], floor=1e-9)
     assert 0.5 * record.tolerance < max(errors.values()) <= record.tolerance
     assert all(

@@ -28,7 +28,7 @@ from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import assert_resumed_parity, assert_same_run, assert_same_runs, fail_once, record, weights
+from sley_testing.runs import RunRecord, assert_resumed_parity, assert_same_run, assert_same_runs, fail_once, record, weights
 from sley_trainer.assemble import assemble
 from sley_trainer.loop import Row
 from sley_trainer.run import Run
@@ -158,6 +158,13 @@ def _copy_tensors(run: Run, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
     return {f"{part} {name}": value.clone() for part in parts for name, value in run.memory.host(part)}
 
 
+def _record_and_save(plan: Tables, texts: Path, path: Path) -> RunRecord:
+    """Returns the record of an uninterrupted run on this rank. Then takes NUM_STEPS steps in another run, and saves it."""
+    uninterrupted = record(plan, 2 * NUM_STEPS, folder=texts)
+    record(plan, NUM_STEPS, folder=texts, save=path)
+    return uninterrupted
+
+
 class CheckpointerContract:
     """Tests a checkpointer. Subclass it, and set `checkpoint` to the table `[checkpoint]`."""
 
@@ -177,8 +184,7 @@ class CheckpointerContract:
         """Expects two ranks that resume to match an uninterrupted run bit for bit, and one process that resumes to be close."""
         plan = self._plan()
         two_rank_plan = changed(plan, parallel__dp=2, gradient_handlers=[{"use": "core.each"}])
-        uninterrupted = ranks(2)(record, two_rank_plan, 2 * NUM_STEPS, folder=texts)
-        ranks(2)(record, two_rank_plan, NUM_STEPS, folder=texts, save=tmp_path / "saved")
+        uninterrupted = ranks(2)(_record_and_save, two_rank_plan, texts, tmp_path / "saved")
         assert_same_runs(uninterrupted, ranks(2)(record, two_rank_plan, NUM_STEPS, folder=texts, load=tmp_path / "saved"))
         resumed = record(plan, NUM_STEPS, folder=texts, load=tmp_path / "saved")
         assert_resumed_parity(record(plan, 2 * NUM_STEPS, folder=texts), [resumed], plan["precision"]["compute"])
