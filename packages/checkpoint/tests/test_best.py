@@ -18,7 +18,8 @@ LOSSES = (3.0, 2.0, 2.5, 1.5, 1.75, 1.5, 1.625, 1.0)
 
 def plan(**changes: Any) -> Tables:
     evaluation = {"every": 1, "steps": 1, "keep_best": "held_out_loss", "patience": 3}
-    return changed(small_plan(run__steps=len(LOSSES), batch__micro_size=8, evaluation=evaluation, checkpoint={}), **changes)
+    tables = small_plan(run__steps=len(LOSSES), batch__micro_size=8, model__num_layers=1, evaluation=evaluation, checkpoint={})
+    return changed(tables, **changes)
 
 
 def replace_evaluations(run: Run) -> None:

@@ -21,7 +21,7 @@ from sley_trainer.run import Run
 
 
 def plan(**changes: Any) -> dict[str, Any]:
-    return changed(small_plan(run__steps=6, batch__micro_size=8), **changes)
+    return changed(small_plan(run__steps=6, batch__micro_size=8, model__num_layers=1), **changes)
 
 
 def train(tables: dict[str, Any], texts: Path, folder: Path, prepare: Any = None) -> Run:

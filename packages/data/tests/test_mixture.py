@@ -135,7 +135,7 @@ def test_any_thousand_samples_have_the_shares(weights: list[float], start: int) 
         assert abs(count - 1000 * share / order.total) <= 10
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(shares=st.lists(st.integers(1, 50), min_size=1, max_size=12))
 def test_counts_are_those_of_the_choices(shares: list[int]) -> None:
     order = Interleaving(shares)

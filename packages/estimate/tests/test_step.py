@@ -163,7 +163,8 @@ def test_host_seconds_are_those_of_layers_and_engine(host: float) -> None:
 )
 def test_host_waits_before_an_update_that_the_device_cannot_skip(changes: dict[str, Any], host_waits: bool) -> None:
     """The device is then idle while the host starts the update."""
-    plan, matmul = plan_of(**changes), {name: {"flops_per_s": 1e11} for name in ("fp16", "fp32")}
+    small: Any = {"model__num_layers": 1, "batch": {"global_size": 2, "micro_size": 2}}
+    plan, matmul = plan_of(**small, **changes), {name: {"flops_per_s": 1e11} for name in ("fp16", "fp32")}
     slow_s, fast_s = (
         estimate_plan(plan, 1, machine_from_dict(small_machine(engine=ENGINE | {"parameter_s": value}, device__matmul=matmul)))
         for value in (1e-3, 0.0)

@@ -91,16 +91,23 @@ def test_three_steps_equal_those_of_peft(table: Tables, options: dict[str, Any],
 
 def test_adapters_in_layouts_equal_those_of_one_process(base: Path, texts: Path, ranks: Any) -> None:
     """In the second step, both matrices of an adapter have gradients."""
-    one_layer = plan(base, adapters=LORA_TABLE | {"targets": ["blocks.1.*.q_proj"]})
-    tied_adapters = plan(base, adapters=LORA_TABLE | {"targets": ["lm_head", "q_proj"]})
-    trained_head = plan(base, adapters=LORA_TABLE | {"train": ["head.*"]})
-    llama = small_plan(adapters=LORA_TABLE | {"targets": ["query", "down"], "train": ["head.norm.*"]})
+    batch = {"global_size": 4, "micro_size": 2}
+    one_layer, tied_adapters, trained_head, two_linears = (
+        plan(base, adapters=LORA_TABLE | table, batch=batch)
+        for table in (
+            {"targets": ["blocks.1.*.q_proj"]},
+            {"targets": ["lm_head", "q_proj"]},
+            {"targets": ["q_proj"], "train": ["head.*"]},
+            {"targets": ["q_proj", "down_proj"]},
+        )
+    )
+    llama = small_plan(adapters=LORA_TABLE | {"targets": ["query", "down"], "train": ["head.norm.*"]}, batch=batch)
     cases = [
         (one_layer, "zb_h1", 2),
         (tied_adapters, "wp", 6),
-        (trained_head, "1f1b", 2 * 7 * 2 + 2),
+        (trained_head, "1f1b", 2 * 2 + 2),
         (llama, "dp sharded", 2 * 2 * 2 + 1),
-        (plan(base), "host", 2 * 7 * 2),
+        (two_linears, "host", 2 * 2 * 2),
     ]
     recorded = record_plans(ranks(2, 400), [changed(tables, **LAYOUTS[layout]) for tables, layout, _ in cases], 2, texts)
     for (tables, layout, num_trained), results in zip(cases, recorded, strict=True):
@@ -135,13 +142,14 @@ def test_layouts_equal_one_process(base: Path, texts: Path, ranks: Any, names: t
 def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
     base: Path, texts: Path, tmp_path: Path, ranks: Any
 ) -> None:
-    tables = plan(base, run__steps=4)
-    uninterrupted = record(tables, 4, folder=texts)
+    targets = {"targets": ["o_proj", "gate_proj"]}
+    tables = plan(base, adapters=LORA_TABLE | targets, batch={"global_size": 4, "micro_size": 2})
+    uninterrupted = record(tables, 3, folder=texts)
     plans = [changed(tables, **LAYOUTS[layout]) for layout in ("1f1b", "dp sharded")]
     assert_resumed_parity(uninterrupted, ranks(2, 180)(save_and_resume, *plans, texts, tmp_path / "saved"), "fp64")
     tensors = {name: value for file in (tmp_path / "saved").glob("*.safetensors") for name, value in load_file(file).items()}
     weights = {name: value for name, value in tensors.items() if name.startswith("weights/")}
-    assert len(weights) == 2 * 7 * 2
+    assert len(weights) == 2 * 2 * 2
     assert all("lora_" in name for name in weights)
     num_bytes = sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
     of_adapters = 3 * sum(value.nbytes for value in weights.values())  # with both moments of AdamW
@@ -150,7 +158,7 @@ def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
 
 def save_and_resume(first: Tables, second: Tables, folder: Path, path: Path) -> RunRecord:
     record(first, 2, folder=folder, save=path)
-    return record(second, 2, folder=folder, load=path)
+    return record(second, 1, folder=folder, load=path)
 
 
 def test_another_base_is_refused(base: Path, texts: Path, tmp_path: Path) -> None:

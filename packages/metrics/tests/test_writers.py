@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
-from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
 
 from sley_core.api.plan import Plan
 from sley_core.errors import RunError
@@ -101,14 +99,21 @@ def test_offline_rows_are_in_the_files_of_wandb(tmp_path: Path, monkeypatch: pyt
 # -- TensorBoard ---------------------------------------------------------------------------------------------------------
 
 
+def read_events(folder: Path, **options: Any) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    events = EventAccumulator(str(folder / "tensorboard"), **options)
+    events.Reload()
+    return events
+
+
 def test_every_number_is_a_point_of_its_curve(tmp_path: Path) -> None:
     writer = TensorboardWriter(TensorboardConfig(), tmp_path)
     assert isinstance(writer, MetricsWriter)
     for step in (1, 2):
         writer.write({"step": step, "loss": 6.0 - step, "tokens": 4096})
     writer.close()
-    curves = EventAccumulator(str(tmp_path / "tensorboard"))
-    curves.Reload()
+    curves = read_events(tmp_path)
     assert curves.Tags()["scalars"] == ["loss", "tokens"]
     assert [(point.step, point.value) for point in curves.Scalars("loss")] == [(1, 5.0), (2, 4.0)]
     assert [point.value for point in curves.Scalars("tokens")] == [4096.0, 4096.0]
@@ -126,11 +131,12 @@ class TestTensorboard(MetricsWriterContract):
         """Files of one second are read in the order of their numbers in a process, as text, in which 10 is before 9: each test
         counts from 0, as each run does.
         """
+        from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
+
         monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
     def read(self, folder: Path) -> Iterator[Point]:
-        events = EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=True)
-        events.Reload()
+        events = read_events(folder, purge_orphaned_data=True)
         for name in events.Tags()["scalars"]:
             yield from ((event.step, name, event.value) for event in events.Scalars(name))
 

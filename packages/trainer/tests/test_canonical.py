@@ -34,7 +34,7 @@ def sum_of(node: Node, gradients: Tensor) -> Tensor:
     return sum_of(left, gradients) + sum_of(right, gradients)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 96), st.data())
 def test_any_cut_and_any_order_give_the_bits_of_the_one_tree(num_leaves, data):
     """Each part joins what it can, and hands over the rest. Losses are added in the same order."""
@@ -267,7 +267,8 @@ def unequal(plans, folder):
 
 def test_ranks_with_other_numbers_of_micro_batches_are_refused_before_they_sum(ranks, texts):
     """Only where the order of sums is fixed. The run goes on."""
-    plans = [changed(PLAN, parallel__dp=2), changed(PLAN, parallel={"dp": 2})]
+    tables = changed(PLAN, model__num_layers=1)
+    plans = [changed(tables, parallel__dp=2), changed(tables, parallel={"dp": 2})]
     assert ranks(2)(unequal, plans, texts) == [["ranks-differ", 1, 2]] * 2
 
 

@@ -27,8 +27,8 @@ def tables(small, habit, accumulation="direct", **changes):
 def assert_numbers_by_hand(plan, layers, name, own):
     import own_data
 
-    batches = [own_data.batch(4 * step, 4) for step in range(4)]
-    found = record(plan, 4, folder=own, batches=batches)
+    batches = [own_data.batch(4 * step, 4) for step in range(2)]
+    found = record(plan, 2, folder=own, batches=batches)
     assert_matches_plain_loop(found, layers(own_data.Rows.info, name), batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
 
 

@@ -278,6 +278,7 @@ def test_the_steps_that_are_asked_for_as_far_as_the_run_gets(own, small, tmp_pat
 
 PROGRAM = Path(__file__).parents[3] / "examples" / "own_loop.py"
 CHANGES = ['run.device="cpu"', "model.num_layers=1", "model.hidden=64", "optimizer.lr=0.02"]
+CHANGES += ["batch.global_size=4", "batch.micro_size=2"]
 
 
 def main(cwd):

@@ -108,15 +108,19 @@ def kinds(cross_memory):
     return {axis: [type(one).__name__ for one in group.transports.values()] for axis, group in groups.items()}
 
 
+def both_kinds():
+    return kinds(True), kinds(False)
+
+
 @reads
 def test_each_group_has_the_transport_that_fits(ranks):
     """Weights, gradients and slices are read by cross-memory attach where that may be; the rest goes by messages."""
-    for found in ranks(4)(kinds, True):
+    for found, messages in ranks(4)(both_kinds):
         assert {axis for axis, names in found.items() if "CmaTransport" in names} == {"wp", "stage", "wdp", "sp"}
         assert found["wp"] == ["CmaTransport", "CmaTransport"]
         assert found["sp"] == ["CmaTransport"]
         assert found["control"] == ["MessageTransport"]
-    assert all({"MessageTransport"} >= set(names) for found in ranks(4)(kinds, False) for names in found.values())
+        assert all({"MessageTransport"} >= set(names) for names in messages.values())
 
 
 @pytest.mark.sample(4)

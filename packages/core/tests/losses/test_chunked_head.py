@@ -53,8 +53,9 @@ def open_run(tables: Tables, folder: Path) -> AbstractContextManager[Run]:
     ],
 )
 def test_chunks_change_no_loss_and_no_gradient(texts: Path, changes: Tables, precision: str, size: int | str) -> None:
-    tables = small_plan(evaluation={"every": 9, "steps": 1}, run__steps=4, **changes)
-    assert_parity(record_reference(tables, 3, folder=texts), [record(chunked(tables, size), 3, folder=texts)], precision)
+    batch = {"global_size": 4, "micro_size": 2}
+    tables = small_plan(evaluation={"every": 9, "steps": 1}, batch=batch, **changes)
+    assert_parity(record_reference(tables, 2, folder=texts), [record(chunked(tables, size), 2, folder=texts)], precision)
 
 
 def test_chunks_without_labels_and_negative_labels(texts: Path) -> None:

@@ -158,7 +158,7 @@ def observe(
             fail_once(run, num_microbatches - 1)
 
     plan = handler_plan(handlers, num_microbatches, reduction=reduction)
-    recorded = record(plan, NUM_STEPS, prepare=prepare, before_step=fail, records_calls=True)
+    recorded = record(plan, NUM_STEPS, prepare=prepare, before_step=fail, records_calls=not fails)
     for param in runs[0].registry:
         hooks = [*(param.parameter._backward_hooks or ()), *(param.parameter._post_accumulate_grad_hooks or ())]
         assert not hooks, f"a handler must not install autograd hooks, but {len(hooks)} are left on {param.name}"
@@ -168,6 +168,12 @@ def observe(
 def observe_runs(handlers: list[Tables], numbers: Sequence[int], has_unreduced_layer: bool) -> list[RunRecord]:
     """Returns the record of `observe` for each number of microbatches, from runs one after another on the same ranks."""
     return [observe(handlers, number, False, has_unreduced_layer) for number in numbers]
+
+
+def observe_canonical(plan: Tables, handlers: list[Tables]) -> tuple[dict[str, Tensor], RunRecord, RunRecord]:
+    """Returns the tensors of two steps of `plan`, and the records of canonical runs without and with failing steps."""
+    clean, failed = (observe(handlers, 1, fails, False, "canonical") for fails in (False, True))
+    return train_tensors(plan, 2), clean, failed
 
 
 class GradientHandlerContract:
@@ -234,9 +240,9 @@ class GradientHandlerContract:
         plans = (handler_plan(self._handlers(), 6 // dp, dp=dp, reduction="canonical") for dp in (1, 2))
         one_rank, two_ranks = ({**plan, "batch": {"global_size": 12, "micro_size": 2}} for plan in plans)
         baseline = train_tensors(one_rank, 2)
-        for tensors in ranks(2)(train_tensors, two_ranks, 2):
-            assert_same_bits(baseline, tensors)
-        clean, failed = (ranks(2)(observe, self._handlers(), 1, fails, False, "canonical") for fails in (False, True))
+        tensors, clean, failed = zip(*ranks(2)(observe_canonical, two_ranks, self._handlers()), strict=True)
+        for rank_tensors in tensors:
+            assert_same_bits(baseline, rank_tensors)
         assert_same_runs(clean, failed)
 
     def _observe(self, ranks: Callable[..., Ranks], handlers: list[Tables] | None = None) -> list[tuple[RunRecord, ...]]:

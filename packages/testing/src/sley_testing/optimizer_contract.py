@@ -33,7 +33,16 @@ from sley_testing.parity import assert_close_gradients
 from sley_testing.plain import NamedParameter
 from sley_testing.plans import Tables, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import RunRecord, Tensors, assert_equal_replicas, assert_same_run, record, running, save_at
+from sley_testing.runs import (
+    RunRecord,
+    Tensors,
+    assert_equal_replicas,
+    assert_same_run,
+    record,
+    record_reference,
+    running,
+    save_at,
+)
 from sley_trainer.optimizer_probe import try_optimizer
 from sley_trainer.run import Run
 
@@ -182,7 +191,7 @@ class OptimizerContract:
                 pytest.skip("the test needs sley-dp, and an optimizer that can update one parameter at a time")
             if self._run_probe(torch.float64)[0].draws_random:
                 pytest.skip("the optimizer draws other random numbers for parts")
-        expected = record(tables, NUM_STEPS).weights
+        expected = record_reference(tables, NUM_STEPS).weights
         two_rank_plan = self._plan(parallel={"dp": 2}, gradient_handlers=[{"use": handler}])
         replicas = ranks(2)(record, two_rank_plan, NUM_STEPS, prepare=partial(save_at, SAVED_AT, tmp_path / "saved"))
         assert_equal_replicas(replicas)
