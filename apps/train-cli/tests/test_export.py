@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_an_own_module_loads_its_weights(
     )
     run, logits = trained(tables)
     result = cli("export", run, "--out", folder / "own").expect(0)
-    import own_net
+    own_net = import_module("own_net")
 
     state = load_file(folder / "own" / "model.safetensors")
     if factory == "of_a_module":
