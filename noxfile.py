@@ -40,12 +40,12 @@ from manifests import (
     BACKENDS,
     PACKAGES,
     Package,
-    alone_facts,
     assert_licensed,
     external_test_requirements,
     selected_packages,
     torch_floor,
     with_dependencies,
+    write_facts,
 )
 from thirdparty import Outside, check
 
@@ -178,11 +178,12 @@ def isolated(session: nox.Session) -> None:
             path = f"{environment.python.parent}{os.pathsep}{os.environ['PATH']}"
             env = {**FOR_TESTS, "PATH": path}
             how = (SIDE_BY_SIDE if len(packages) == 1 else ()) if chosen else ("--collect-only", "-q", "-q")
-            check = (str(environment.python), "-P", str(ROOT / ".ci" / "check_alone.py"), alone_facts(package))
+            facts = write_facts(package, Path(folder, f"{package.module}.json"))
+            check = (str(environment.python), "-P", str(ROOT / ".ci" / "check_alone.py"), str(facts))
             try:
-                session.run(*check, external=True, log=False)
+                session.run(*check, external=True)
                 environment.link(installed.required([*package.test_requirements(), "pytest-xdist"]))
-                session.run(*check, package.tests, external=True, log=False)
+                session.run(*check, package.tests, external=True)
                 tests = (str(environment.python), "-P", "-m", "pytest", *how, *options, package.tests)
                 report = session.run(*tests, env=env, external=True, silent=len(packages) > 1)
             except nox.command.CommandFailed:
@@ -236,7 +237,8 @@ def release(session: nox.Session) -> None:
             (made[package.distribution],) = (file for file in files if file.suffix == ".whl")
         for package in packages:
             releases.installed_alone(session, made, package, tests=False)
-            session.run("python", "-P", str(ROOT / ".ci" / "check_alone.py"), alone_facts(package))
+            facts = write_facts(package, Path(folder, f"{package.module}.json"))
+            session.run("python", "-P", str(ROOT / ".ci" / "check_alone.py"), str(facts))
             releases.installed_alone(session, made, package)
             check_contracts(session, package)
     for package in packages:

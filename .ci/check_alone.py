@@ -1,6 +1,6 @@
 """Checks a package in an environment that contains only this package and its requirements.
 
-    python -P .ci/check_alone.py '<facts of manifests.alone_facts>'    [folder of the package's tests]
+    python -P .ci/check_alone.py FACTS [TESTS]    # the file of manifests.write_facts; the folder of the package's tests
 
 Without a folder: the package comes from a wheel with all files of its sources, all its modules can be imported, no sibling that
 it does not require can be imported, and each import of its sources, also in functions, names an installed module. With a
@@ -61,7 +61,7 @@ def check_package(name: str, files: list[str], absent: list[str], optional: list
     check_imports(root, allowed)
 
 
-facts = json.loads(sys.argv[1])
+facts = json.loads(Path(sys.argv[1]).read_text("utf-8"))
 allowed = {*facts["optional"], *(facts["absent"] if facts["is_tool"] else ())}
 if sys.argv[2:]:
     ours = {file.stem for file in Path(__file__).parent.glob("*.py")}  # pytest's option `pythonpath` makes them modules

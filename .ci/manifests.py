@@ -119,8 +119,11 @@ def assert_licensed(package: Package, archives: Path) -> None:
             assert any(Path(name).name == "LICENSE" for name in names), f"{package.distribution} has no LICENSE: {names}"
 
 
-def alone_facts(package: Package) -> str:
-    """Returns the facts with which `check_alone.py` checks the package, as JSON. absent: siblings that it does not require."""
+def write_facts(package: Package, file: Path) -> Path:
+    """Writes the facts with which `check_alone.py` checks the package into `file`, as JSON, and returns `file`.
+
+    absent: the siblings that the package does not require. optional: the modules of its extras.
+    """
     required = {other.distribution for other in with_dependencies(package, tests=False)}
     extras = package.manifest["project"].get("optional-dependencies", {}).values()
     root = ROOT / package.source / package.module
@@ -132,4 +135,5 @@ def alone_facts(package: Package) -> str:
         "absent": [other.module for other in PACKAGES if other.distribution not in required],
         "optional": sorted({re.split(r"\W", requirement)[0] for extra in extras for requirement in extra}),
     }
-    return json.dumps(facts)
+    file.write_text(json.dumps(facts), "utf-8")
+    return file
