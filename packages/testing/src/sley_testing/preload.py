@@ -8,19 +8,16 @@ import contextlib
 import gc
 import pkgutil
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import EntryPoints, distributions
+from importlib.metadata import distributions
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import torch
 
 import sley_core
-from sley_core.plan.loader import ENTRY_POINT_GROUP
 
 
 def module_names() -> Iterator[str]:
@@ -49,8 +46,8 @@ def _submodule_names(package: ModuleType) -> Iterator[str]:
 
 
 def assemble_once() -> None:
-    """Assembles a small run, so that ranks inherit state that torch and pydantic create lazily. The run takes no step, since
-    autograd does not work in a process that was forked after a backward.
+    """Assembles a small run, so that ranks inherit the search for plugins, and state that torch and pydantic create lazily. The
+    run takes no step, since autograd does not work in a process that was forked after a backward.
     """
     from sley_core.comm.transport import installed_transports
     from sley_core.comm.world import World
@@ -68,34 +65,12 @@ def assemble_once() -> None:
         optimizer([torch.zeros(1)])  # the first instance wraps the `step` of its class
 
 
-def share_plugins() -> None:
-    """Makes the forked processes inherit the plugins in the server's `sys.path`, since a search takes 40 ms in each of them."""
-    from sley_core.plan import loader
-
-    shared = {folder: list(_plugin_distributions(folder)) for folder in sys.path if folder}
-
-    def find_distributions(*, path: list[str]) -> Iterator[Any]:
-        for folder in path:
-            yield from shared[folder] if folder in shared else distributions(path=[folder])
-
-    vars(loader)["distributions"] = find_distributions
-
-
-def _plugin_distributions(folder: str) -> Iterator[SimpleNamespace]:
-    """Yields what the search for plugins reads of each distribution in `folder` that has plugins."""
-    for dist in distributions(path=[folder]):
-        if points := dist.entry_points.select(group=ENTRY_POINT_GROUP):
-            fields = {"name": dist.name, "version": dist.version, "requires": dist.requires}
-            yield SimpleNamespace(entry_points=EntryPoints(points), **fields)
-
-
 gc.disable()  # imports free nothing, and garbage collection would take a quarter of their time
 for _name in module_names():
     with contextlib.suppress(Exception):
         import_module(_name)
 torch.set_num_threads(1)
-for _prepare in (share_plugins, assemble_once):
-    with contextlib.suppress(Exception):
-        _prepare()
+with contextlib.suppress(Exception):
+    assemble_once()
 gc.enable()
 gc.freeze()  # so that garbage collection in a rank does not copy shared pages
