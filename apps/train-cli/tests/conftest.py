@@ -9,7 +9,6 @@ from textwrap import dedent
 
 import pytest
 
-from train_cli import environment
 from train_cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -96,22 +95,9 @@ def own_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     sys.modules.pop("own", None)
 
 
-_versions: dict[tuple[str, ...], dict[str, str]] = {}
-"""The versions of installed packages by `sys.path`: to read the metadata of all packages takes a quarter of a short run."""
-
-
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     """`cli("check", path)` runs a command in this process. changes: the values of `--set` options."""
-    find_versions = environment.find_sley_versions
-
-    def find_versions_once() -> dict[str, str]:
-        key = tuple(sys.path)
-        if key not in _versions:
-            _versions[key] = find_versions()
-        return _versions[key]
-
-    monkeypatch.setattr(environment, "find_sley_versions", find_versions_once)
 
     def run(*arguments: object, changes: Iterable[str] = ()) -> Result:
         capsys.readouterr()

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,10 +74,13 @@ def find_sley_versions() -> dict[str, str]:
     """Returns the versions of Sley's packages and of packages with plugins or commands, sorted by name."""
     versions: dict[str, str] = {}
     for dist in distributions():
-        name = dist.metadata["Name"] or ""
-        text = "" if name.startswith("sley-") else dist.read_text("entry_points.txt") or ""
-        if name.startswith("sley-") or any(group in text for group in _ENTRY_POINT_GROUPS):
-            versions.setdefault(name, dist.version)  # an import finds the first one on sys.path
+        # `dist.metadata` would parse the whole text with the package's README, which takes ten times as long.
+        header = (dist.read_text("METADATA") or dist.read_text("PKG-INFO") or "").partition("\n\n")[0]
+        fields = dict(re.findall(r"^(Name|Version): *(\S+)", header, re.MULTILINE))
+        points = dist.read_text("entry_points.txt") or ""
+        name = fields.get("Name", "")
+        if name.startswith("sley-") or any(group in points for group in _ENTRY_POINT_GROUPS):
+            versions.setdefault(name, fields.get("Version", ""))  # an import finds the first one on sys.path
     return dict(sorted(versions.items()))
 
 
