@@ -117,12 +117,12 @@ def test_canonical_bits_are_those_of_one_process(ranks: Any, texts: Path, layout
 
 
 def train_and_resume(tables: Tables, texts: Path, path: Path) -> list[Any]:
-    uninterrupted = record(tables, 4, folder=texts, prepare=partial(save_at, 2, path))
-    return [uninterrupted, record(tables, 2, folder=texts, load=path)]
+    uninterrupted = record(tables, 2, folder=texts, prepare=partial(save_at, 1, path))
+    return [uninterrupted, record(tables, 1, folder=texts, load=path)]
 
 
 def test_both_states_are_in_the_checkpoint(ranks: Any, texts: Path, tmp_path: Path) -> None:
-    tables = layout_of("sharded", run__steps=4)
+    tables = layout_of("sharded", run__steps=2)
     states: set[str] = set()
     for uninterrupted, resumed in ranks(2)(train_and_resume, tables, texts, tmp_path / "saved"):
         assert_same_run(uninterrupted, resumed)

@@ -21,10 +21,10 @@ from sley_trainer.run import Run
 
 Tensors = dict[str, Tensor]
 
-STEPS, SIZE, MICRO, HIDDEN = 7, 4, 2, 37
+STEPS, SIZE, MICRO, HIDDEN = 6, 4, 2, 37
 LR, DECAY = 0.05, 0.75
 EMA = {"use": "optim.ema", "decay": DECAY}
-MEAN = {"use": "optim.mean", "last": 5}
+MEAN = {"use": "optim.mean", "last": 4}
 
 
 class Layer(nn.Linear):
