@@ -5,6 +5,7 @@ import is ignored here; the rank that needs the module then raises the error in 
 """
 
 import contextlib
+import ctypes
 import gc
 import pkgutil
 import re
@@ -65,6 +66,24 @@ def assemble_once() -> None:
         optimizer([torch.zeros(1)])  # the first instance wraps the `step` of its class
 
 
+_HUGE_PAGE = 2**21  # bytes
+_MADV_COLLAPSE = 25  # an advice of madvise(2), which Linux knows since 6.1
+
+
+def join_pages() -> None:
+    """Moves the memory of this process into huge pages, so that a fork and the end of a fork take a quarter of the time: both
+    go through the table of all pages. Systems that cannot do it ignore the advice.
+    """
+    libc = ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
+        addresses, permissions, _, _, inode, *path = line.split()
+        if permissions.startswith("rw") and inode == "0" and path in ([], ["[heap]"]):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            start, end = -(-start // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
+            if start < end:
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)
+
+
 gc.disable()  # imports free nothing, and garbage collection would take a quarter of their time
 for _name in module_names():
     with contextlib.suppress(Exception):
@@ -74,3 +93,5 @@ with contextlib.suppress(Exception):
     assemble_once()
 gc.enable()
 gc.freeze()  # so that garbage collection in a rank does not copy shared pages
+with contextlib.suppress(Exception):
+    join_pages()
