@@ -19,7 +19,7 @@ from sley_testing.parity import assert_same_bits, train_tensors
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import (
     RunRecord,
-    assert_parity_of_parts,
+    assert_parts_match_reference,
     assert_resumed_parity,
     assert_same_run,
     record,
@@ -214,7 +214,7 @@ def test_a_layout_on_cuda_has_the_numbers_of_one_process(ranks: Any, texts: Path
     plan = changed(ON_CUDA, precision__compute=compute)
     tables = layout_of(name, plan, **({"parallel__reduction": "canonical"} if is_canonical else {}))
     recorded = ranks(num_ranks(tables), timeout_s=180, init=False)(record, tables, 3, folder=texts)
-    assert_parity_of_parts(record(plan, 3, folder=texts), recorded, compute)
+    assert_parts_match_reference(record(plan, 3, folder=texts), recorded, compute)
 
 
 @pytest.mark.gpu
@@ -228,7 +228,7 @@ def test_streams_that_share_driver_queues_do_not_wait_for_each_other(
     offload = [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}]
     tables = layout_of("interleaved", ON_CUDA, offload=offload)
     recorded = ranks(2, timeout_s=180, init=False)(record, tables, 3, folder=texts)
-    assert_parity_of_parts(record(ON_CUDA, 3, folder=texts), recorded, "fp64")
+    assert_parts_match_reference(record(ON_CUDA, 3, folder=texts), recorded, "fp64")
 
 
 @pytest.mark.gpu

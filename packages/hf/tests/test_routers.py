@@ -16,7 +16,7 @@ from sley_hf.decoder import build_from_config, build_layers, build_routers, read
 from sley_hf.export import compare_with_transformers
 from sley_hf.plugin import DecoderConfig
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import assert_parity_of_parts, record, record_reference
+from sley_testing.runs import assert_parts_match_reference, record, record_reference
 from sley_trainer.assemble import assemble
 
 DATA = DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=256)
@@ -80,7 +80,7 @@ LAYOUTS: list[Tables] = [
 def test_parts_that_look_at_the_logits(model: Path, texts: Path, ranks: Any, layout: Tables) -> None:
     tables = plan(model, 0.5, evaluation=None)
     recorded = ranks(2, 200)(record, changed(tables, **layout), 3, folder=texts)
-    assert_parity_of_parts(record_reference(tables, 3, folder=texts), recorded, "fp64")
+    assert_parts_match_reference(record_reference(tables, 3, folder=texts), recorded, "fp64")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from sley_core.actions.action import Action, Kind, Schedule, loop, v_placement
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, ScheduleSimulator, SimulatedStep, simulate
 from sley_core.errors import PlanError
-from sley_pp.plugin import BalancedConfig, CsvConfig, ExplicitConfig, UniformConfig
+from sley_pp.plugin import BalancedPartitionConfig, CsvConfig, ExplicitPartitionConfig, UniformPartitionConfig
 from sley_pp.schedules import (
     balanced_boundaries,
     build_balanced,
@@ -252,11 +252,11 @@ def test_uniform_positions_differ_by_one_layer_and_the_ends_are_small(num_layers
 )
 def test_a_wrong_explicit_cut_is_refused(layers, code, words):
     with pytest.raises(PlanError, match=words) as caught:
-        build_explicit(ExplicitConfig(layers=layers))([1.0] * 9, 3)
+        build_explicit(ExplicitPartitionConfig(layers=layers))([1.0] * 9, 3)
     assert caught.value.diagnostics[0].code == code
 
 
-@pytest.mark.parametrize("cut", [build_uniform(UniformConfig()), build_balanced(BalancedConfig())])
+@pytest.mark.parametrize("cut", [build_uniform(UniformPartitionConfig()), build_balanced(BalancedPartitionConfig())])
 @pytest.mark.parametrize("num_layers", [0, 3])
 def test_fewer_layers_than_positions_are_refused(cut, num_layers):
     with pytest.raises(PlanError, match=f"{num_layers} layers cannot be split into 4 chunks") as caught:
@@ -266,4 +266,4 @@ def test_fewer_layers_than_positions_are_refused(cut, num_layers):
 
 def test_costs_for_another_number_of_layers_are_refused():
     with pytest.raises(PlanError, match="`layer_costs` must have one number for each of the 4 layers, but has 1"):
-        build_balanced(BalancedConfig(layer_costs=(1.0,)))([9, 1, 1, 1], 2)
+        build_balanced(BalancedPartitionConfig(layer_costs=(1.0,)))([9, 1, 1, 1], 2)

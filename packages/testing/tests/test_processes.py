@@ -56,7 +56,7 @@ from pathlib import Path
 from sley_testing import processes
 from sley_testing.processes import ForkedProgram
 if __name__ == "__main__":
-    processes.preloaded_server = lambda: multiprocessing.get_context("forkserver")  # which imports no torch
+    processes.forkserver_context = lambda: multiprocessing.get_context("forkserver")  # which imports no torch
     started = ForkedProgram("child", [], cwd=Path.cwd(), env=dict(os.environ))
     print(started.pid, started.stdout.readline(), flush=True)
     os.kill(os.getpid(), 9)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sley_core.comm.world import World
 from sley_core.engine.canonical import CanonicalReduction, digit_sums, max_abs, norm_from_digits, tree_sum
-from sley_core.engine.canonical_tree import Node, PartialSums, SumMemory, covering_nodes
+from sley_core.engine.canonical_tree import PartialSums, SumMemory, SumNode, covering_nodes
 from sley_core.engine.parts import StepState
 from sley_core.errors import RunError, SleyError
 from sley_core.plan.check import check_plan
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 PLAN = small_plan(parallel={"reduction": "canonical"}, precision__compute="fp32")
 
 
-def sum_of(node: Node, gradients: Tensor) -> Tensor:
+def sum_of(node: SumNode, gradients: Tensor) -> Tensor:
     """The sum of a node's microbatches as the definition of the tree has it."""
     if node.last - node.first == 1:
         return gradients[node.first]
@@ -44,13 +44,13 @@ def test_any_cut_and_any_order_give_the_bits_of_the_one_tree(num_leaves, data):
     for first, last in data.draw(st.permutations(list(pairwise(borders)))):
         part = PartialSums(num_leaves)
         for leaf in data.draw(st.permutations(range(first, last))):
-            part.put(0, Node(leaf, leaf + 1), gradients[leaf].clone())
+            part.put(0, SumNode(leaf, leaf + 1), gradients[leaf].clone())
         nodes = covering_nodes(first, last, num_leaves)
         assert part.nodes == [(0, node) for node in nodes]
         assert len(nodes) <= 2 * log2(num_leaves) + 1
         for node in nodes:
             total.put(0, node, part.pop(0, node, gradients[0]))
-    root = Node(0, num_leaves)
+    root = SumNode(0, num_leaves)
     expected = sum_of(root, gradients)
     assert torch.equal(total.pop(0, root, gradients[0]), expected)
     assert torch.equal(tree_sum(gradients[:, 0].clone()), expected[0])
@@ -63,17 +63,17 @@ def test_eight_micro_batches_need_three_sums_besides_the_one_that_comes():
         incoming = sum_memory.allocate(torch.empty(4))
         incoming.fill_(at)
         most = max(most, len(sums.nodes))
-        sums.put(0, Node(at, at + 1), incoming)
+        sums.put(0, SumNode(at, at + 1), incoming)
     assert most == 3
     assert len(sum_memory.created) == 3 + 1
-    assert sums.pop(0, Node(0, 8), torch.empty(4)).tolist() == [28.0] * 4
+    assert sums.pop(0, SumNode(0, 8), torch.empty(4)).tolist() == [28.0] * 4
 
 
 def test_a_micro_batch_of_which_nothing_comes_is_a_zero_in_every_layout():
     """So a gradient of -0.0 becomes 0.0, as it does where another rank adds its zeros."""
     sums = PartialSums(4)
-    sums.put(0, Node(1, 2), torch.tensor([-0.0, 2.0]))
-    found = sums.pop(0, Node(0, 4), torch.empty(2))
+    sums.put(0, SumNode(1, 2), torch.tensor([-0.0, 2.0]))
+    found = sums.pop(0, SumNode(0, 4), torch.empty(2))
     assert found.tolist() == [0.0, 2.0]
     assert not torch.signbit(found).any()
 

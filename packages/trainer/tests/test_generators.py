@@ -12,7 +12,7 @@ from sley_core.comm.world import World
 from sley_core.engine.call import Keep, LayerCaller
 from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import RunError, SleyError
-from sley_core.generators import host_state, seed_host
+from sley_core.generators import host_rng_state, seed_host
 from sley_core.model.layers import Layer
 from sley_testing.runs import assert_equal_replicas, assert_parity, record
 
@@ -62,7 +62,7 @@ def test_a_generator_that_no_seed_reaches_is_refused(alone, small, factory, word
 
 
 def test_the_generators_of_one_seed_draw_different_numbers():
-    before = host_state()
+    before = host_rng_state()
     seed_host(2**61 + 12345)
     drawn = [torch.rand(50, dtype=torch.float64).numpy(), np.random.rand(50), np.array([random.random() for _ in range(50)])]
     torch.default_generator.set_state(before[0])
@@ -73,9 +73,9 @@ def test_the_generators_of_one_seed_draw_different_numbers():
 @pytest.mark.parametrize("label", ["step", "train", "evaluate"])
 def test_a_programs_own_draws_go_on(alone, tables, label):
     with alone(tables("numpy", evaluation={"every": 2, "steps": 1})) as run:
-        before = host_state()
+        before = host_rng_state()
         wanted = np.random.rand(3), random.random()
-        seed_state = host_state()
+        seed_state = host_rng_state()
         np.random.set_state(before[2])
         random.setstate(before[1])
         getattr(run, label)()

@@ -51,7 +51,9 @@ class RunRecorder:
         """Reports that this rank failed with `error`, before cleanup. diagnostic: the error as the user sees it."""
 
     def report_hang(self, folder: Path, world: "World", diagnostic: Diagnostic) -> None:
-        """Reports where this rank hangs after a signal (`diagnostic`). Is called in a thread other than the main thread."""
+        """Reports where this rank hangs. Called in a thread other than the main thread, after the signal that `diagnostic`
+        describes.
+        """
 
     def report_launch(
         self, folder: Path, world_size: int, exit_codes: Mapping[int, int], killed_states: Mapping[int, str], first_failed: int

@@ -99,8 +99,8 @@ class AnyLayoutCheckpointer(Checkpointer):
         self._is_save_requested = True
 
     def start_save(self, step: int) -> None:
-        """Starts the save that is due in mode "async", or completes this save in mode "sync". All ranks call it. If the save
-        fails, counts the failure, adds a note, and lets the run continue.
+        """Starts the save that is due; with `mode = "sync"`, also completes it. All ranks call this method. If the save fails,
+        counts the failure, adds a note, and lets the run continue.
         """
         assert self.table is not None, "no save is due without a table"
         with self._tolerate_failure("seconds_blocked"):

@@ -30,7 +30,7 @@ class CmaTransport(Transport):
         self.sums = AllReduceQueue(inputs, slices)
 
     def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        return Gather(self.rows, outputs, shards, Mark.from_tensors("all-gather", label, shards))
+        return AllGather(self.rows, outputs, shards, Mark.from_tensors("all-gather", label, shards))
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
         """Offers all `shards` at once, and returns an object that gathers them without additional messages."""
@@ -257,7 +257,7 @@ class _Exchange(_PeerRead):
         self._offers.wait_read(self._number, self._label)
 
 
-class Gather(_Exchange):
+class AllGather(_Exchange):
     """An all-gather of the ranks' `shards` into `outputs`."""
 
     def __init__(self, offers: Offers, outputs: Sequence[Tensor], shards: Sequence[Tensor], mark: Mark) -> None:

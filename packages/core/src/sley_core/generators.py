@@ -49,14 +49,16 @@ _outer_states: list[HostState] = []
 """The states that will be restored at the end of each seeded use in progress, the innermost use last."""
 
 
-def host_state() -> HostState:
+def host_rng_state() -> HostState:
     """Returns the states of the generators that `seed_host` seeds; during a seeded use, the states that its end restores."""
     with _STATE_LOCK:
         return _outer_states[-1] if _outer_states else _read_state()
 
 
-def set_host_state(state: HostState) -> None:
-    """Restores a result of `host_state`. During a seeded use, the states take effect when the use ends."""
+def set_host_rng_state(state: HostState) -> None:
+    """Restores the states of the host's generators from a result of `host_rng_state`; during a seeded use, at the end of that
+    use.
+    """
     with _STATE_LOCK:
         if _outer_states:
             _outer_states[-1] = state

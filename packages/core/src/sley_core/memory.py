@@ -180,8 +180,8 @@ class MemoryInventory:
         return group_by_storage((name, state) for name, state in states if self._is_state(state))
 
     def storage_ids_without(self, params: Sequence[OptimizerParam]) -> set[int]:
-        """Returns the `storage_id`s of the parts before the optimizer states, and of the states of all other parameters. None
-        of these storages may be offloaded with the states of `params`.
+        """Returns the `storage_id`s of the optimizer states of all other parameters, and of the parts that come before the
+        optimizer states in `PARTS`. None of these storages may be offloaded with the states of `params`.
         """
         ids = {id(state) for param in params for _, state in self._states_of(param)}
         other_states = (state for _, state in self._sources["optimizer_states"]() if id(state) not in ids)

@@ -136,7 +136,7 @@ def detect_format(path: Path) -> Format:
 
 @contextmanager
 def open_decompressed(path: Path) -> Iterator[BufferedIOBase]:
-    """Within the block, yields the file at `path`, open for reading in binary mode. Decompresses gzip, bzip2, xz and zstd.
+    """A context manager that opens the file at `path` for reading bytes. Decompresses gzip, bzip2, xz and zstd.
     Raises OSError if the file cannot be read, and PlanError "data-format" if compressed content is damaged or incomplete.
     """
     with path.open("rb") as file:

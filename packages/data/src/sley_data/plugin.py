@@ -70,7 +70,7 @@ class DocumentsConfig(DataConfig):
 
     @property
     def max_held_out(self) -> float:
-        """The largest `held_out` of `all_tables`, which is the share of documents on which none of these tables trains."""
+        """The share of documents that are training data of none of `all_tables`: their largest `held_out`."""
         return max(table.held_out for table in self.all_tables)
 
     @model_validator(mode="after")

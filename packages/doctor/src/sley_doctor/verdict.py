@@ -62,7 +62,7 @@ def find_divergence(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
 
 
 def is_same_exchange(first: ExchangeRecord, second: ExchangeRecord) -> bool:
-    """Returns whether exchanges of two ranks, with the same queue and number, are the same exchange."""
+    """Returns whether the records of two ranks agree in description and size. Their queue and number must be the same."""
     return _has_same_description(first, second) and first.num_bytes == second.num_bytes
 
 

@@ -27,7 +27,7 @@ class _Block:
 
 
 class _Slot(NamedTuple):
-    """A part of `block`. size: the number of bytes that were requested when the block was allocated. memory: uint8 [size]."""
+    """The part of `block` that one allocation uses. size: the number of bytes requested. memory: a view of it, uint8 [size]."""
 
     size: int
     memory: Tensor

@@ -152,7 +152,9 @@ class Link:
             self._channels.sent.end_step()
 
     def counts(self) -> dict[str, float]:
-        """Returns the number of message bytes that this rank sent in the last step, headers included."""
+        """Returns the number of bytes in the messages that this rank sent in the last step, including headers, as
+        `sent_bytes_per_step`.
+        """
         return self._channels.sent.counts()
 
     def trim(self) -> int:
@@ -210,7 +212,7 @@ class Link:
         """
         assert self._queues[direction], f"{expected} was never posted"
         transfer, key = self._queues[direction][0]
-        self._walk_check.confirm(transfer.peer, f"what {self._label(transfer)}")
+        self._walk_check.confirm_peer(transfer.peer, f"what {self._label(transfer)}")
         if transfer.flow == "backward":
             boundary = transfer.chunk, transfer.micro
             assert boundary in self._gradients_to_receive, f"{transfer}: the gradients of an output that was not sent"

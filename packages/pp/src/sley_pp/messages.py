@@ -164,8 +164,10 @@ class WalkCheck:
     def is_confirmed(self, peer: int) -> bool:
         return peer in self._confirmed_peers
 
-    def confirm(self, peer: int, label: str) -> None:
-        """Waits for the digest of `peer`. Raises RunError `stages-differ` if it differs from the digest of this stage."""
+    def confirm_peer(self, peer: int, label: str) -> None:
+        """Waits for the digest of the stage `peer`. Raises RunError `stages-differ` if this stage's digest differs. label:
+        describes the exchange that waits, for errors.
+        """
         if peer in self._confirmed_peers:
             return
         if not self._channels.group.has_peers:
@@ -182,9 +184,9 @@ class WalkCheck:
         self._confirmed_peers.add(peer)
 
     def finish(self) -> None:
-        """Waits until this stage has compared the digests of all peers and has sent its own. Raises the error of `confirm`."""
+        """Waits until this stage has sent its digest and compared the digests of all peers. Raises `confirm_peer`'s errors."""
         for peer, pending in self._sends.items():
-            self.confirm(peer, f"the microbatches of stage {peer}")
+            self.confirm_peer(peer, f"the microbatches of stage {peer}")
             pending.wait()
 
     def discard(self) -> None:

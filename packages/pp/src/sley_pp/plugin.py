@@ -47,25 +47,25 @@ class LinkConfig(Table):
     """Sends tensors between stages as point-to-point messages. Receives are posted before the stage needs them."""
 
 
-class UniformConfig(Table):
+class UniformPartitionConfig(Table):
     """Cuts the model into parts whose numbers of layers differ by at most one."""
 
 
-class BalancedConfig(Table):
+class BalancedPartitionConfig(Table):
     """Cuts the model so that the cost of the most expensive part is minimal."""
 
     layer_costs: Array[Annotated[float, Field(ge=0)]] | None = None
     """The cost of each layer, in any unit; by default, its number of parameters."""
 
 
-class MeasuredConfig(Table):
+class MeasuredPartitionConfig(Table):
     """Cuts the model so that the slowest part is as fast as possible, according to the measured time of each layer."""
 
     layer_costs: Array[Annotated[float, Field(ge=0)]] | None = None
     """The time of each layer in seconds. By default, the run measures it at its start and writes it into its plan."""
 
 
-class ExplicitConfig(Table):
+class ExplicitPartitionConfig(Table):
     """Cuts the model into parts of explicit sizes."""
 
     layers: Annotated[Array[PositiveInt], Field(min_length=1)]
@@ -102,15 +102,15 @@ def sley_records() -> list[Record]:
         _schedule_record("zero_bubble_v", ZeroBubbleVConfig),
         _schedule_record("csv", CsvConfig),
         StageLinkRecord(name="link", config=LinkConfig, build="sley_pp.link:Link"),
-        PartitionerRecord(name="uniform", config=UniformConfig, build="sley_pp.schedules:build_uniform"),
-        PartitionerRecord(name="balanced", config=BalancedConfig, build="sley_pp.schedules:build_balanced"),
+        PartitionerRecord(name="uniform", config=UniformPartitionConfig, build="sley_pp.schedules:build_uniform"),
+        PartitionerRecord(name="balanced", config=BalancedPartitionConfig, build="sley_pp.schedules:build_balanced"),
         PartitionerRecord(
             name="measured",
-            config=MeasuredConfig,
+            config=MeasuredPartitionConfig,
             build="sley_pp.schedules:build_balanced",
             timer="sley_estimate.calibrate.bench:layer_seconds",
         ),
-        PartitionerRecord(name="explicit", config=ExplicitConfig, build="sley_pp.schedules:build_explicit"),
+        PartitionerRecord(name="explicit", config=ExplicitPartitionConfig, build="sley_pp.schedules:build_explicit"),
     ]
 
 

@@ -99,12 +99,12 @@ Partitioner = Callable[[Sequence[float], int], Boundaries]
 """A function `(costs, num_positions) -> boundaries`. costs: the cost of each layer."""
 
 
-def build_uniform(config: plugin.UniformConfig) -> Partitioner:
+def build_uniform(config: plugin.UniformPartitionConfig) -> Partitioner:
     """Returns the partitioner `pp.uniform`, which ignores costs: the sizes of two positions differ by at most one layer."""
     return lambda costs, num_positions: uniform_boundaries(len(costs), num_positions)
 
 
-def build_balanced(config: plugin.BalancedConfig | plugin.MeasuredConfig) -> Partitioner:
+def build_balanced(config: plugin.BalancedPartitionConfig | plugin.MeasuredPartitionConfig) -> Partitioner:
     """Returns a partitioner that balances `config.layer_costs`, or its argument `costs` if `layer_costs` is None. The
     partitioner raises PlanError "partition-length" if `layer_costs` has another length, and the error of `balanced_boundaries`.
     """
@@ -119,7 +119,7 @@ def build_balanced(config: plugin.BalancedConfig | plugin.MeasuredConfig) -> Par
     return partition
 
 
-def build_explicit(config: plugin.ExplicitConfig) -> Partitioner:
+def build_explicit(config: plugin.ExplicitPartitionConfig) -> Partitioner:
     """Returns a partitioner that gives position i `config.layers[i]` layers. The partitioner raises PlanError
     "partition-length" unless `layers` has one number per position, and "partition-layers" unless the numbers add up to the
     number of layers.

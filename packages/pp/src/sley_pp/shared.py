@@ -53,5 +53,5 @@ class SharedModules(GradientHandler):
         self._sent.end_step()
 
     def counts(self) -> dict[str, float]:
-        """Returns the number of bytes that this rank sent for the sums of the last step."""
+        """Returns the number of bytes that this rank sent in the last step to sum gradients, as `sent_bytes_per_step`."""
         return self._sent.counts()

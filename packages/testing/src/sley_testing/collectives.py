@@ -355,7 +355,7 @@ def late_exchanges() -> Iterator[None]:
         yield
 
 
-class _LateWork(Work):
+class _DeferredWork(Work):
     """An exchange that starts when the program waits for it."""
 
     def __init__(self, start: Callable[[], Work]) -> None:
@@ -397,14 +397,14 @@ class _LateTransport(Transport):
             for coord, row in enumerate(rows):
                 if coord != self._group.coord or row.data_ptr() != shard.data_ptr():
                     fill_with_nan(row)
-        return _LateWork(lambda: self._transport.all_gather(tensors, shards, label=label))
+        return _DeferredWork(lambda: self._transport.all_gather(tensors, shards, label=label))
 
     def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, checksum: int = 0) -> Work:
-        return _LateWork(lambda: self._transport.reduce_scatter(tensors, scratches, label=label, checksum=checksum))
+        return _DeferredWork(lambda: self._transport.reduce_scatter(tensors, scratches, label=label, checksum=checksum))
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, checksum: int = 0) -> Work:
         fill_with_nan(received)
-        return _LateWork(lambda: self._transport.all_to_all(received, sent, label=label, checksum=checksum))
+        return _DeferredWork(lambda: self._transport.all_to_all(received, sent, label=label, checksum=checksum))
 
     def all_reduce(self, tensor: Tensor, *, label: str, checksum: int = 0) -> Work:
-        return _LateWork(lambda: self._transport.all_reduce(tensor, label=label, checksum=checksum))
+        return _DeferredWork(lambda: self._transport.all_reduce(tensor, label=label, checksum=checksum))

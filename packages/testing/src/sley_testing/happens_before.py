@@ -256,7 +256,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Does nothing. A subclass can override it to receive the new tensors of the operation `name`."""
 
     def before_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None] | None:
-        """Is called before `storage` is resized to `num_bytes`. May return a function, which is called after the resize."""
+        """Called before `storage` is resized to `num_bytes`. May return a function, which is called after the resize."""
         return None
 
     @contextmanager

@@ -48,7 +48,7 @@ PLAN = small_plan(  # the plan of the runs with and without the hook
 
 
 @dataclass
-class Observation:
+class RankObservation:
     """Holds one rank's results. recorded: the record of the run. graph_tensors: descriptions of the live tensors with an
     autograd graph, after each step except the last. counts: the hook's counts after each step except the last.
     """
@@ -58,11 +58,11 @@ class Observation:
     counts: list[dict[str, float]] = field(default_factory=list)
 
 
-def observe(hooks: Sequence[Tables], folder: Path, *, fails: bool = False) -> Observation:
+def observe(hooks: Sequence[Tables], folder: Path, *, fails: bool = False) -> RankObservation:
     """Takes NUM_STEPS steps on this rank and returns the results. Raises AssertionError if the closed run has changed a module
     or parameter. fails: whether a step that raises in its first backward precedes step FAILING_STEP.
     """
-    observation = Observation()
+    observation = RankObservation()
 
     def inspect(run: Run, num_steps_done: int) -> None:
         if num_steps_done > 0:

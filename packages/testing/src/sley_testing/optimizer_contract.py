@@ -57,7 +57,7 @@ def layers(has_biases: bool = True) -> list[tuple[str, nn.Module]]:
 
 
 @dataclass
-class Observation:
+class TrainingObservation:
     """Holds the results of a run. recorded: the record of the run. initial_parameters, final_parameters: the optimizer's
     parameters by name, before the first step and after the last. step_gradients: the gradients of each step, by name.
     """
@@ -68,11 +68,11 @@ class Observation:
     final_parameters: Tensors = field(default_factory=dict)
 
 
-def train(tables: Tables, *, save: Path | None = None, steps_separately: bool = False) -> Observation:
+def train(tables: Tables, *, save: Path | None = None, steps_separately: bool = False) -> TrainingObservation:
     """Takes NUM_STEPS steps in this process, and returns their results. save: the path for a checkpoint after SAVED_AT steps;
     None saves none. steps_separately: whether the optimizer updates one parameter at a time.
     """
-    observation = Observation()
+    observation = TrainingObservation()
 
     def prepare(run: Run) -> None:
         events, params = run.parts.events, run.stepper.update.masters.local_params
@@ -107,7 +107,7 @@ def resume(tables: Tables, checkpoint: Path) -> RunRecord:
     return record(tables, num_steps, load=checkpoint, before_step=evaluate_before_last_step)
 
 
-def train_in_plain_loop(tables: Tables, observation: Observation, *, evaluates: bool = False) -> Tensors:
+def train_in_plain_loop(tables: Tables, observation: TrainingObservation, *, evaluates: bool = False) -> Tensors:
     """Steps a new optimizer in a plain loop with the gradients of `observation`, and returns the final parameters by name.
     evaluates: whether to call the optimizer's `eval()` after the last step.
     """

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sley_core.errors import is_installed
-from sley_testing.ranks import preloaded_server
+from sley_testing.ranks import forkserver_context
 
 _PROC = Path("/proc")  # the folder in which Linux describes each process
 _PYTHON_SERVERS = ("from multiprocessing.forkserver import", "from multiprocessing.resource_tracker import")
@@ -114,7 +114,7 @@ class ForkedProgram:
     """
 
     def __init__(self, module: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> None:
-        context = preloaded_server()
+        context = forkserver_context()
         inputs, outputs = zip(*(context.Pipe(duplex=False) for _ in range(2)), strict=True)
         program = (module, list(arguments), str(cwd), dict(env), *outputs)
         self._process = context.Process(target=_run_forked_program, args=program)

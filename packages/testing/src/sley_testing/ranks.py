@@ -174,7 +174,7 @@ class _RankProcesses:
 
     def start(self, ranks: Ranks, call: bytes) -> None:
         """Starts a process for each rank. The first call also starts the fork server, to which no time limit applies."""
-        context = preloaded_server()
+        context = forkserver_context()
         filters = pickle.dumps(list(warnings.filters))
         size, store = str(ranks.size), Path(self.folder, "store").as_uri()
         loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -260,7 +260,7 @@ def _read_text(path: Path) -> str:
 _CONTEXT = multiprocessing.get_context("forkserver")  # its fork server starts all ranks and forked programs
 
 
-def preloaded_server() -> ForkServerContext:
+def forkserver_context() -> ForkServerContext:
     """Returns the multiprocessing context that forks processes from a server that has imported `sley_testing.preload`."""
     _CONTEXT.set_forkserver_preload(["sley_testing.preload"])
     return _CONTEXT

@@ -214,10 +214,10 @@ def assert_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision:
         unmatched = layout.initial_weights.keys() ^ reference.initial_weights.keys()
         assert not unmatched, sorted(unmatched)
         assert layout.gradients[0].keys() == reference.gradients[0].keys()
-    assert_parity_of_parts(reference, layouts, precision)
+    assert_parts_match_reference(reference, layouts, precision)
 
 
-def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
+def assert_parts_match_reference(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
     """Asserts that each rank, which may hold only a part of the model, matches the one-process `reference` within the limits of
     `precision`, and that all ranks together hold the whole model.
     """

@@ -56,7 +56,7 @@ class Limits:
     handler_tolerance: float = 0.0
 
     def limit_for(self, quantity: Quantity, step: int) -> float:
-        """Returns the limit for `quantity` in `step`, counted from 1. The limit is 0 for first values, the initial weights."""
+        """Returns the limit for `quantity` in `step`, counted from 1. The limit is 0 for "first value", the initial weights."""
         if quantity == "first value":
             return 0.0
         base = self.first_step if step == 1 and quantity != "weight" else self.later_steps

@@ -117,7 +117,7 @@ class Executor:
             [(run.phase, *(tuple(value.shape) for value in micro.values())) for micro in run.batch] if has_link else []
         )
         self._run_entries(entries, actions, state, run)
-        self.boundaries.end()
+        self.boundaries.wait_for_sends()
         self.is_unfinished = False
         return run.total
 
@@ -437,7 +437,7 @@ class StageBoundaries:
         else:
             self._outgoing[flow, chunk, micro] = payload
 
-    def end(self) -> None:
+    def wait_for_sends(self) -> None:
         """Waits until all sends are done."""
         assert not self._outgoing, f"values that were not sent: {list(self._outgoing)}"
         if self.link is not None:

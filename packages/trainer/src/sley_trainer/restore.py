@@ -10,7 +10,7 @@ from torch.utils._pytree import SequenceKey, tree_leaves, tree_map_with_path
 
 from sley_core import checkpointing
 from sley_core.errors import RunError
-from sley_core.generators import host_state, set_host_state
+from sley_core.generators import host_rng_state, set_host_rng_state
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim import optimizers
 from sley_core.weight_files.write import BY_NAME
@@ -35,7 +35,7 @@ def state_name(parameter: str, state: str) -> str:
 
 def generator_states(device: Device) -> dict[str, Any]:
     """Returns the states of this process's random generators (torch, also on `device`, Python and numpy) as JSON values."""
-    torch_state, python_state, numpy_state = host_state()
+    torch_state, python_state, numpy_state = host_rng_state()
     states: dict[str, Any] = {"torch": torch_state, "python": python_state}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device.torch_device)
@@ -54,7 +54,7 @@ def restore_generators(states: Mapping[str, Any], device: Device) -> None:
 
         algorithm, keys, *counters = values["numpy"]
         numpy_state = algorithm, numpy.array(keys, dtype=numpy.uint32), *counters
-    set_host_state((values["torch"], values["python"], numpy_state))
+    set_host_rng_state((values["torch"], values["python"], numpy_state))
     if "cuda" in values and device.type == "cuda":
         torch.cuda.set_rng_state(values["cuda"], device.torch_device)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from sley_core import checkpointing
 from sley_core.checkpointing import BASE, OPTIONS, SHARED, base_error
 from sley_core.data.feed import Feed
-from sley_core.engine.agreement import Agreement
+from sley_core.engine.agreement import RankAgreement
 from sley_core.engine.parts import Parts
 from sley_core.engine.weights import OptimizerParam
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path, shorten_names
@@ -88,7 +88,7 @@ class RunState(checkpointing.TrainingState):
         return replace_values(self.plan, values)
 
     def agree(self, label: str) -> None:
-        Agreement(self.parts.groups).begin(label).check()
+        RankAgreement(self.parts.groups).begin(label).check()
 
     def all_or_none(self, work: Callable[[], T], label: str, code: str = "checkpoint-load") -> T:
         failure, result = "", None

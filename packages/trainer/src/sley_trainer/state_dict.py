@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.engine.agreement import Agreement
+from sley_core.engine.agreement import RankAgreement
 from sley_core.engine.parts import Parts
 from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.shards import REDUCE_GROUP, SHARD_AXIS, gather_full_tensors
@@ -131,7 +131,7 @@ class WeightSaver:
         part, so that all raise RunError "weights-unsaved" and none hangs. require: a function that raises an error if the
         memory to read is offloaded. metadata: the metadata of each file; the metadata of rank 0 is used.
         """
-        Agreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
+        RankAgreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
         is_first, sources = self._parts.world.rank == 0, list[_SavedTensor]()
 
         def prepare() -> None:
@@ -291,7 +291,7 @@ def load_weights(
     """Loads `state` into this rank's `parts` of a model with these `names`, and into `masters`, as `Run.load_weights`
     describes. Every rank must call it, since it runs two blocking collectives over `control`.
     """
-    Agreement(parts.groups).begin("loading weights").check()
+    RankAgreement(parts.groups).begin("loading weights").check()
     loading = _WeightLoader(names, parts, masters)
     if not isinstance(state, Mapping):
         loading.check_pairs(state, writes=True)

@@ -33,7 +33,7 @@ from sley_core.comm.exchanges import BETWEEN_STEPS, EVALUATION, REDUCTION_END, U
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo
 from sley_core.engine import agreement
-from sley_core.engine.agreement import Agreement, collect_exchanges, exchange_difference, exchange_mismatch_error
+from sley_core.engine.agreement import RankAgreement, collect_exchanges, exchange_difference, exchange_mismatch_error
 from sley_core.engine.parts import Parts, StepState
 from sley_core.engine.registry import Param, Stages, tie_axis, tied_stages
 from sley_core.engine.step_batch import BatchWeight, StepBatch
@@ -204,7 +204,7 @@ class Stepper:
         parts = self.parts
         self.store, self.groups, self.device, self.events = parts.store, parts.groups, parts.world.device, parts.events
         self.state: StepState = self.store.state
-        self.agreement = Agreement(self.groups, self.store)
+        self.agreement = RankAgreement(self.groups, self.store)
         self._num_agreed = 0
         if self.handlers:
             self.store.on_ready.append(self._gradient_ready)

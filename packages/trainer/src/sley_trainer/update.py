@@ -218,7 +218,7 @@ class Update:
         # A collective of all ranks: every rank ends every step here, after its own reductions.
         self.groups["all"].all_reduce(summed, label="loss and gradient norm").wait()
         num_terms = terms.numel()
-        values = torch.cat([torch.stack(totals.result(summed[:num_terms])), summed[num_terms:]])
+        values = torch.cat([torch.stack(totals.loss_and_norm(summed[:num_terms])), summed[num_terms:]])
         scale = None if self.scale is None else self.scale.value
         return StepTotals(values, loss.sum(), collect_exchanges(self._multi_rank_groups), self.device, scale)
 

@@ -31,7 +31,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from sley_core.errors import RunError
-from sley_core.generators import host_state, seed_host, set_host_state
+from sley_core.generators import host_rng_state, seed_host, set_host_rng_state
 
 Moment = float | torch.cuda.Event
 """A timestamp of a device's work: on CUDA, an event of the current stream; otherwise, `time.perf_counter()` in seconds."""
@@ -277,11 +277,11 @@ class Device:
     def preserve_random_state(self) -> Iterator[None]:
         """At the end of the block, restores all generators that `seed` seeds, so the program's own draws are unaffected."""
         generator = torch.cuda.default_generators[self.torch_device.index] if self.type == "cuda" else None
-        state, device_state = host_state(), None if generator is None else generator.get_state()
+        state, device_state = host_rng_state(), None if generator is None else generator.get_state()
         try:
             yield
         finally:
-            set_host_state(state)
+            set_host_rng_state(state)
             if generator is not None and device_state is not None:
                 generator.set_state(device_state)
 

@@ -205,8 +205,8 @@ class Simulation:
     def simulate_exchange(
         self, members: Members, kind: ExchangeKind, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None] | None:
-        """Simulates a `kind` of exchange by `members` on `channel`. It sends `tensor` and fills `result`, which may be
-        `tensor`. Returns None, or a function that is called when the rank waits for the exchange. label: describes the content.
+        """Simulates an exchange of kind `kind` between `members` on `channel`, which sends `tensor` and fills `result`. They
+        may be the same tensor. Returns None, or a function to call when the rank waits for the exchange. label: describes the content.
         """
         return None
 

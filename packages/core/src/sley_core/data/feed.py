@@ -332,7 +332,9 @@ def compute_digest(samples: Iterable[Any]) -> str:
 
 
 def update_digest(digest: blake2b, value: Any) -> None:
-    """Adds a nest of dicts, tensors, numbers, text and bytes to `digest`; for any other value, adds only its type."""
+    """Adds `value` to `digest`: a tensor, a number, text, bytes, or nested dicts of these. Of any other value, adds only the
+    type.
+    """
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             digest.update(f"{key}=".encode())

@@ -73,7 +73,7 @@ FactView = tuple[Any, int]
 """A rank's value of a fact: a description for errors, and a checksum or number that ranks compare."""
 
 
-class Agreement:
+class RankAgreement:
     """Checks, before each step or evaluation, that all ranks begin the same work, train the same parameters, and have matching
     batches. weight, counts: the loss weight and the counts of the global batch, valid after `check`. groups: this rank's
     groups, by axis. store: the gradient store, which knows the trained parameters; None for an evaluation.
@@ -93,7 +93,7 @@ class Agreement:
         self._sum = torch.zeros(0, dtype=torch.float64)
         self._pending: Work | None = None
 
-    def begin(self, label: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> "Agreement":
+    def begin(self, label: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> "RankAgreement":
         """Starts one asynchronous all-reduce over all ranks on the host, and returns this object. All ranks call this, and then
         `check`. label: the name of the work that begins, for errors. batch: this rank's samples, or None. Their weights are
         summed over all ranks, and their counts over the ranks that are first along `pp` and `sp`. refusal: the reason why this
@@ -108,7 +108,7 @@ class Agreement:
         num_microbatches = batch.num_microbatches if batch else 0
         self._facts = [
             {"all": (label, checksum([label]))},
-            self._trained_views(),
+            self._trained_facts(),
             dict.fromkeys(self.reduction.micro_axes, (num_microbatches, num_microbatches)),
             {} if batch is None else self._sample_views(batch),
         ]
@@ -142,7 +142,7 @@ class Agreement:
         self.weight = self.reduction.weight_from_terms(self._sum[_WEIGHT:].tolist())
         self.counts = BatchCounts(*self._sum[_COUNTS:_WEIGHT].tolist())
 
-    def _trained_views(self) -> dict[str, FactView]:
+    def _trained_facts(self) -> dict[str, FactView]:
         """Returns, for each axis, the trained parameters on which the ranks along it must agree; {} without a store."""
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts

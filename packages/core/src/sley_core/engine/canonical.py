@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sley_core.comm.exchanges import SentBytes
 from sley_core.comm.world import Group, Groups
 from sley_core.engine.buffers import NormGroup
-from sley_core.engine.canonical_tree import Node, PartialSums, SumMemory, TreeSums, covering_nodes, leaf_range, sum_uses
+from sley_core.engine.canonical_tree import PartialSums, SumMemory, SumNode, TreeSums, covering_nodes, leaf_range, sum_uses
 from sley_core.engine.direct import is_plain_embedding, is_plain_linear
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import StepState
@@ -64,7 +64,7 @@ class CanonicalReduction(Reduction):
         action = self.state.action
         return self.state.first_micro + (0 if action is None else action.micro)
 
-    def nodes(self, reduce_group: str, coord: int | None = None) -> list[Node]:
+    def nodes(self, reduce_group: str, coord: int | None = None) -> list[SumNode]:
         """Returns the tree nodes whose sums a rank of `reduce_group` contributes to each gradient. coord: the rank's coordinate
         in the group; None means this rank.
         """
@@ -232,7 +232,7 @@ class CanonicalAccumulator(Accumulator):
         view = self._allocated_view()
         sums = self._partial_sums()
         has_all_leaves = self.reduction.groups[self.param.reduce_group].size == 1
-        nodes = [Node(0, sums.num_leaves)] if has_all_leaves else self.reduction.nodes(self.param.reduce_group)
+        nodes = [SumNode(0, sums.num_leaves)] if has_all_leaves else self.reduction.nodes(self.param.reduce_group)
         rows = [sums.pop(use, node, view) for use in range(self.param.num_sums) for node in nodes]
         assert not sums.nodes, f"{self.param.name} has sums of other ranks' microbatches: {sums.nodes}"
         if rows[0] is not view:
@@ -263,7 +263,7 @@ class CanonicalAccumulator(Accumulator):
         if leaf is None or self._is_fresh:
             return
         self._closed.add(leaf)
-        self._partial_sums().put(leaf.layer_index, Node(leaf.microbatch, leaf.microbatch + 1), self._sum)
+        self._partial_sums().put(leaf.layer_index, SumNode(leaf.microbatch, leaf.microbatch + 1), self._sum)
 
     def _partial_sums(self) -> PartialSums:
         if self._sums is None:
@@ -316,7 +316,7 @@ _DIGIT_BASE = 2.0**24  # the base of the digits of loss weights
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """Returns the sum of `values` [n], n at least 1, in the order of `Node(0, n)`: level by level, from the leaves."""
+    """Returns the sum of `values` [n], n at least 1, in the order of `SumNode(0, n)`: level by level, from the leaves."""
     while (even := values.numel() // 2 * 2) > 0:
         values = torch.cat([values[:even:2] + values[1:even:2], values[even:]])
     return values[0]
@@ -398,7 +398,7 @@ class ExactTotals(Totals):
         norm_terms = [] if math.isinf(self._norm_type) else [digit_sums(self._counted, self._largest, self._norm_type)]
         return torch.cat([*norm_terms, self._loss])
 
-    def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_norm(self, summed: Tensor) -> tuple[Tensor, Tensor]:
         num_losses = self._loss.numel()
         loss = tree_sum(summed[-num_losses:])
         if math.isinf(self._norm_type):

@@ -47,40 +47,40 @@ if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore
 
 
-class Node(NamedTuple):
+class SumNode(NamedTuple):
     """A node of the tree: the sum of the microbatches from `first` up to, but not including, `last`."""
 
     first: int
     last: int
 
     @property
-    def children(self) -> tuple[Node, Node]:
+    def children(self) -> tuple[SumNode, SumNode]:
         """Returns the two nodes whose sum is this node, which must not be a leaf."""
         length = self.last - self.first
         assert length > 1, f"{self} is a leaf"
         middle = self.first + (1 << ((length - 1).bit_length() - 1))
-        return Node(self.first, middle), Node(middle, self.last)
+        return SumNode(self.first, middle), SumNode(middle, self.last)
 
 
-def sibling(node: Node, num_leaves: int) -> Node | None:
+def sibling(node: SumNode, num_leaves: int) -> SumNode | None:
     """Returns the node that is added to `node` in the tree with `num_leaves` leaves, or None for the root."""
     first, last = node
     length = last - first
     if last < num_leaves and not first & length:
-        return Node(last, min(last + length, num_leaves))
-    return Node(first - (first & -first), first) if first else None
+        return SumNode(last, min(last + length, num_leaves))
+    return SumNode(first - (first & -first), first) if first else None
 
 
-def parent(node: Node, other: Node) -> Node:
+def parent(node: SumNode, other: SumNode) -> SumNode:
     """Returns the parent of the siblings `node` and `other`, which may be passed in any order."""
-    return Node(min(node.first, other.first), max(node.last, other.last))
+    return SumNode(min(node.first, other.first), max(node.last, other.last))
 
 
-def covering_nodes(first: int, last: int, num_leaves: int) -> list[Node]:
+def covering_nodes(first: int, last: int, num_leaves: int) -> list[SumNode]:
     """Returns the shortest ordered list of nodes that covers the leaves from `first` up to, but not including, `last`."""
-    nodes: list[Node] = []
+    nodes: list[SumNode] = []
     while first < last:
-        node = Node(first, first + 1)
+        node = SumNode(first, first + 1)
         while (other := sibling(node, num_leaves)) is not None and node.last == other.first and other.last <= last:
             node = parent(node, other)
         nodes.append(node)
@@ -128,14 +128,14 @@ class PartialSums:
         self.num_leaves = num_leaves
         self.sum_memory = sum_memory
         self.target = target
-        self._sums_by_node: dict[tuple[int, Node], Tensor] = {}
+        self._sums_by_node: dict[tuple[int, SumNode], Tensor] = {}
 
     @property
-    def nodes(self) -> list[tuple[int, Node]]:
+    def nodes(self) -> list[tuple[int, SumNode]]:
         """Returns the (parameter use, node) pairs of the stored sums."""
         return sorted(self._sums_by_node)
 
-    def put(self, use: int, node: Node, value: Tensor) -> None:
+    def put(self, use: int, node: SumNode, value: Tensor) -> None:
         """Stores `value`, the sum of `node`, and takes over its memory. Adds up siblings as soon as both sums are stored."""
         while (other := sibling(node, self.num_leaves)) is not None and (use, other) in self._sums_by_node:
             value = self._add_pair(self._sums_by_node.pop((use, other)), value)
@@ -143,7 +143,7 @@ class PartialSums:
         assert (use, node) not in self._sums_by_node, f"{node} came twice"
         self._sums_by_node[use, node] = value
 
-    def pop(self, use: int, node: Node, like: Tensor) -> Tensor:
+    def pop(self, use: int, node: SumNode, like: Tensor) -> Tensor:
         """Removes and returns the sum of `node`. Counts microbatches without contributions as zeros of the shape of `like`."""
         if (use, node) in self._sums_by_node:
             return self._sums_by_node.pop((use, node))
@@ -232,7 +232,7 @@ class _TreeSum:
             for use in range(self._num_uses):
                 for row, node in enumerate(nodes):
                     sums.put(use, node, self._incoming_rows[coord, use * num_rows + row])
-        root = Node(0, self._num_leaves)
+        root = SumNode(0, self._num_leaves)
         local_sum = sum_uses([sums.pop(use, root, self._incoming_rows[0, 0]) for use in range(self._num_uses)])
         if self.buffer.shard is not None:
             self.buffer.local_part.copy_(local_sum)

@@ -149,7 +149,9 @@ class GradientStore:
         return self._buffer_of.get(param)
 
     def partial_sums(self, param: Param) -> list[Tensor]:
-        """Returns the gradient's partial sums, one per use and tree node, the view first. Requires a fixed order of sums."""
+        """Returns the partial sums of the gradient of `param`, one per use and node of the tree. The first one is the
+        parameter's view of the gradient buffer. Requires a fixed order of sums.
+        """
         return self._accumulators[param].rows
 
     def norm_groups(self) -> Iterator[NormGroup]:
@@ -185,8 +187,8 @@ class GradientStore:
     # Contributions of code outside autograd
 
     def check_open(self, param: Param) -> None:
-        """Prepares for a contribution to the gradient of `param`. Raises RunError as `Accumulator.check_open` does."""
-        self._accumulators[param].check_open(self.state)
+        """Prepares for a contribution to the gradient of `param`. Raises the errors of `Accumulator.ensure_open`."""
+        self._accumulators[param].ensure_open(self.state)
 
     def count_pass(self, param: Param) -> None:
         """Counts a pass of the backward over `param`, after its contribution. This may complete and report the gradient."""
@@ -336,9 +338,9 @@ class GradientStore:
             raise RunError("gradients-freed", message, hint=hint)
 
     def _begin_contribution(self, param: Param, layer: str, micro: int | None = None) -> Accumulator:
-        """Returns the accumulator of `param`, prepared for a contribution. Raises RunError as `Accumulator.check_open` does."""
+        """Returns the accumulator of `param`, prepared for a contribution. Raises the errors of `Accumulator.ensure_open`."""
         accumulator = self._accumulators[param]
-        accumulator.check_open(self.state)
+        accumulator.ensure_open(self.state)
         accumulator.begin_contribution(layer, micro)
         return accumulator
 
@@ -351,7 +353,7 @@ class GradientStore:
         """Accumulates autograd's gradient. Autograd calls this post-accumulate hook once per backward and parameter. Copies the
         first contribution; autograd adds later contributions into the view. `grad` is None if code outside autograd has added
         everything, and is not the view if a user's backward assigned it. Raises RunError `sparse-gradient` for a sparse
-        gradient, and `sharded-weight-read` if code used a shard like the full weight.
+        gradient, and `sharded-weight-read` if code used a shard as if it were the full weight.
         """
         gradient = parameter.grad
         if accumulator.param.shard is not None:
@@ -359,7 +361,7 @@ class GradientStore:
                 return  # communicators pass autograd no gradient; a `grad` here was set for the optimizer's step
             raise sharded_read_error(accumulator.param, "the forward reads")
         if gradient is not None:
-            accumulator.check_open(self.state)
+            accumulator.ensure_open(self.state)
             accumulator.accumulate_grad()
         if not self._has_learned_passes:
             self._tasks[accumulator] = self.state.action, torch._C._current_graph_task_id()

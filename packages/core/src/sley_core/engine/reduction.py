@@ -49,7 +49,7 @@ class Accumulator:
 
              reset ──> OPEN ── expected passes ──> COMPLETE ── report, in the store's order ──> REPORTED ──> reset, next step
                         ^                             │                                            │
-                        └──────── check_open ─────────┘                                            └── `gradient-late`
+                        └──────── ensure_open ────────┘                                            └── `gradient-late`
                           a nested backward reaches the parameter
 
     num_contributions: the number of contributions in this step. num_passes: the number of passes in the action that completes
@@ -86,7 +86,7 @@ class Accumulator:
         self.state = GradientState.OPEN
         self.parameter.grad = None
 
-    def check_open(self, state: StepState) -> None:
+    def ensure_open(self, state: StepState) -> None:
         """Prepares for a contribution: reopens a gradient that is COMPLETE. Raises RunError `gradient-complete` if no action
         runs, as in a user's backward between two steps, and `gradient-late` if the gradient has already been reported.
         """
@@ -299,7 +299,7 @@ class Totals:
         """Returns the terms to sum over all ranks: float64 [n], with the same n on all ranks."""
         return torch.stack([self._loss, self._norm])
 
-    def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_norm(self, summed: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum of all ranks' losses and the norm, both float64 scalars. summed: the sum of all ranks' `terms`."""
         loss, norm = summed.unbind()
         return loss, self._norm if math.isinf(self._norm_type) else norm.pow(1 / self._norm_type)
@@ -354,7 +354,9 @@ class Reduction:
         return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> Totals:
-        """Returns the `Totals` for these arguments. If sums have a fixed order, `loss` has one element per microbatch."""
+        """Returns the object that sums `loss` and the `norm_type`-norm of `gradients` over all ranks. If sums have a fixed
+        order, `loss` has one element per microbatch.
+        """
         return Totals(self.groups, gradients, loss, norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:

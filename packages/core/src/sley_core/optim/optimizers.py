@@ -396,7 +396,9 @@ def can_compare(value: Any) -> bool:
 
 
 def is_plain_data(value: Any) -> bool:
-    """Returns whether `value` is None, a number, text, bytes, a tensor of at most one element, or a nest of these."""
+    """Returns whether `value` is None, a number, text, bytes, a tensor of at most one element, or a nested container of
+    these.
+    """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return True
     if isinstance(value, Tensor):

@@ -245,7 +245,9 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self.dispatch(func, types, args, kwargs)
 
     def make_fake(self, elem: Tensor, device: torch.device) -> FakeTensor:
-        """Makes `FakeTensor(self, elem, device)` faster, without counting its memory. elem: a tensor on meta."""
+        """Creates the same tensor as `FakeTensor(self, elem, device)`, but faster, and without counting its memory. elem: a
+        tensor on meta.
+        """
         if device not in self._attributes:
             self._attributes[device] = dict(vars(FakeTensor(self, elem, device)))
         fake: FakeTensor = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)

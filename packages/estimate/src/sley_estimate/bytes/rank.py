@@ -244,7 +244,9 @@ def build_rank0_draft(plan: Plan, world_size: int) -> Draft:
 
 
 def stage_bytes(plan: Plan, world_size: int, cores: int = 1) -> list[RankBytes]:
-    """Returns the memory of the first rank of each stage, from `cores` processes. Raises the errors of `run_stages`."""
+    """Returns the estimated memory of the first rank of each stage, computed in `cores` processes. Raises the errors of
+    `run_stages`.
+    """
     draft, stages = build_rank0_draft(plan, world_size), range(plan.topology(world_size).pp)
     return [memory for memory, _ in run_stages(plan, world_size, stages, draft, cores)]
 

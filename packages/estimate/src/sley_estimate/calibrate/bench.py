@@ -181,7 +181,7 @@ class LayerBench:
         split backward; None for a whole backward. outputs: is set to a list with the output. launch_s: the time that the
         host needs to launch each part; 0 if unknown.
         """
-        in_flight, args, named = trace.start_call(layer, value, self._fields)
+        in_flight, args, named = trace.prepare_call(layer, value, self._fields)
         outputs.clear()
 
         def forward() -> None:
@@ -213,7 +213,7 @@ class LayerBench:
 
     def _time_rows(self, layer: Layer, value: trace.Value | None, queue: WeightQueue | None) -> tuple[float, float, float]:
         """Runs a row of calls without waiting for the device. Returns the host's mean time for each part of one call."""
-        calls = [trace.start_call(layer, value, self._fields) for _ in range(ROW_LENGTH)]
+        calls = [trace.prepare_call(layer, value, self._fields) for _ in range(ROW_LENGTH)]
         self.device.wait_until(self.device.moment())
         times = [time.perf_counter()]
         outputs = [self._call_layer(layer, *started_call) for started_call in calls]

@@ -226,7 +226,7 @@ class LayerTimes:
         """Returns the work of each layer in `variant`, with the copies that attention over slices makes; equal layers share one
         object. Raises PlanError for a policy that cannot be built, and "estimate-layer" for a layer that cannot run on meta.
         """
-        pairs = zip(self._whole_work(variant.policy, 1), self._whole_work(variant.policy, 2), strict=True)
+        pairs = zip(self._trace_whole_samples(variant.policy, 1), self._trace_whole_samples(variant.policy, 2), strict=True)
         samples, has_slices = variant.micro_size / variant.sp, variant.sp > 1
         return [self._scaled_work(single, double, samples, has_slices) for single, double in pairs]
 
@@ -292,7 +292,7 @@ class LayerTimes:
         return layer_keys(plan, self.model, self.policy(policy), meta_micro_batch(plan, self.dataset))
 
     @memoize
-    def _whole_work(self, policy: Choice, micro_size: int) -> list[LayerWork]:
+    def _trace_whole_samples(self, policy: Choice, micro_size: int) -> list[LayerWork]:
         """Returns the work of each layer under `policy` on `micro_size` whole samples."""
         plan = self._plan_variant(policy, micro_size)
         # Each trace needs new tensors, since layers cache results by tensor, such as tables of positions.

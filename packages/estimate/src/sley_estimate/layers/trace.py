@@ -114,7 +114,7 @@ def _record_layer(
     and the output. Raises PlanError "estimate-layer" for a layer that cannot run on meta.
     """
     recorder = OperatorRecorder()
-    in_flight, args, named = start_call(layer, value, fields)
+    in_flight, args, named = prepare_call(layer, value, fields)
     for parameter in layer.module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))  # type: ignore[no-untyped-call]
@@ -158,7 +158,7 @@ def _record_layer(
     return recorder, output
 
 
-def start_call(
+def prepare_call(
     layer: Layer, value: Value | None, fields: Mapping[str, Tensor]
 ) -> tuple[ChunkState, tuple[Any, ...], Mapping[str, Tensor]]:
     """Returns the state, the positional arguments and the fields of a new call of `layer`. value: the input, if any."""
