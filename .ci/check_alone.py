@@ -64,7 +64,7 @@ def check_package(name: str, files: list[str], absent: list[str], optional: list
 facts = json.loads(Path(sys.argv[1]).read_text("utf-8"))
 allowed = {*facts["optional"], *(facts["absent"] if facts["is_tool"] else ())}
 if sys.argv[2:]:
-    ours = {file.stem for file in Path(__file__).parent.glob("*.py")}  # pytest's option `pythonpath` makes them modules
+    ours = {file.stem for file in Path(__file__).parent.glob("*.py")}  # pytest's `pythonpath` option makes them modules
     check_imports(Path(sys.argv[2]), allowed | ours)
 else:
     check_package(facts["module"], facts["files"], facts["absent"], facts["optional"], allowed)

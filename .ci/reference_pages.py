@@ -32,8 +32,8 @@ _INTRODUCTION = """\
 
 This page is generated from `sley_core/hookspecs.py` by `python .ci/reference_pages.py hooks`.
 
-A plugin is an installed distribution with an entry point in the group `sley.plugins`. Plans use the name of the entry
-point: `narrow.reducer` is the record `reducer` of the plugin `narrow`. The module of the entry point marks its functions with
+A plugin is an installed distribution with an entry point in the `sley.plugins` group. Plans use the name of the entry
+point: `narrow.reducer` is the `reducer` record of the plugin `narrow`. The module of the entry point marks its functions with
 the decorator `hookimpl` from `sley_core.hookspecs`. An implementation may omit arguments that it does not need. An argument
 with a default value is not passed.
 

@@ -82,7 +82,7 @@ def plan(folder: Path) -> Path:
 
 @pytest.fixture
 def own_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """`own_model(source)` writes `own.py` and a plan with the model `own:layers`. data: the text of the table `[data]`."""
+    """`own_model(source)` writes `own.py` and a plan with the model `own:layers`. data: the text of the `[data]` table."""
 
     def write(source: str, data: str = DATA) -> Path:
         (folder / "own.py").write_text(dedent(source), "utf-8")

@@ -148,7 +148,7 @@ def write_error_file(fault: Fault) -> None:
     """Writes this rank's fault into the file that torchrun or the local launcher reads. Does nothing if the launcher reads no
     such file, or if the file exists.
 
-    The path and format are those of torchelastic's `record`, so that torchrun names the rank that failed first. The key `sley`
+    The path and format are those of torchelastic's `record`, so that torchrun names the rank that failed first. The `sley` key
     has the diagnostics, which the local launcher prints once. The file is written completely or, after an OSError, not at all.
     """
     name = os.environ.get(ERROR_FILE_VARIABLE)

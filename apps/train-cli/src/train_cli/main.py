@@ -1,6 +1,6 @@
 """The command line of `train-cli`: imports a command only when it is called, and turns errors into diagnostics and exit codes.
 
-Other packages add commands with entry points of the group `sley.commands`. For example, this adds `train-cli sweep`:
+Other packages add commands with entry points of the `sley.commands` group. For example, this adds `train-cli sweep`:
 
     [project.entry-points."sley.commands"]
     sweep = "my_package.sweep:sweep"          # a function with Typer's annotations, or a typer.Typer

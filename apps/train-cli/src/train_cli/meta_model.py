@@ -101,7 +101,7 @@ def _describe_sharding(plan: Plan, run: Run) -> list[str]:
 
 def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     """Returns a microbatch of the plan's data on meta, {field: [micro_size, ...]}, with the slices of the sequences that
-    coordinate 0 of the axis `sp` receives.
+    coordinate 0 of the `sp` axis receives.
 
     If a plugin's dataset declares a sequence length, no sample is read: `cu_seqlens` has one document, and other fields without
     a sequence dim are omitted. Otherwise the first sample is read. Raises ValueError for a stream, and the dataset's errors.

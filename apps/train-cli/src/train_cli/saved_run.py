@@ -370,7 +370,7 @@ class NoData:
 
 
 def _make_placeholder_table(plan: Plan) -> dict[str, Any]:
-    """Returns a table `[data]` with `NoData`, and with the fields and sizes of the plan's data."""
+    """Returns a `[data]` table with `NoData`, and with the fields and sizes of the plan's data."""
     from sley_core.data.batches import open_dataset
 
     info = open_dataset(plan.data, DataContext(plan.run.seed)).info

@@ -99,7 +99,7 @@ def small(**changes: Any) -> Tables:
 
 
 def samples(**options: Any) -> Tables:
-    """Returns the table `[data]` of `RandomSamples` with these options, in the order of their indices."""
+    """Returns the `[data]` table of `RandomSamples` with these options, in the order of their indices."""
     return changed(_SMALL, data__options=options)["data"]  # type: ignore[no-any-return]  # a table
 
 

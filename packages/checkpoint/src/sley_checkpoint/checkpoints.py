@@ -27,7 +27,7 @@ FAILURE_CODE = "checkpoint-failed"
 
 
 class AnyLayoutCheckpointer(Checkpointer):
-    """Saves and loads a run's checkpoints on one rank. table: the plan's table `[checkpoint]`, or None if there is none."""
+    """Saves and loads a run's checkpoints on one rank. table: the plan's `[checkpoint]` table, or None if there is none."""
 
     def __init__(self, table: AnyLayoutConfig | None, state: TrainingState) -> None:
         self.table = table

@@ -29,6 +29,6 @@ class AnyLayoutConfig(CheckpointConfig):
 
 @hookimpl
 def sley_records() -> list[CheckpointerRecord]:
-    """Returns the record `checkpoint.any_layout`."""
+    """Returns the `checkpoint.any_layout` record."""
     build, files = "sley_checkpoint.checkpoints:AnyLayoutCheckpointer", "sley_checkpoint.reader:CheckpointFileReader"
     return [CheckpointerRecord(name="any_layout", config=AnyLayoutConfig, build=build, files=files, keeps_best=True)]

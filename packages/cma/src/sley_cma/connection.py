@@ -128,7 +128,7 @@ class Offer(ctypes.Structure):
 
 
 NUMBER_OFFSET = ctypes.sizeof(Offer) - WORD_BYTES
-"""The offset of the field `number` in an offer, in bytes."""
+"""The offset of the `number` field in an offer, in bytes."""
 
 _OFFER_WORDS = ctypes.sizeof(Offer) // WORD_BYTES  # the size of an offer, in words
 _RING_WORDS = SLOTS * (_OFFER_WORDS + 1)  # the size of a ring, in words; each slot has an offer and a confirmation

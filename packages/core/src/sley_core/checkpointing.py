@@ -320,7 +320,7 @@ class TrainingState(Protocol):
 def checkpoint_files(loader: PluginLoader, plan: Plan | None = None) -> CheckpointFiles | None:
     """Returns the `CheckpointFiles` of the plan's checkpointer, or None if the checkpointer has no such class.
 
-    If `plan` is None or has no table `[checkpoint]`, uses the default checkpointer. Raises PluginError "plugin-missing" if the
+    If `plan` is None or has no `[checkpoint]` table, uses the default checkpointer. Raises PluginError "plugin-missing" if the
     default is not installed.
     """
     if plan is not None and plan.checkpoint is not None:

@@ -34,7 +34,7 @@ LayerCall = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class StageLink(Protocol):
-    """Moves outputs and their gradients between pipeline stages. The plan's table `[link]` names the link; by default, the
+    """Moves outputs and their gradients between pipeline stages. The plan's `[link]` table names the link; by default, the
     record of the schedule names it.
 
          prepare ──> begin ──> post_receive | send | receive ... ──> drain ─┐
@@ -48,7 +48,7 @@ class StageLink(Protocol):
     """
 
     def prepare(self, parts: Parts) -> None:
-        """Prepares the channels `up` and `down` of the group `pp`, which messages use. Called once, after the groups are
+        """Prepares the channels `up` and `down` of the `pp` group, which messages use. Called once, after the groups are
         created.
         """
 
@@ -140,7 +140,7 @@ class SequenceCommunicator(Protocol):
     """
 
     def prepare(self, data: DataInfo) -> None:
-        """Receives the declaration of the data, which has a field `positions` and the full sequence length. Called before
+        """Receives the declaration of the data, which has a `positions` field and the full sequence length. Called before
         `attach`.
         """
         return
@@ -402,7 +402,7 @@ class RestoreResult(NamedTuple):
 
 
 class Checkpointer(Protocol):
-    """Saves and restores a run, on each of its ranks. The plan's table `[checkpoint]` names it. All ranks call each method
+    """Saves and restores a run, on each of its ranks. The plan's `[checkpoint]` table names it. All ranks call each method
     together, between two steps, except `copy_unwritten_state`, `counts` and `close`.
 
          probe ──> (is_due ──> start_save)* ──> finish_training ──> close        save, load: whenever the program asks

@@ -35,7 +35,7 @@ class Record:
     """Describes a part that a plan can name.
 
     name: a name that is unique among the plugin's records of the same class.
-    config: the pydantic model of the part's table, without the key `use`.
+    config: the pydantic model of the part's table, without the `use` key.
     build: `"module:attribute"` of the builder. Each subclass documents the builder's arguments.
     """
 
@@ -122,7 +122,7 @@ class LossRecord(Record):
 
 
 class ParameterRole(NamedTuple):
-    """Describes how an optimizer updates one parameter. name: the value of the option `role` in the parameter's group. lr,
+    """Describes how an optimizer updates one parameter. name: the value of the `role` option in the parameter's group. lr,
     weight_decay: the defaults for the parameter; a group of the plan may replace them. scope: the scope of the update (see
     `OptimizerRecord`); an elementwise update works on any part of the parameter.
     """
@@ -174,7 +174,7 @@ class PartitionerRecord(Record):
 
     timer: `"module:attribute"` of `timer(plan, world, draft, dtype) -> list[float]`. The timer measures the time in seconds of
         a forward and backward of each layer and returns equal results on all ranks of `world`. `draft(info) -> Model` builds
-        the model on meta; `dtype` is the dtype of the working weights. The config must have a key `layer_costs`, by default
+        the model on meta; `dtype` is the dtype of the working weights. The config must have a `layer_costs` key, by default
         None. The run calls the timer only if `layer_costs` is None, and writes the times into the plan in its folder.
     """
 
@@ -303,7 +303,7 @@ class MetricsWriterRecord(Record):
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerRecord(Record):
     """Describes a checkpointer. `build(config, state: TrainingState)` returns a `Checkpointer` (see `api.state`). `config` is
-    None if the plan has no table `[checkpoint]`; such a run saves and loads only when a program asks for it.
+    None if the plan has no `[checkpoint]` table; such a run saves and loads only when a program asks for it.
 
     files: `"module:attribute"` of a class that implements `protocols.CheckpointFiles`. The command line uses it to resume,
         export and sample. If it is None, only runs can read the checkpoints.
@@ -334,8 +334,8 @@ class ProcessGroupRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TransportRecord:
-    """Describes a transport, which exchanges tensors between CPU ranks in place of gloo. An entry point of the group
-    `sley.transports` names the record. Runs use every installed transport, unless the plan turns `[parallel]
+    """Describes a transport, which exchanges tensors between CPU ranks in place of gloo. An entry point of the
+    `sley.transports` group names the record. Runs use every installed transport, unless the plan turns `[parallel]
     cross_memory_attach` off.
 
     connect: `"module:attribute"` of `connect(members, channels, timeout_s) -> dict[str, Transport]`, a collective of the group

@@ -36,7 +36,7 @@ AXES = tuple(SHARED_COORDINATES)
 """The axes of core's process groups, in the order in which ranks create the groups."""
 
 GATHER, REDUCE = "gather", "reduce"
-"""The names of the channels of the axis `wp`, one for gathers of weights and one for reductions of gradients."""
+"""The names of the channels of the `wp` axis, one for gathers of weights and one for reductions of gradients."""
 
 CHANNELS = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
 """The channels of each axis. Each channel has a communicator, so that, for example, a posted receive blocks no later send."""

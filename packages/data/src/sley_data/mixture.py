@@ -98,7 +98,7 @@ class _Source:
 
 
 class Mixture:
-    """A dataset that mixes the samples of several datasets, and adds the field `source`, the number of the sample's source.
+    """A dataset that mixes the samples of several datasets, and adds the `source` field, the number of the sample's source.
 
     The c-th sample that a run reads from a source is sample c % length of the source's own order in epoch c // length. The seed
     of this order depends only on the run's seed and the source's name.
@@ -224,7 +224,7 @@ class Mixture:
         return source, epoch, self._order(source, epoch)[position]
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns sample `index` of the current epoch, with the field `source`, int64 []. `cu_seqlens` is padded to one length
+        """Returns sample `index` of the current epoch, with the `source` field, int64 []. `cu_seqlens` is padded to one length
         for all sources. Raises IndexError if `index` is not in [0, len).
         """
         source_number, epoch, sample_index = self.locate(index)

@@ -101,7 +101,7 @@ def _format_causes(judgement: Judgement) -> Iterator[str]:
 
 
 REPORT_NAME = "report.html"  # the default name of a report
-_REQUIRED_MODULES = ("matplotlib", "jinja2")  # the modules that a report needs, in the extra `report` of sley-doctor
+_REQUIRED_MODULES = ("matplotlib", "jinja2")  # the modules that a report needs, in the `report` extra of sley-doctor
 
 
 def report(

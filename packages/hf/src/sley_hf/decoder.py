@@ -39,7 +39,7 @@ def build_layers(config: DecoderConfig, data: DataInfo) -> Model:
     """Returns the plan's transformers model, split into layers. Each rank later builds only its own layers, and reads only the
     tensors of these layers.
 
-    The first layer reads the field `tokens` [b, s]. If the data has these fields, the first layer and the blocks also read
+    The first layer reads the `tokens` field [b, s]. If the data has these fields, the first layer and the blocks also read
     `positions` [b, s], and the blocks `cu_seqlens` [b, n + 1]. Raises PlanError "hf-structure" for a model that is not a plain
     decoder or has an unsupported load-balancing loss, "hf-kernel" for an attention kernel that the model does not support,
     "model-vocabulary" if the data has more token ids than the model, and "model-weights" for wrong or unreadable files.

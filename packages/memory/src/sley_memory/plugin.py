@@ -23,7 +23,7 @@ class OffloadConfig(Table):
     """Moves memory to the host and back, in copies that overlap with the device's other work."""
 
     MOVES: ClassVar[tuple[Part, ...]] = ()
-    """The parts that a table without the key `parts` moves."""
+    """The parts that a table without the `parts` key moves."""
 
     bucket_mb: Annotated[float, Field(gt=0)] = 64.0
     """The size in MB (10^6 bytes) of a bucket: the memory that is moved, or the weights that are updated, at a time."""

@@ -27,7 +27,7 @@ from sley_models.plugin import LlamaConfig, RopeScaling
 
 def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
     """Returns the model with the layers `embed`, `blocks.0` ... and `head`. Each rank builds only its own layers, and with
-    `weights` reads only the values of these layers. The first layer reads the field `tokens` [b, s]. Blocks read `positions`
+    `weights` reads only the values of these layers. The first layer reads the `tokens` field [b, s]. Blocks read `positions`
     [b, s] and `cu_seqlens` [b, n + 1] if the data has them. Raises PlanError "model-vocabulary" if the vocabulary size is
     unknown or smaller than the data's, and "model-weights" if the files cannot be read or belong to another model.
     """

@@ -49,7 +49,7 @@ class _PendingReceive:
 
 
 class Link:
-    """Exchanges messages with other stages over the group `pp` of this rank: at most one per boundary and microbatch."""
+    """Exchanges messages with other stages over the `pp` group of this rank: at most one per boundary and microbatch."""
 
     def __init__(self, config: LinkConfig) -> None:
         self._descriptions: dict[tuple[str, int, int, int], dict[BatchKey, Description]] = {}

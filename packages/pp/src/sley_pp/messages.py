@@ -1,8 +1,8 @@
 """Messages between stages, and the communicators that carry them: one per direction, and one on the host.
 
-up    from a stage to a later one     ┐ two channels of the group `pp`
+up    from a stage to a later one     ┐ two channels of the `pp` group
 down  from a stage to an earlier one  ┘
-host  the group `control`, for headers, announcements and digests; if tensors are on the CPU, these use up and down instead
+host  the `control` group, for headers, announcements and digests; if tensors are on the CPU, these use up and down instead
 
 On a device, a stage's first walks send tensors through the host too (`uses_host`). Then `connect` connects the device's
 communicators while no message is in flight. There are two reasons (docs/adr/0014). NCCL connects two ranks at their first

@@ -338,7 +338,7 @@ def build(
     | plugin.ZeroBubbleH1Config
     | plugin.ZeroBubbleVConfig,
 ) -> Schedule:
-    """Returns the schedule that the class of `config`, the plan's table `[pipeline]`, selects."""
+    """Returns the schedule that the class of `config`, the plan's `[pipeline]` table, selects."""
     if isinstance(config, plugin.InterleavedConfig):
         return Schedule(interleaved, config.chunks)
     if isinstance(config, plugin.ZeroBubbleVConfig):

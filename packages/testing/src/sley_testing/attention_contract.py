@@ -60,7 +60,7 @@ def _make_group(world: World) -> Group:
 
 
 def _build_attention(sequence: Tables, group: Group) -> SequenceCommunicator:
-    """Returns a new sequence attention over `group`. sequence: the table `[sequence]`."""
+    """Returns a new sequence attention over `group`. sequence: the `[sequence]` table."""
     component = plan_from_dict(sequence_plan(sequence)).sequence
     assert component is not None, sequence
     attention: SequenceCommunicator = component.build(group)
@@ -98,7 +98,7 @@ def train_twice(plan: Tables) -> tuple[float | None, RunRecord, RunRecord]:
 
 
 class SequenceAttentionContract:
-    """Tests a sequence attention. Subclass it, and set `sequence` to the table `[sequence]`."""
+    """Tests a sequence attention. Subclass it, and set `sequence` to the `[sequence]` table."""
 
     sequence: ClassVar[Tables]
 
@@ -186,6 +186,6 @@ def _relative_errors(attention: nn.Module, group: Group, case: Case, seed: int) 
 
 
 def sequence_plan(sequence: Tables | None, dropout: float = 0.0, **changes: Any) -> Tables:
-    """Returns the contract's plan with `changes`. sequence: the table `[sequence]` for two ranks; None for one process."""
+    """Returns the contract's plan with `changes`. sequence: the `[sequence]` table for two ranks; None for one process."""
     plan = model_plan(dropout, batch={"global_size": 4, "micro_size": 2}, optimizer={"use": "core.sgd", "lr": 0.01})
     return plan | ({"parallel": {"sp": 2, "dp": 1}, "sequence": sequence} if sequence else {}) | changes

@@ -92,7 +92,7 @@ def contract_plan(module: str, **tables: Any) -> Tables:
     }
 
 
-SQUARES = {"factory": f"{__name__}:Squares"}  # the table `[loss]` of `Squares`
+SQUARES = {"factory": f"{__name__}:Squares"}  # the `[loss]` table of `Squares`
 
 
 class Data(Samples):

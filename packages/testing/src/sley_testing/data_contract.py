@@ -44,7 +44,7 @@ SEED = 7  # the seed of the datasets and feeds
 
 
 class DatasetContract:
-    """Tests a dataset. Subclass it, and set `data` to the table `[data]`. num_samples: the approximate number of samples to
+    """Tests a dataset. Subclass it, and set `data` to the `[data]` table. num_samples: the approximate number of samples to
     check. holds_out: whether the dataset has held-out samples.
     """
 
@@ -197,7 +197,7 @@ EXACT_TOLERANCE = 1e-10  # the relative tolerance of fp64 sums
 
 
 class LossContract:
-    """Tests a loss. Subclass it, set `loss` to the table `[loss]`, and implement `batch`."""
+    """Tests a loss. Subclass it, set `loss` to the `[loss]` table, and implement `batch`."""
 
     loss: ClassVar[Tables]
 

@@ -136,7 +136,7 @@ def train_in_plain_loop(tables: Tables, observation: TrainingObservation, *, eva
 
 
 class OptimizerContract:
-    """Tests an optimizer. Subclass it, and set `optimizer` to the table `[optimizer]`. only_matrices: whether the optimizer
+    """Tests an optimizer. Subclass it, and set `optimizer` to the `[optimizer]` table. only_matrices: whether the optimizer
     accepts only 2-d parameters, as Muon does.
     """
 

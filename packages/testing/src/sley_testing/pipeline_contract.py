@@ -54,7 +54,7 @@ NUM_MICROBATCHES = 5  # microbatches per step of the runs on two stages
 
 
 class ScheduleContract:
-    """Tests a pipeline schedule. Subclass it, set `pipeline` to the table `[pipeline]`, and implement `max_micro_batches`.
+    """Tests a pipeline schedule. Subclass it, set `pipeline` to the `[pipeline]` table, and implement `max_micro_batches`.
     tables: additional tables of the plan, such as `link` and `partition` if the schedule's record names none. stages, micros:
     the supported numbers of stages and microbatches. num_draws: the number of random pairs of these numbers to test.
     """
@@ -143,7 +143,7 @@ class ScheduleContract:
 
 
 class TieContract:
-    """Tests a handler of tied weights. Subclass it, set `pipeline` to the table `[pipeline]`, and set `tables` to the other
+    """Tests a handler of tied weights. Subclass it, set `pipeline` to the `[pipeline]` table, and set `tables` to the other
     tables, including the handler's table. The schedule must have one chunk per stage, so that two stages share the tied weight.
     """
 
@@ -239,7 +239,7 @@ def time_aborts(link: Tables, timeout_s: float) -> float:
 
 
 class StageLinkContract:
-    """Tests a stage link. Subclass it, and set `link` to the table `[link]`. A walk executes a random action list.
+    """Tests a stage link. Subclass it, and set `link` to the `[link]` table. A walk executes a random action list.
     num_walks: the number of walks per placement. abort_timeout_s: the time limit in seconds of a collective in the abort test.
     """
 

@@ -33,8 +33,8 @@ _SMALL_PLAN: Tables = {  # the tables of `small_plan` without changes
 
 
 def small_plan(**changes: Any) -> Tables:
-    """Returns the tables of a one-process CPU plan. A two-layer Llama takes three fp64 steps on the documents of the fixture
-    `texts`. One tenth of the documents is held out, for plans with `evaluation`. changes: such as `batch__micro_size=1`.
+    """Returns the tables of a one-process CPU plan. A two-layer Llama takes three fp64 steps on the documents of the `texts`
+    fixture. One tenth of the documents is held out, for plans with `evaluation`. changes: such as `batch__micro_size=1`.
     """
     return changed(_SMALL_PLAN, **changes)
 

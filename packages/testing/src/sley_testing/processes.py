@@ -201,7 +201,7 @@ def fork_children(path: Sequence[str]) -> None:
 
 
 def _parse_module_command(command: Any) -> tuple[bool, str, list[str]] | None:
-    """Returns whether the command has the option `-P` (no current folder in `sys.path`), the module, and its arguments. Returns
+    """Returns whether the command has the `-P` option (no current folder in `sys.path`), the module, and its arguments. Returns
     None if the command is not `python -m module` of this interpreter, or has options other than `-P` and `-u`.
     """
     if not isinstance(command, list | tuple) or "-m" not in command or command[0] != sys.executable:

@@ -38,7 +38,7 @@ PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="
 
 
 class OffloadManagerContract:
-    """Tests an offload manager. Subclass it, and set `offload` to a table `[[offload]]`. orders: the number of copy orders."""
+    """Tests an offload manager. Subclass it, and set `offload` to an `[[offload]]` table. orders: the number of copy orders."""
 
     offload: ClassVar[Tables]
     orders: ClassVar[int] = 2
@@ -166,7 +166,7 @@ def _record_and_save(plan: Tables, texts: Path, path: Path) -> RunRecord:
 
 
 class CheckpointerContract:
-    """Tests a checkpointer. Subclass it, and set `checkpoint` to the table `[checkpoint]`."""
+    """Tests a checkpointer. Subclass it, and set `checkpoint` to the `[checkpoint]` table."""
 
     checkpoint: ClassVar[Tables]
 

@@ -124,7 +124,7 @@ def fail_steps(run: Run, num_steps_done: int) -> None:
 
 
 class WeightCommunicatorContract:
-    """Tests a weight communicator. Subclass it, and set `weights` to the table `[weights]`."""
+    """Tests a weight communicator. Subclass it, and set `weights` to the `[weights]` table."""
 
     weights: ClassVar[Tables]
 
@@ -253,7 +253,7 @@ def _closed_call_errors(run: Run) -> Iterator[str]:
 
 
 def weight_plan(weights: Tables | None, wp: int, global_size: int) -> Tables:
-    """Returns the contract's plan, which recomputes one of two blocks. weights: the table `[weights]`; if None, the plan is for
+    """Returns the contract's plan, which recomputes one of two blocks. weights: the `[weights]` table; if None, the plan is for
     one process, and `wp` is ignored. wp: the number of shards of each weight. global_size: the number of samples per step.
     """
     plan = model_plan(

@@ -230,7 +230,7 @@ _MATRIX_NAMES = ("weight", "in_proj_weight")  # the parameters of linears, convo
 
 def attention_width(module: Any) -> int:
     """Returns the number of heads times their width for a torch or transformers attention module, doubled if the attention is
-    not causal; 0 for other modules. The attribute `attention_width` of a module, if it exists, replaces this value.
+    not causal; 0 for other modules. The `attention_width` attribute of a module, if it exists, replaces this value.
     """
     if (width := getattr(module, "attention_width", None)) is not None:
         return int(width)

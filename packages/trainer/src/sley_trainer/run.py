@@ -320,7 +320,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @contextmanager
     def _track_outcome(self) -> Iterator[None]:
-        """Calls the hook `sley_run_started` before the first step, and sets `_outcome` to the outcome of the block."""
+        """Calls the `sley_run_started` hook before the first step, and sets `_outcome` to the outcome of the block."""
         self._outcome = "failed"
         if not self._has_begun:
             self._has_begun = True

@@ -307,7 +307,7 @@ AUTO = "auto"  # the `path` that makes `load` look for the newest checkpoint of 
 
 
 def build_checkpointer(state: RunState) -> Checkpointer:
-    """Returns the checkpointer of the plan's table `[checkpoint]`, or a `LazyCheckpointer` if the plan has no such table."""
+    """Returns the checkpointer of the plan's `[checkpoint]` table, or a `LazyCheckpointer` if the plan has no such table."""
     component = state.plan.checkpoint
     checkpointer: Checkpointer = LazyCheckpointer(state) if component is None else component.build(state)
     return checkpointer

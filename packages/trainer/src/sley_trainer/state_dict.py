@@ -161,7 +161,7 @@ class WeightSaver:
         """Exchanges this rank's files and failure; returns the name, the writing rank and the tensors of each file of any rank,
         and the metadata of rank 0. If a rank failed, discards the unfinished folder and raises RunError "weights-unsaved".
         """
-        # All ranks join this exchange in the group `control` the same number of times, even after a failure.
+        # All ranks join this exchange in the `control` group the same number of times, even after a failure.
         messages = self._control.gather_objects([failure, files, dict(metadata)], label="the files to save")
         reasons = zip(self._control.ranks, (reason for reason, _, _ in messages), strict=True)
         if failures := [f"rank {rank}: {reason}" for rank, reason in reasons if reason]:
@@ -356,7 +356,7 @@ class _WeightLoader:
             self.faults += [f"{name!r} is missing" for name in missing] + [
                 f"{name!r} is unknown" for name in self.unknown_names
             ]
-        # all ranks join this exchange in the group `control`, even after a fault
+        # all ranks join this exchange in the `control` group, even after a fault
         report = [self.faults, missing, self.unknown_names, self.checksums]
         *lists, sums_of_ranks = zip(*control.gather_objects(report, label="the reports on loaded weights"), strict=True)
         faults, missing, unknown = (list(dict.fromkeys(chain.from_iterable(lists_of_ranks))) for lists_of_ranks in lists)

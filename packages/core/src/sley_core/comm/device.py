@@ -146,7 +146,7 @@ _host_memories: "weakref.WeakSet[HostMemory]" = weakref.WeakSet()
 
 class HostMemory:
     """A block of zeroed host memory: `data`, a uint8 tensor of the requested size in bytes. The allocation is rounded up to
-    whole pages, and its size is the attribute `num_bytes`; torch would round pinned memory up to a power of two. lock: whether
+    whole pages, and its size is the `num_bytes` attribute; torch would round pinned memory up to a power of two. lock: whether
     to page-lock the memory for CUDA, so that copies do not block the host. is_locked: whether locking succeeded; if it failed,
     a RuntimeWarning is given. The pages stay locked while this object lives, and are freed with the last view of `data`.
     """

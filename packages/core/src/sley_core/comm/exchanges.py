@@ -203,7 +203,7 @@ class Turn(NamedTuple):
         return f"{self.operation} of {self.label.removesuffix(over)}{over}"
 
     def wait_error(self, message: str, has_timed_out: bool, peer: int | None = None) -> RunError:
-        """Returns the error `collective-failed` with `message`, and records that the current wait has failed. has_timed_out:
+        """Returns the `collective-failed` error with `message`, and records that the current wait has failed. has_timed_out:
         False if a peer has ended or closed its connection. peer: the global rank of this peer; None if unknown.
         """
         self.members.progress.fail_wait("late" if has_timed_out else "closed", peer)
@@ -259,7 +259,7 @@ MISMATCH_HINT = (
     "and random numbers. To skip a layer, multiply its output by 0 or 1, or draw from your own "
     "generator with the same seed on all ranks"
 )
-"""The hint of the error `ranks-differ` for different exchanges."""
+"""The hint of the `ranks-differ` error for different exchanges."""
 
 
 class Mark(NamedTuple):
@@ -279,7 +279,7 @@ class Mark(NamedTuple):
         return cls(label, crc & 0x7FFFFFFF, sum(num_bytes for num_bytes, _ in pieces))
 
     def mismatch_error(self, rank: int, peer_exchange: str, peer: int) -> RunError:
-        """Returns the error `ranks-differ`, which says that `rank` makes this exchange, but `peer` makes `peer_exchange`. rank,
+        """Returns the `ranks-differ` error, which says that `rank` makes this exchange, but `peer` makes `peer_exchange`. rank,
         peer: global ranks. peer_exchange: the peer's `encoded_text`, decoded.
         """
         local_text = self.encoded_text.decode()

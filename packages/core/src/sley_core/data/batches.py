@@ -9,7 +9,7 @@ has `TOKEN_FIELDS`.
                                  ┌─────┼─────┐        split along each field's `sequence_dim`; a field without one is
     slices of sp = 3           [b, s/3] ... [b, s/3]  complete in every slice (`cu_seqlens` refers to the full sequence)
 
-If sequences are split, every batch has a field `positions`: the dataset's own, or the indices in the full sequence. Without it,
+If sequences are split, every batch has a `positions` field: the dataset's own, or the indices in the full sequence. Without it,
 a model that counts the positions of its input would start every slice at 0.
 """
 

@@ -67,7 +67,7 @@ _HINTS = {
     BATCH: "pass the same samples (the rows `run.rows` of a batch) to all stages of a pipeline, and to all ranks that share "
     "a sequence",
 }
-"""The hint of the error `ranks-differ` for each fact."""
+"""The hint of the `ranks-differ` error for each fact."""
 
 FactView = tuple[Any, int]
 """A rank's value of a fact: a description for errors, and a checksum or number that ranks compare."""

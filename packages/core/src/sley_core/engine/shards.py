@@ -243,7 +243,7 @@ def _tensors_of_class(cls: type[AnyTensor], value: Any) -> Iterator[AnyTensor]:
 
 
 def sharded_read_error(param: Param, label: str) -> RunError:
-    """Returns the error `sharded-weight-read`. label: names the reader, such as "`norm` reads"."""
+    """Returns the `sharded-weight-read` error. label: names the reader, such as "`norm` reads"."""
     assert param.shard is not None, f"{param.name} is not sharded"
     part = f"{param.shard.unpadded_size} of {param.shape[param.shard.dim]} {'columns' if param.shard.dim else 'rows'}"
     message = (

@@ -319,7 +319,7 @@ def _has_dim(tensor: Tensor, dim_size: DimSize) -> bool:
 
 
 def needs_whole_sequences(plan: Plan) -> bool:
-    """Returns whether the plan's loss needs full sequences, as its record or, for a factory, the table `[loss]` declares."""
+    """Returns whether the plan's loss needs full sequences, as its record or, for a factory, the `[loss]` table declares."""
     loss = plan.loss
     sequence = loss.record.sequence if isinstance(loss.record, LossRecord) else loss.config.sequence
     return bool(sequence == "whole")

@@ -47,7 +47,7 @@ Layers: TypeAlias = (
 """The forms in which `Model` accepts its layers. A tuple holds a name, a module or builder, and, for a builder, a count."""
 
 MODEL: KeyPath = ("model",)
-"""The path of the table `[model]` in the plan, for errors."""
+"""The path of the `[model]` table in the plan, for errors."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Core's types of the tables `[optimizer]` and `[learning_rate]`, and the scopes of updates. Imports no torch."""
+"""Core's types of the `[optimizer]` and `[learning_rate]` tables, and the scopes of updates. Imports no torch."""
 
 from typing import Annotated, Any, Literal
 

@@ -28,7 +28,7 @@ Factor = Callable[[int], float]
 Shape = Callable[[float], float]
 """A function from the progress of a decay, in [0, 1], to the part of the decay that remains: it falls from 1 at 0 to 0 at 1."""
 
-SHAPES: dict[str, Shape] = {  # by their names in the key `shape`
+SHAPES: dict[str, Shape] = {  # by their names in the `shape` key
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),

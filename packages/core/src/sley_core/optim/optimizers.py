@@ -227,7 +227,7 @@ def avoid_compiler_import() -> None:
 def compiler_free_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     """Returns a subclass of torch's `optimizer_class` whose `step` does not import the compiler.
 
-    The subclass does not support the option `differentiable`. Copied or unpickled instances have the class `optimizer_class`.
+    The subclass does not support the `differentiable` option. Copied or unpickled instances have the class `optimizer_class`.
     """
     unwrapped_step: Any = inspect.unwrap(optimizer_class.step)
 
@@ -494,7 +494,7 @@ def can_skip_on_device(optimizer: Optimizer) -> bool:
 def step_if(optimizer: Optimizer, is_allowed: Tensor) -> None:
     """Calls `optimizer.step()`, which changes nothing if the bool tensor `is_allowed` is false. Does not synchronize.
 
-    optimizer: must support this (`can_skip_on_device`), since it has to read the attribute `found_inf` that this function sets.
+    optimizer: must support this (`can_skip_on_device`), since it has to read the `found_inf` attribute that this function sets.
     """
     fused: Any = optimizer
     fused.grad_scale, fused.found_inf = None, (~is_allowed).float()

@@ -53,7 +53,7 @@ def _check_parts(plan: Plan) -> Iterator[records.Problem]:
     for axis, (table, part, example) in NEEDED_TABLES.items():
         if (size := getattr(plan.parallel, axis)) > 1 and getattr(plan, table) is None:
             message = f"`{axis} = {size}` needs a [{table}] table that names {part}"
-            yield records.Problem(("parallel", axis), message, f"add a table [{table}] with {example}", f"{table}-missing")
+            yield records.Problem(("parallel", axis), message, f"add a [{table}] table with {example}", f"{table}-missing")
     config = plan.model.config
     is_compiled = isinstance(config, ModelConfig) and config.compile
     if is_compiled and plan.precision.accumulation == "direct":  # it needs hooks that compiled layers lack
@@ -320,7 +320,7 @@ def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
     path: KeyPath = ("evaluation", "keep_best")
     if plan.checkpoint is None:
         message = "`keep_best` keeps a checkpoint, but the plan saves no checkpoints"
-        yield records.Problem(path, message, "add a table [checkpoint], for example with `every_steps = 1000`", "keep-best")
+        yield records.Problem(path, message, "add a [checkpoint] table, for example with `every_steps = 1000`", "keep-best")
     elif not getattr(plan.checkpoint.record, "keeps_best", False):
         message = f"`{plan.checkpoint.name}` does not support `keep_best`"
         yield records.Problem(path, message, f'use "{CHECKPOINTER}" in [checkpoint], or remove `keep_best`', "keep-best")

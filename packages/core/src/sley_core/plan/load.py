@@ -115,7 +115,7 @@ class _Resolver:
         required = [key for key, info in model.model_fields.items() if info.is_required()]
         if name not in self.tables and required:
             keys = ", ".join(f"`{key}`" for key in required)
-            self._add_problem("missing-table", f"the plan needs a table [{name}] with {keys}", (name,))
+            self._add_problem("missing-table", f"the plan needs a [{name}] table with {keys}", (name,))
             return None
         return self._validate(model, self.tables.get(name, {}), (name,), f"[{name}]")
 
@@ -132,7 +132,7 @@ class _Resolver:
         if spec.key not in self.tables and default is None:
             if spec.required_table in (None, spec.key):  # otherwise [pipeline] itself has a problem
                 choices = "`use` or `factory`" if spec.factory else "`use`"
-                message = f"the plan needs a table [{spec.key}] with {choices}"
+                message = f"the plan needs a [{spec.key}] table with {choices}"
                 self._add_problem("missing-table", message, (spec.key,), self._suggest_record(spec))
             return None
         component = self._resolve_component(spec, self.tables.get(spec.key, {}), (spec.key,), default)

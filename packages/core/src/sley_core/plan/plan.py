@@ -79,7 +79,7 @@ class Component:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A table `[evaluation.sets.NAME]`. data: the dataset. settings: the keys that do not belong to the dataset."""
+    """An `[evaluation.sets.NAME]` table. data: the dataset. settings: the keys that do not belong to the dataset."""
 
     data: Component
     settings: EvaluationSetTable

@@ -10,7 +10,7 @@ FORMAT = 1
 """The number of the plan format that this version of core reads."""
 
 SOURCE_FOLDER = "The folder in which relative paths start and factories are searched; by default the folder of the plan."
-"""The description of the key `source_folder`, which the resolved plan of a run has."""
+"""The description of the `source_folder` key, which the resolved plan of a run has."""
 
 ComputeDType = Literal["fp32", "bf16", "fp16", "fp64"]
 GradientDType = Literal["fp32", "bf16", "fp64"]
@@ -332,7 +332,7 @@ class SequenceConfig(Table):
     """The base class of the config of every sequence-attention record."""
 
     positions: bool = True
-    """Whether the model uses positions. If true, the run requires that the model reads the field `positions`."""
+    """Whether the model uses positions. If true, the run requires that the model reads the `positions` field."""
 
 
 class CheckpointConfig(Table):

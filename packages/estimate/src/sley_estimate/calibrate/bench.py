@@ -287,7 +287,7 @@ def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Mo
 
 
 def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
-    """Returns a table `[[layers]]` of a machine file for each distinct layer of the plan's model, timed on `device` with whole
+    """Returns a `[[layers]]` table of a machine file for each distinct layer of the plan's model, timed on `device` with whole
     sequences. Raises the errors that layers raise.
     """
     variant = {"activations": str(list_choices(plan).policies[0]), "micro_size": plan.batch.micro_size}

@@ -62,7 +62,7 @@ LEAD_FACTOR = 1.5  # the ratio of the time of leading writes to the time to laun
 
 
 def measure_device(device: Device) -> dict[str, Any]:
-    """Returns the table `[device]` of a machine file. Takes some seconds, and three times `MOVED_BYTES` of device memory."""
+    """Returns the `[device]` table of a machine file. Takes some seconds, and three times `MOVED_BYTES` of device memory."""
     device_type = "cuda" if device.type == "cuda" else "cpu"
 
     def product_s(size: int, dtype: torch.dtype) -> float:
@@ -145,7 +145,7 @@ class LeadingWrites:
 
 
 def measure_host(device: Device) -> dict[str, float]:
-    """Returns the table `[host]` of a machine file: the bandwidth and latency of offload copies and, with a CUDA device, the
+    """Returns the `[host]` table of a machine file: the bandwidth and latency of offload copies and, with a CUDA device, the
     memory bandwidth of an optimizer on the host. As in an offload, the memory of the copied tensor is freed after the copy to
     the host, and allocated again for the copy back.
     """
@@ -323,7 +323,7 @@ class IdentityLoss:
 
 
 def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]:
-    """Returns the table `[engine]` after about two seconds. plan: sets the dtypes; if it is None, weights are bf16."""
+    """Returns the `[engine]` table after about two seconds. plan: sets the dtypes; if it is None, weights are bf16."""
     precision = {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
     turns = []
     with ExitStack() as stack, device.preserve_random_state():

@@ -51,7 +51,7 @@ def measure_machine(world: World, plan: Plan | None, timeout_s: float) -> Machin
 
 
 def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
-    """Returns the table `[links]` of a machine file, equal on all ranks: the latency, bandwidth and overlap of each kind of
+    """Returns the `[links]` table of a machine file, equal on all ranks: the latency, bandwidth and overlap of each kind of
     exchange. The link itself has the figures of the slowest kind. A collective of at least two ranks, all on one host.
     timeout_s: the maximum time in seconds of a wait between ranks.
     """

@@ -62,7 +62,7 @@ class LayerWork:
 aten = torch.ops.aten
 
 DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""The names of the dtypes of matrix products, as in the tables `[device.matmul]`."""
+"""The names of the dtypes of matrix products, as in the `[device.matmul]` tables."""
 
 FREE_OPS = {
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view,

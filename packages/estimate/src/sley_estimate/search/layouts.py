@@ -209,7 +209,7 @@ class Layout(NamedTuple):
 
     def apply(self, plan: Plan, world_size: int) -> Plan:
         """Returns `plan` in this layout. Omits a partition that lists the lengths of stages (`pp.explicit`) and, for one stage,
-        the tables `[link]` and `[partition]`. Raises PlanError for invalid tables. world_size: the number of ranks.
+        the `[link]` and `[partition]` tables. Raises PlanError for invalid tables. world_size: the number of ranks.
         """
         schedule, tables = self.schedule, dict(plan.document.tables)
         sizes = {"dp": world_size // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}

@@ -49,7 +49,7 @@ class ExchangeReference(NamedTuple):
 
 @dataclass(frozen=True)
 class BeginEvent:
-    """An event of a recorded step: the rank began an exchange on `channel` of its group along `axis`. With the axis `HOST`, it
+    """An event of a recorded step: the rank began an exchange on `channel` of its group along `axis`. With the `HOST` axis, it
     began a copy on the stream with the number `channel`. num_bytes: the size of the full tensors. after: a copy that must end
     first, or None.
     """
