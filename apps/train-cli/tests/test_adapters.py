@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from sley_core.files import PLAN_FILE
 from sley_testing.plans import Tables, small_plan
 from sley_trainer.run import Run
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+if find_spec("peft") is None:
+    pytest.skip("needs peft", allow_module_level=True)
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 
 Trained = Callable[..., tuple[Path, torch.Tensor]]
@@ -63,6 +64,9 @@ def succeed(cli: Any, *arguments: Any) -> str:
 def test_peft_and_transformers_compute_the_logits_of_a_run(cli: Any, trained: Trained, folder: Path, case: str) -> None:
     run, expected = trained(*CASES[case])
     succeed(cli, "export", run, "--format", "peft", "--out", folder / "adapter")
+    import peft
+    import transformers
+
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
     model = peft.PeftModel.from_pretrained(base, str(folder / "adapter"))
     with torch.no_grad():

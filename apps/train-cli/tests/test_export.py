@@ -17,7 +17,6 @@ from sley_core.weight_files.read import WeightFiles
 from sley_testing.plans import Tables, changed, small_plan
 from sley_trainer.run import Run
 
-transformers = pytest.importorskip("transformers")
 PLAN = small_plan(
     data__sequence=16,
     batch={"global_size": 4, "micro_size": 2},
@@ -68,6 +67,8 @@ def test_transformers_computes_the_logits_of_the_run(cli: Any, trained: Trained,
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("source", ["folder", "file"])
 def test_the_tokenizer_is_exported(cli: Any, trained: Trained, folder: Path, source: str) -> None:
+    import transformers
+
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<end>": 0, "the": 1, "sley": 2, "beats": 3, "home": 4, "?": 5}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))

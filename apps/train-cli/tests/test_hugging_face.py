@@ -16,7 +16,6 @@ from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
-from sley_hf import export as hf_export
 from sley_testing.plans import Tables, changed, small_plan
 from sley_trainer.run import Run
 from train_cli.commands.export import write_config_files
@@ -135,6 +134,8 @@ def test_the_error_of_a_wrong_export_names_the_tensor(
     cli: Any, trained: Trained, folder: Path, use: str, change: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trained(plan({"use": use, "weights": str(save_model(folder / "start", "llama"))}))
+    from sley_hf import export as hf_export
+
     check = hf_export.check_export
 
     def change_export(plan: Any, model: Any, source: Any, out: Path) -> None:
@@ -150,6 +151,8 @@ def test_the_error_of_swapped_names_names_the_layer(trained: Trained, folder: Pa
     run = trained(plan({"use": "hf.decoder", "weights": str(save_model(folder / "start", "llama"))}))
     with pytest.raises(PlanError, match=r"has the model 'hf.decoder' and not 'models.llama'"):
         plan_from_dict(plan({"use": "models.llama", "weights": str(run)}), folder)
+    from sley_hf import export as hf_export
+
     resolved, source = load_run_plan(run), WeightFiles(run / "weights")
     model = hf_export.build_hugging_face_model(resolved, source)
     names = dict(model.names)

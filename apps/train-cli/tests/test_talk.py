@@ -15,9 +15,6 @@ from sley_testing.plans import small_plan
 from train_cli.commands import sample
 from train_cli.main import main
 
-transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
-
 WORDS = ["<end>", "<user>", "<bot>", "the", "sley", "beats", "home", "warp", "weft", "?"]
 TEMPLATE = "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<bot>' }} {{ m.content }} <end>{% endfor %}<bot>"
 PROMPTS = ["the sley", "home the warp beats"]
@@ -28,18 +25,21 @@ CORPUS = "\n\n".join(" ".join(WORDS[3 + (index * step) % 6] for index in range(4
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """The run folder and the export of a run of each model, with a word tokenizer and a chat template."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     folder = tmp_path_factory.mktemp("talk")
     (folder / "corpus.txt").write_text(CORPUS, "utf-8")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(WORDS[:3])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
     fast.save_pretrained(folder / "tokenizer")
     sizes = trained_runs.SIZES | {"vocab_size": 10, "initializer_range": 0.3, "eos_token_id": None, "bos_token_id": None}
     transformers.AutoConfig.for_model("qwen2", **sizes).save_pretrained(folder / "config")
-    models = {"hf.decoder": {"config": str(folder / "config")}, "models.llama": {"num_layers": 2, "hidden": 32, "heads": 4}}
+    tables_of = {"hf.decoder": {"config": str(folder / "config")}, "models.llama": {"num_layers": 2, "hidden": 32, "heads": 4}}
     paths = {}
-    for use, model in models.items():
+    for use, model in tables_of.items():
         tables = small_plan(data__sequence=64, precision__compute="fp32", optimizer={"use": "core.sgd", "lr": 0.1})
         tables["data"] |= {"files": ["corpus.txt"], "tokenizer": str(folder / "tokenizer"), "end_of_document": "<end>"}
         run_folder, export = folder / use, folder / f"{use} export"
@@ -52,6 +52,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
 
 def greedy(export: Path, text: str, tokens: int, stop: int | None = 0) -> list[str]:
     """Returns the words that transformers' `generate` adds, without an end token."""
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(export, dtype="auto")
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(export)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
@@ -148,6 +150,7 @@ def test_tasks_of_lm_eval_have_the_numbers_of_the_export(
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedTokenizerFast
 
     rows = [{"text": text, "choices": [f" {word}" for word in WORDS[3:9]], "answer": 2} for text in (*PROMPTS, *WORDS[3:])]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
@@ -157,7 +160,7 @@ def test_tasks_of_lm_eval_have_the_numbers_of_the_export(
     run_folder, export = runs[use]
     (run_folder / "summary.json").write_text('{"outcome": "finished"}', "utf-8")
     manager = TaskManager(include_path=tasks, include_defaults=False)
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(export)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(export)
     model = HFLM(pretrained=str(export), tokenizer=tokenizer, device="cpu")
     results = lm_eval.simple_evaluate(model, tasks=["next"], task_manager=manager)["results"]["next"]
     expected = {f"next/{name}": results[name] for name in ("acc,none", "brier_score,none")}

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hf_families
 import pytest
 import torch
 from hf_families import small_config
@@ -13,8 +14,6 @@ from torch import Tensor
 
 from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError, RunError
-from sley_hf.attention import SleyAttention, call_flash
-from sley_hf.decoder import build_layers
 from sley_hf.plugin import DecoderConfig
 
 
@@ -33,7 +32,7 @@ def attend_per_document(
     assert bounds.dtype == torch.int32
     left, right = options["window_size"]
     assert right == 0
-    eager = SleyAttention("eager")
+    eager = hf_families.SleyAttention("eager")
     scale, window, softcap = options["softmax_scale"], None if left < 0 else left + 1, options["softcap"] or None
     contexts = [
         eager(q[None, start:end], k[None, start:end], v[None, start:end], None, scale, window, 0.0, softcap)[0]
@@ -50,12 +49,12 @@ def attend_per_document(
 def test_kernels_compute_packed_documents_windows_and_caps(bounds: Any, window: int | None, softcap: float | None) -> None:
     q, k, v = draw_heads()
     cu_seqlens = None if bounds is None else torch.tensor(bounds)
-    expected = SleyAttention("eager")(q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
-    flex = SleyAttention("flex_attention")(q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
+    expected = hf_families.SleyAttention("eager")(q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
+    flex = hf_families.SleyAttention("flex_attention")(q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
     torch.testing.assert_close(flex, expected, rtol=1e-5, atol=1e-5)
     module: Any = ModuleType("flash_attn")
     module.flash_attn_varlen_func = attend_per_document
-    flash = call_flash(module, q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
+    flash = hf_families.call_flash(module, q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
     torch.testing.assert_close(flash, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -64,7 +63,7 @@ def test_what_a_kernel_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch
 
     def refusal_message(kernel: str, q: Tensor = q, dropout: float = 0.0) -> str:
         with pytest.raises(RunError) as error:
-            SleyAttention(kernel)(q, k, v, dropout=dropout)
+            hf_families.SleyAttention(kernel)(q, k, v, dropout=dropout)
         assert error.value.diagnostics[0].hint == 'set `[model] attention = "auto"`'
         return error.value.diagnostics[0].message
 
@@ -77,4 +76,4 @@ def test_what_a_kernel_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch
     small_config("falcon").save_pretrained(tmp_path)
     config = DecoderConfig.model_validate({"config": tmp_path, "attention": "flex_attention"})
     with pytest.raises(PlanError, match="`falcon` computes attention with its own code, which has no `flex_attention`"):
-        build_layers(config, DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=256))
+        hf_families.build_layers(config, DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=256))

@@ -5,14 +5,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import hf_families
 import pytest
 import torch
 from hf_families import FAMILIES, computes_in_fp32, small_config, transformers_model
 
 from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError
-from sley_hf.decoder import build_from_config, build_layers
-from sley_hf.export import compare_with_transformers, compute_logits, share_parameters, shrink_config
 from sley_hf.plugin import DecoderConfig
 from sley_hf.structure import find_structure
 from sley_trainer.row_metrics import model_flops
@@ -33,20 +32,22 @@ def test_logits_and_gradients_equal_those_of_transformers(family: str, packed: b
     config = small_config(family)
     config.save_pretrained(tmp_path)
     reference = transformers_model(config)
-    model = share_parameters(build_layers(decoder_config(tmp_path), DATA), reference, find_structure(reference))
+    model = hf_families.share_parameters(
+        hf_families.build_layers(decoder_config(tmp_path), DATA), reference, find_structure(reference)
+    )
     for layer in model.layers:
         layer.module.train()
     tokens = torch.randint(0, 255, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     if packed:
         positions = torch.stack([torch.cat([torch.arange(e - s) for s, e in pairwise(b)]) for b in BOUNDS])
-        actual = compute_logits(model, tokens, positions, torch.tensor(BOUNDS))
+        actual = hf_families.compute_logits(model, tokens, positions, torch.tensor(BOUNDS))
         rows = [
             torch.cat([reference(input_ids=tokens[[row], s:e]).logits[0] for s, e in pairwise(b) if e > s])
             for row, b in enumerate(BOUNDS)
         ]
         expected = torch.stack(rows)
     else:
-        actual, expected = compute_logits(model, tokens), reference(input_ids=tokens).logits
+        actual, expected = hf_families.compute_logits(model, tokens), reference(input_ids=tokens).logits
     tolerance = 1e-6 if computes_in_fp32(config) else 1e-12
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     weights = torch.linspace(-1, 1, actual.numel(), dtype=actual.dtype).view_as(actual)
@@ -63,7 +64,7 @@ def test_logits_and_gradients_equal_those_of_transformers(family: str, packed: b
 def test_models_that_are_no_plain_decoders_are_refused(family: str, changes: Any, message: str, tmp_path: Any) -> None:
     small_config(family, **changes).save_pretrained(tmp_path)
     with pytest.raises(PlanError) as refused:
-        build_layers(decoder_config(tmp_path), DATA)
+        hf_families.build_layers(decoder_config(tmp_path), DATA)
     assert refused.value.diagnostics[0].code == "hf-structure"
     assert message in refused.value.diagnostics[0].message
 
@@ -71,7 +72,7 @@ def test_models_that_are_no_plain_decoders_are_refused(family: str, changes: Any
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "qwen3_moe", "falcon"])
 def test_check_compares_with_transformers(family: str, tmp_path: Any) -> None:
     small_config(family, num_hidden_layers=7 if family == "gemma3_text" else 3).save_pretrained(tmp_path)
-    note = compare_with_transformers(decoder_config(tmp_path))
+    note = hf_families.compare_with_transformers(decoder_config(tmp_path))
     assert f"with {6 if family == 'gemma3_text' else 2} layers" in note
 
 
@@ -85,13 +86,18 @@ def test_check_compares_with_transformers(family: str, tmp_path: Any) -> None:
 )
 def test_the_copy_has_each_kind_of_layer(family: str, changes: Any, num_layers: int) -> None:
     config = small_config(family, num_hidden_layers=6, **changes)
-    assert shrink_config(config, *build_from_config(config, kernel="sdpa", experts="eager")).num_hidden_layers == num_layers
+    assert (
+        hf_families.shrink_config(
+            config, *hf_families.build_from_config(config, kernel="sdpa", experts="eager")
+        ).num_hidden_layers
+        == num_layers
+    )
 
 
 def test_a_forward_that_needs_its_layers_is_refused(tmp_path: Any) -> None:
     small_config("bloom").save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="its forward fails when its layers are removed") as refused:
-        compare_with_transformers(decoder_config(tmp_path))
+        hf_families.compare_with_transformers(decoder_config(tmp_path))
     assert refused.value.diagnostics[0].code == "hf-structure"
 
 
@@ -99,7 +105,7 @@ def test_check_refuses_a_family_whose_layers_differ(tmp_path: Any, monkeypatch: 
     small_config("llama").save_pretrained(tmp_path)
     monkeypatch.setattr("sley_hf.decoder.Block.forward", lambda self, hidden, positions=None, cu_seqlens=None: hidden)
     with pytest.raises(PlanError) as refused:
-        compare_with_transformers(decoder_config(tmp_path))
+        hf_families.compare_with_transformers(decoder_config(tmp_path))
     assert refused.value.diagnostics[0].code == "hf-differs"
 
 
@@ -116,7 +122,7 @@ def test_the_readme_lists_the_families() -> None:
 def test_flops_count_the_experts_that_a_token_uses(family: str, experts: int, tmp_path: Any) -> None:
     config = small_config(family)
     config.save_pretrained(tmp_path)
-    flops = model_flops(build_layers(decoder_config(tmp_path), DATA).build().layers)
+    flops = model_flops(hf_families.build_layers(decoder_config(tmp_path), DATA).build().layers)
     head_dim = getattr(config, "head_dim", None) or 16
     projections = 64 * head_dim * (4 + 2 + 2 + 4)
     router, mlp = (64 * 4, 2 * experts) if experts else (0, 3 * 64 * 96)

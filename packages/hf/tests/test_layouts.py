@@ -15,7 +15,6 @@ from hf_families import FAMILIES, computes_in_fp32, has_experts, record_plans, s
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sley_hf.attention import uses_interface
 from sley_hf.structure import ModuleNames, find_structure, to_layer_name
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan, write_texts
@@ -124,9 +123,10 @@ def assert_equals_plain_loop(run: RunRecord, expected: Any, structure: ModuleNam
     assert_close_gradients({n: weights[n] for n in names}, {n: run.weights[n] for n in names}, tolerance)
 
 
-@pytest.mark.sample(1)  # test_lora.py has a dense family in several layouts, and `dp sharded`
+@pytest.mark.sample(1)  # test_lora.py has a dense family in several layouts
 @pytest.mark.parametrize(
-    ("family", "names"), [("olmoe", ["1f1b", "wp in chunks", "sp in chunks"]), *((family, [*LAYOUTS]) for family in FAMILIES)]
+    ("family", "names"),
+    [("olmoe", ["dp sharded", "1f1b", "wp in chunks", "sp in chunks"]), *((family, [*LAYOUTS]) for family in FAMILIES)],
 )
 def test_a_family_in_layouts_equals_a_plain_loop(ranks: Any, tmp_path: Path, family: str, names: list[str]) -> None:
     write_texts(tmp_path)
@@ -134,7 +134,7 @@ def test_a_family_in_layouts_equals_a_plain_loop(ranks: Any, tmp_path: Path, fam
     reference = transformers_model(config)
     reference.float().save_pretrained(tmp_path / "model")
     expected = plain_loop(reference.double())
-    layouts = [layout for layout in names if not layout.startswith("sp") or uses_interface(type(reference))]
+    layouts = [layout for layout in names if not layout.startswith("sp") or hf_families.uses_interface(type(reference))]
     if type(reference.get_input_embeddings()) is not torch.nn.Embedding and config.tie_word_embeddings:
         layouts.remove("wp in chunks")  # Gemma 3's class of embeddings is gathered for its layer, and refused by name
     options = {"router_loss": ROUTER_LOSS} if has_experts(config) else {}

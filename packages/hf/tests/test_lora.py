@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import hf_families
 import pytest
 import torch
 from hf_families import LAYOUTS, record_plans, small_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from sley_core.errors import PlanError, RunError
 from sley_hf.structure import find_structure, to_layer_name
@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_base(folder: Path, family: str = "llama") -> Path:
     config = small_config(family, vocab_size=257, tie_word_embeddings=True, eos_token_id=None)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    hf_families.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -62,7 +62,7 @@ def test_three_steps_equal_those_of_peft(table: Tables, options: dict[str, Any],
     import peft
 
     recorded = record(plan(base, adapters=table, optimizer__weight_decay=0.0), STEPS, folder=texts, batches=batches())
-    model: Any = AutoModelForCausalLM.from_pretrained(base).double()
+    model: Any = hf_families.AutoModelForCausalLM.from_pretrained(base).double()
     structure = find_structure(model)
     targets = "all-linear"
     if "targets" in table:

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hf_families
 import pytest
 import torch
 from hf_families import small_config, transformers_model
@@ -12,8 +13,6 @@ from sley_core.api.data import DataInfo, Field
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
-from sley_hf.decoder import build_from_config, build_layers, build_routers, read_hf_config
-from sley_hf.export import compare_with_transformers
 from sley_hf.plugin import DecoderConfig
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import assert_parts_match_reference, record, record_reference
@@ -58,7 +57,9 @@ def test_a_row_has_the_loss_and_an_evaluation_leaves_it_out(model: Path, texts: 
 def test_the_plan_or_the_config_has_the_coefficient(router_loss: float | None, coefficient: float, tmp_path: Path) -> None:
     small_config("mixtral", router_aux_loss_coef=0.2, output_router_logits=True).save_pretrained(tmp_path)
     config = DecoderConfig.model_validate({"config": tmp_path, "router_loss": router_loss})
-    routers = build_routers(config, *build_from_config(read_hf_config(config), kernel="sdpa", experts="eager"))
+    routers = hf_families.build_routers(
+        config, *hf_families.build_from_config(hf_families.read_hf_config(config), kernel="sdpa", experts="eager")
+    )
     assert routers is not None
     assert routers.coefficient == coefficient
 
@@ -94,13 +95,13 @@ def test_parts_that_look_at_the_logits(model: Path, texts: Path, ranks: Any, lay
 def test_a_model_without_that_loss_is_refused(family: str, changes: Any, message: str, tmp_path: Path) -> None:
     small_config(family, output_router_logits=True, **changes).save_pretrained(tmp_path)
     with pytest.raises(PlanError, match=message):
-        build_layers(DecoderConfig.model_validate({"config": tmp_path}), DATA)
+        hf_families.build_layers(DecoderConfig.model_validate({"config": tmp_path}), DATA)
 
 
 def test_check_compares_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_config("olmoe").save_pretrained(tmp_path)
     config = DecoderConfig.model_validate({"config": tmp_path, "experts": "eager", "router_loss": 0.1})
-    compare_with_transformers(config)
+    hf_families.compare_with_transformers(config)
     module: Any = sys.modules["transformers.models.olmoe.modeling_olmoe"]
     original = module.OlmoeForCausalLM.forward
 
@@ -111,4 +112,4 @@ def test_check_compares_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(module.OlmoeForCausalLM, "forward", forward)
     with pytest.raises(PlanError, match="the load-balancing loss"):
-        compare_with_transformers(config)
+        hf_families.compare_with_transformers(config)

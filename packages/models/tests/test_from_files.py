@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -35,28 +34,35 @@ SIZES: dict[str, Any] = {
 }
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
-KINDS: dict[str, tuple[type, dict[str, Any]]] = {
-    "llama": (transformers.LlamaConfig, {"rms_norm_eps": 1e-5}),
-    "tied": (transformers.LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "llama3": (transformers.LlamaConfig, {"rope_parameters": SCALED, "num_key_value_heads": 1}),
-    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (transformers.Qwen3Config, {"head_dim": 12, "hidden_size": 36}),
-    "qwen3_odd": (transformers.Qwen3Config, {"head_dim": 16, "hidden_size": 30}),
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"rms_norm_eps": 1e-5}),
+    "tied": ("LlamaConfig", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama3": ("LlamaConfig", {"rope_parameters": SCALED, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 12, "hidden_size": 36}),
+    "qwen3_odd": ("Qwen3Config", {"head_dim": 16, "hidden_size": 30}),
 }
+
+
+def make_config(kind: str) -> Any:
+    import transformers  # seconds, which every process that collects tests would need
+
+    name, changes = KINDS[kind]
+    return getattr(transformers, name)(**{**SIZES, **changes})
 
 
 def write_config(folder: Path, kind: str) -> None:
     """Writes the `config.json` of a model, without weights."""
-    config_class, changes = KINDS[kind]
-    config_class(**{**SIZES, **changes}).save_pretrained(folder)  # type: ignore[attr-defined]
+    make_config(kind).save_pretrained(folder)
 
 
 def save_model(folder: Path, kind: str, max_shard_size: str = "40KB") -> Any:
     """Writes a transformers model with random weights to several files, and returns it."""
-    config_class, changes = KINDS[kind]
+    from transformers import AutoModelForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = transformers.AutoModelForCausalLM.from_config(config_class(**{**SIZES, **changes}))
+        model = AutoModelForCausalLM.from_config(make_config(kind))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -230,6 +236,8 @@ def test_weights_of_another_model_are_refused() -> None:
 
 
 def test_the_config_of_transformers_has_the_theta() -> None:
+    import transformers
+
     config = LlamaConfig(num_layers=1, hidden=32, heads=4, rope_theta=500.0)
     rotary = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf_config(config, 97))).model.rotary_emb
     assert rotary.inv_freq.tolist() == pytest.approx([500.0 ** -(index / 4) for index in range(4)])

@@ -176,6 +176,10 @@ def test_what_fails_to_close_keeps_nothing_else_open(own, small, tmp_path):
 NORMS = [{"use": "core.each"}, {"use": "core.gradient_norms"}]
 
 
+def rows_and_norms_of_each(every, folder):
+    return [rows_and_norms(tables, folder) for tables in every]
+
+
 def rows_and_norms(tables, folder, steps=2):
     """The rows of some steps, and the norms of their gradients as autograd's accumulated ones have them."""
     found = []
@@ -187,10 +191,13 @@ def rows_and_norms(tables, folder, steps=2):
     return found
 
 
-@pytest.mark.parametrize("clip", [None, 1e-3])
+CLIPS = [None, 1e-3]
+
+
+@pytest.mark.parametrize("clip", CLIPS)
 def test_the_norm_of_each_gradient_is_in_the_rows_of_all_ranks_and_adds_up_to_that_of_all(ranks, small, own, clip):
-    tables = small(gradient_handlers=NORMS, optimizer__clip_norm=clip)
-    alone = rows_and_norms(tables, own)
+    every = [small(gradient_handlers=NORMS, optimizer__clip_norm=each) for each in CLIPS]
+    alone = rows_and_norms(every[CLIPS.index(clip)], own)
     assert alone[0][0] != alone[1][0]
     for row, norms in alone:
         wanted = {f"gradient_norm/{name}": norm for name, norm in norms.items()}
@@ -198,8 +205,8 @@ def test_the_norm_of_each_gradient_is_in_the_rows_of_all_ranks_and_adds_up_to_th
         assert math.hypot(*wanted.values()) == pytest.approx(row["grad_norm"] if clip is None else clip, rel=1e-5)
         if clip is None:
             assert {name: row[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
-    for rank in ranks(2)(rows_and_norms, tables, own):
-        for (before, _), (after, _) in zip(alone, rank, strict=True):
+    for rank in ranks(2).once(rows_and_norms_of_each, every, own):
+        for (before, _), (after, _) in zip(alone, rank[CLIPS.index(clip)], strict=True):
             names = [name for name in before if "/" in name or name in ("loss", "grad_norm")]
             assert {name: after[name] for name in names} == pytest.approx({name: before[name] for name in names})
 
@@ -243,20 +250,20 @@ def test_a_number_on_the_device_is_not_read(small, alone):
         assert numbers.local_shares(torch.device("cpu")).shape == (1,)
 
 
-def correct(tables, folder):
-    with running(tables, folder) as run:
-        return [run.step()["own/correct"] for _ in range(3)]
+def correct(every, folder):
+    found = []
+    for tables in every:
+        with running(tables, folder) as run:
+            found.append([run.step()["own/correct"] for _ in range(2)])
+    return found
 
 
-@pytest.mark.parametrize(
-    "table",
-    [{"loss": {"factory": "own_losses:Counted"}}, {"model": {"factory": "own_models:model", "options": {"kind": "Counted"}}}],
-)
-def test_a_loss_or_a_layer_adds_numbers_of_its_own(ranks, small, own, table):
-    tables = small(**table)
-    one = correct(tables, own)
-    assert sum(one) > 0
-    assert ranks(2)(correct, tables, own) == [one] * 2
+def test_a_loss_or_a_layer_adds_numbers_of_its_own(ranks, small, own):
+    model = {"factory": "own_models:model", "options": {"kind": "Counted"}}
+    every = [small(loss={"factory": "own_losses:Counted"}), small(model=model)]
+    one = correct(every, own)
+    assert all(sum(numbers) > 0 for numbers in one)
+    assert ranks(2)(correct, every, own) == [one] * 2
 
 
 @pytest.mark.parametrize(("steps", "taken", "recorded"), [([1, 2], 3, 2), ([2, 3], 2, 1), ([3, 3], 2, None)])

@@ -48,6 +48,10 @@ def test_one_process_writes_what_a_plain_loop_writes(alone, tables, kind):
             assert_step(loop.step(micros), row, gradients(run), weights(run))
 
 
+def refusals(plans, folder):
+    return [refusal(plan, folder) for plan in plans]
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "changes", "name", "why"),
     [
@@ -67,8 +71,9 @@ def test_one_process_writes_what_a_plain_loop_writes(alone, tables, kind):
     ],
 )
 def test_replicas_and_what_one_process_would_write_otherwise_are_refused(ranks, own, tables, kind, size, changes, name, why):
-    plan = tables(kind, **changes)
-    for code, words in [refusal(plan, own)] if size == 1 else ranks(size)(refusal, plan, own):
+    plans = {kind: tables(kind, **changes)} if size == 1 else {kind: tables(kind) for kind in (*KINDS, "max_norm")}
+    by_rank = [refusals(plans.values(), own)] if size == 1 else ranks(size).once(refusals, [*plans.values()], own)
+    for code, words in [found[[*plans].index(kind)] for found in by_rank]:
         assert code == "weight-written"
         assert f"'{name}'" in words
         assert why in words

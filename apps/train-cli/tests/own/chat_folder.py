@@ -9,7 +9,6 @@ from random import Random
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from sley_core.data.dataset import IGNORE_INDEX
 from sley_core.losses.cross_entropy import CrossEntropy
@@ -25,6 +24,8 @@ TEMPLATE = (
 
 def write_chats(folder: Path) -> None:
     """Writes conversations, a tokenizer of bytes, and a plan."""
+    from transformers import PreTrainedTokenizerFast  # seconds, which every process that collects tests would need
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_alone = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
     bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

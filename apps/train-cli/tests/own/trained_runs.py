@@ -1,6 +1,7 @@
 """Small models of transformers with random weights, and folders of runs as `train-cli run` leaves them."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 from train_cli.saved_run import copy_run_files
 
-transformers = pytest.importorskip("transformers")
+if find_spec("transformers") is None:  # its import takes seconds, which every process that collects tests would need
+    pytest.skip("needs transformers", allow_module_level=True)
 SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 32,
@@ -34,6 +36,8 @@ TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(
 
 def save_model(folder: Path, family: str, **changes: Any) -> Path:
     """Writes a model with random weights and a `generation_config.json`. changes: to the config of `SIZES`."""
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **{**SIZES, **NO_DROPOUT, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -67,6 +71,8 @@ def train(tables: Tables, texts: Path, to: Path, save: Callable[[Run, Path], Non
 
 def transformers_model(folder: Path) -> Any:
     """Returns the model that transformers reads. Fails if a weight is missing, unknown or has another shape."""
+    import transformers
+
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
     assert not any(info.values()), info
     return model.eval()

@@ -6,7 +6,6 @@
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 _CALLS = (
     "{% for call in m.tool_calls or [] %}<tool_call>\n"
@@ -86,6 +85,8 @@ def template_of(name: str, *, blocks: bool) -> str:
 
 def save_tokenizer(folder: Path, template: str | None) -> Path:
     """Writes a byte-level tokenizer of about 600 tokens, with merges across spaces and line ends. Returns its folder."""
+    from transformers import PreTrainedTokenizerFast  # seconds, which every process that collects tests would need
+
     text = ["what does it do?\n\nIt returns the  name of a file.\n", "user\nassistant\nsystem\n", "  two\n\n\nlines  "] * 4
     implementation = Tokenizer(models.BPE())
     implementation.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,11 +1,11 @@
 """Small random configs of the families that packages/hf/README.md lists, their models, and layouts of two ranks."""
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from sley_testing.plans import Tables
 from sley_testing.runs import RunRecord, record
@@ -80,8 +80,20 @@ LAYOUTS: dict[str, Tables] = {
 }
 
 
+def __getattr__(name: str) -> Any:
+    """Returns a name of these modules, which import transformers: seconds that a process that only collects tests need not
+    wait.
+    """
+    for module in ("sley_hf.attention", "sley_hf.decoder", "sley_hf.export", "transformers"):
+        if not name.startswith("_") and hasattr(import_module(module), name):
+            return getattr(import_module(module), name)
+    raise AttributeError(name)
+
+
 def small_config(family: str, **changes: Any) -> Any:
     """Returns a transformers config with two small layers and no dropout."""
+    from transformers import AutoConfig
+
     return AutoConfig.for_model(family, **{**SIZES, **NO_DROPOUT, **FAMILIES.get(family, {}), **changes})
 
 
@@ -108,6 +120,8 @@ def has_experts(config: Any) -> bool:
 
 
 def transformers_model(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
     needs_eager = getattr(config, "attn_logit_softcapping", None) or config.model_type == "mpt"
     options: dict[str, Any] = {"attn_implementation": "eager" if needs_eager else "sdpa"}
