@@ -155,7 +155,7 @@ class AllToAllAttention(SequenceCommunicator):
         self._probe = PositionProbe(data, self.group.size, self.unchecked_layers)
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Patches every attention in `layers`, or none if it raises an error. Raises PlanError "sequence-attention" if a
+        """Patches every attention in `layers`, or none if an error is raised. Raises PlanError "sequence-attention" if a
         pattern matches nothing or there is no attention, and "sequence-mixing" for torch modules of types that mix positions.
         In the first step, `call_layer` finds any other layer that mixes positions.
         """

@@ -50,8 +50,8 @@ def check_module_types(layer: Layer, attention_modules: Collection[nn.Module]) -
 
 class PositionProbe:
     """Checks, in the first call of each layer in training, whether the layer mixes positions. Skips layers that a pattern in
-    `unchecked_layers` matches. The probe calls the layer again with other inputs at two positions. These are not mirror images
-    of each other, so that the probe also detects a reversal of positions. length: the number of positions of a slice. dim: the
+    `unchecked_layers` matches. The probe calls the layer again with other inputs at two positions. These positions do not
+    mirror each other, so the probe also detects a reversal of positions. length: the number of positions of a slice. dim: the
     dim of positions in the layer's inputs and output.
     """
 

@@ -114,7 +114,7 @@ class Link:
 
     def receive(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
         """Blocks until the posted `transfer` has arrived, and returns its description and tensors, whose memory is reused once
-        no tensor and no alias of one is alive. Raises RunError `boundary-mismatch` if the sender reports a mismatch, and
+        no tensor and no alias of a tensor is alive. Raises RunError `boundary-mismatch` if the sender reports a mismatch, and
         `stages-differ` if the sender runs another step.
         """
         direction = direction_of(transfer.peer, self._stage)

@@ -167,7 +167,7 @@ class RunMemory:
 
 
 def _find_memory(copies: Mapping[int, torch.Tensor], tensor: torch.Tensor, part: str = "a part of the run") -> torch.Tensor:
-    """Returns `tensor`, or a view of its copy in `copies`. Raises StateError "memory-away" if its memory is freed."""
+    """Returns `tensor`, or a view of its copy in `copies`. Raises StateError "memory-away" if the only memory was freed."""
     copy = copies.get(storage_id(tensor))
     if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise StateError.offloaded_error(part, "reading on the host")

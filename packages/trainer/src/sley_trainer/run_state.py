@@ -153,7 +153,7 @@ class RunState(checkpointing.TrainingState):
 
     @property
     def base_checksums(self) -> Mapping[str, int]:
-        """The checksum of each frozen parameter under an adapter, by name. A checkpoint stores it instead of the parameter."""
+        """The checksums of the frozen parameters under an adapter, by name. A checkpoint stores these, not the parameters."""
         return self.parts.registry.base_checksums
 
     def _optimizer_states(self) -> list[tuple[OptimizerParam, Any]]:

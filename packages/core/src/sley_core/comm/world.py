@@ -206,7 +206,7 @@ class Simulation:
         self, members: Members, kind: ExchangeKind, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None] | None:
         """Simulates an exchange of kind `kind` between `members` on `channel`, which sends `tensor` and fills `result`. They
-        may be the same tensor. Returns None, or a function that waiting for the exchange calls. label: describes the data.
+        may be the same tensor. Returns None, or a function that the rank calls when it waits. label: describes the data.
         """
         return None
 

@@ -274,7 +274,7 @@ def exchange_difference(groups: Iterable[Group]) -> int:
 
 
 def exchange_mismatch_error(when: str, local_exchanges: Exchanges, control: Group) -> RunError:
-    """Returns the same error `ranks-differ` on all ranks. It names the first group in which ranks made different exchanges, and
+    """Returns the same `ranks-differ` error on all ranks. It names the first group in which ranks made different exchanges, and
     two such ranks. A blocking collective on `control`. when: the name of the step. local_exchanges: this rank's exchanges.
     """
     views = control.gather_objects(local_exchanges, label="the collectives of all ranks")

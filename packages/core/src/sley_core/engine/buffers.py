@@ -407,7 +407,7 @@ class WeightStore:
 
     @contextmanager
     def settle_on_error(self) -> Iterator[None]:
-        """If the block raises an exception, waits for complete weights, but lets no RunError of this wait replace it."""
+        """If the block raises an exception, waits for complete weights. No RunError of this wait replaces the exception."""
         try:
             yield
         except BaseException:

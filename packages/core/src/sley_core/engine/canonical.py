@@ -35,7 +35,7 @@ from sley_core.topology import DEFAULT_CHANNEL
 
 
 class TreeLeaf(NamedTuple):
-    """A leaf of a parameter's tree. layer_index: the index of a layer in `Param.layers`. microbatch: its global number."""
+    """A leaf of a parameter's tree. layer_index: the index of a layer in `Param.layers`. microbatch: the global number."""
 
     layer_index: int
     microbatch: int
@@ -275,7 +275,7 @@ FAST_HINT = 'set [parallel] reduction = "fast"'  # the hint for gradients whose 
 
 
 class ParameterUse(NamedTuple):
-    """A use of a parameter by a module: the parameter's name there, the module, and the stage of the module."""
+    """A use of a parameter by a module: the parameter's name in the module, the module, and the module's stage."""
 
     name: str
     module: nn.Module

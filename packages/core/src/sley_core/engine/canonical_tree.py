@@ -154,7 +154,9 @@ class PartialSums:
         return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
 
     def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
-        """Adds both in place. Returns the sum, in `target` if `target` is one of them. The other goes to `sum_memory`."""
+        """Adds one tensor to the other in place, to `target` if it is one of them, and returns the sum. `sum_memory` gets the
+        memory of the other tensor.
+        """
         if other is self.target:
             total, other = other, total
         total.add_(other)

@@ -308,7 +308,7 @@ class GradientStore:
             accumulator.reset()
 
     def chunk_done(self, chunk: int) -> None:
-        """Completes and reports the gradients of `chunk` after its last gradient action; zeros without contributions."""
+        """Completes and reports the gradients of `chunk` after its last gradient action. Untouched gradients are zero."""
         for accumulator in self._order:
             if accumulator.chunks <= self.state.done_chunks:
                 self._accumulate_assigned(accumulator)

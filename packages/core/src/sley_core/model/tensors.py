@@ -305,7 +305,7 @@ def _is_from_torch(value: Any) -> bool:
 
 
 def _reachable_tensors(attribute: str, root: Any, visited: set[int], layer_modules: set[int]) -> Iterator[ReferencedTensor]:
-    """Yields the tensors reachable from `root`, the value of `attribute`. Skips objects in `visited`, and adds to it."""
+    """Yields the tensors reachable from `root`, the value of `attribute`. Skips objects in `visited`, and adds the others."""
     pending = [root]
     num_visited = 0
     while pending and num_visited < MAX_OBJECTS:

@@ -96,7 +96,9 @@ class Ledger:
         self._ignored_references[key] = weakref.ref(storage, partial(self._remove_ignored, key))
 
     def poll(self, storage: torch.UntypedStorage) -> None:
-        """Makes each `track` check whether `storage` was freed. Python's weak references miss this if torch also has one."""
+        """Makes each `track` check whether `storage` was freed. Python's weak references miss this if torch also has a weak
+        reference.
+        """
         key = storage._cdata
         if key not in self._references:
             self._keys_to_poll.add(key)

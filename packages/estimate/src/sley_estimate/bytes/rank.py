@@ -168,7 +168,7 @@ def fake_run(plan: Plan, rank: int, world_size: int, draft: Draft | None = None)
 
 
 def take_step(run: Run, batch: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Runs a step of `run` on the microbatches in `batch`. Raises RunError `estimate-layer` if it needs tensor values."""
+    """Runs a step of `run` on the microbatches in `batch`. Raises RunError `estimate-layer` if a layer needs tensor values."""
     try:
         run.step(batch)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:

@@ -268,7 +268,7 @@ WARMUP_STEPS = 3  # the number of steps before the timed steps, in which optimiz
 
 
 class IndexDataset:
-    """A dataset in which sample i consists of the field `index` with the value i."""
+    """A dataset in which sample i consists of the `index` field with the value i."""
 
     info = DataInfo({"index": Field("int64")})
 

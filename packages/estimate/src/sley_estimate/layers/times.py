@@ -127,8 +127,8 @@ def operators_s(operators: Sequence[Operator], device: DeviceTable) -> float:
 
 
 def host_operators_s(operators: Sequence[Operator], machine: MachineFile) -> float:
-    """Returns the time in seconds of operators on the host's cores. If the device is a GPU, it follows from the host's memory
-    bandwidth. Raises PlanError "machine-host" if the machine file of a GPU does not have this bandwidth.
+    """Returns the time in seconds of operators on the host's cores. For a GPU machine, the time follows from the host's
+    memory bandwidth. Raises PlanError "machine-host" if the machine file of a GPU does not have this bandwidth.
     """
     if machine.device.kind == "cpu":
         return operators_s(operators, machine.device)

@@ -190,7 +190,7 @@ class Recording:
         return self._record_exchange(BeginEvent(direction, HOST, str(stream), num_bytes, after))
 
     def on_wait(self, number: int) -> None:
-        """Records that the device or the host waits for exchange or copy `number`. Ignores later waits for the same one."""
+        """Records the first wait of the device or the host for exchange or copy `number`. Ignores all later waits for it."""
         if number in self._awaited:
             return
         self._awaited.add(number)
