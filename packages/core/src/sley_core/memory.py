@@ -146,7 +146,7 @@ class MemoryInventory:
     """Lists the memory that the run uses on this rank's `device`, by part.
 
     _sources: for each part, a function that yields (name, tensor) pairs. Each method calls it again, because optimizers create
-    states late and pools grow. _states_of: a function that yields such pairs for the optimizer states of a parameter. trim: a
+    states late and pools grow. _states_of: a function that yields these pairs for the optimizer states of a parameter. trim: a
     function that frees the unused memory of the pool and returns the number of freed bytes.
 
     Tensors on other devices, such as AdamW's step counts on the host, are not listed. Nor are scalar optimizer states, because

@@ -224,7 +224,7 @@ class SchedulerHook(Protocol):
     """
 
     def before_forward(self, micro: MicroStep, inputs: Any) -> None:
-        """Observes the start of a forward. inputs: those of the chunk (None for the first chunk) or of the recomputed layer."""
+        """Observes the start of a forward. inputs: the inputs of the chunk (None for the first) or of the recomputed layer."""
 
     def after_forward(self, micro: MicroStep, output: Any) -> None:
         """Observes the end of a microbatch's forward. output: the output of the chunk."""

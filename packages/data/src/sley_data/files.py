@@ -101,7 +101,7 @@ def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
 
 
 class _BadPathError(Exception):
-    """Raised for a problem with a path or pattern. code, message, hint: those of the plan problem to report."""
+    """Raised for a problem with a path or pattern. code, message, hint: the fields of the plan problem to report."""
 
     def __init__(self, code: str, message: str, hint: str | None = None) -> None:
         super().__init__(message)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class Recipe:
     """The inputs of a plan's model factory, with which it can be called again. component: the factory. data: the argument of
     the factory. seed: the seed of the factory's generators. adapters: the adapters of the plan, or None. meta_error: the error
-    of the factory on meta; "" if it runs there.
+    of the factory on meta; "" if none.
     """
 
     component: "Component"

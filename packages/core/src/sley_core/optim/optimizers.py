@@ -289,7 +289,7 @@ def load_optimizer_state(
     """Sets the whole state of the optimizer, with its own `load_state_dict`, which moves states to the right devices.
 
     states: the state of each parameter, by its `id`. options: the restored options of each group. shared: the states under
-    other keys, and the attributes. initial: the attributes of a new optimizer, for those that `shared` lacks. dtypes: the dtype
+    other keys, and the attributes. initial: a new optimizer's attributes, for attributes that `shared` lacks. dtypes: the dtype
     that each parameter had when its states were saved, by its `id`. States of this dtype are cast to the parameter's present
     dtype; other states keep their dtypes.
     """
