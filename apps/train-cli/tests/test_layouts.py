@@ -155,9 +155,10 @@ POLICIES: list[Tables] = [
     {"use": "memory.selective"},
 ]
 MODULES = {"use": "isp.communicator", "unit": "module", "head": "vocabulary", "embedding": "hidden"}
+FEW = changed(PLAN, batch__global_size=6, evaluation=None)
 SHARDED: dict[str, Tables] = {
-    "layers": layout_of("wp2", PLAN),
-    "modules": layout_of("wp2", PLAN, weights=MODULES, model__tie_embeddings=False),
+    "layers": layout_of("wp2", FEW),
+    "modules": layout_of("wp2", FEW, weights=MODULES, model__tie_embeddings=False),
 }
 Counts = dict[str, dict[str, float]]
 
@@ -248,7 +249,7 @@ def test_runs_on_cuda_resume_from_checkpoints(ranks: Any, texts: Path, tmp_path:
 # -- counts of exchanges and memory pools ------------------------------------------------------------------------------
 
 
-HELD_OUT = {"evaluation": {"every": 9, "steps": 3}}
+HELD_OUT = {"evaluation": {"every": 9, "steps": 1}}
 ISP = {"use": "isp.communicator"}
 SENT = "sent_bytes_per_step"
 EXCHANGES: dict[str, Tables] = {

@@ -37,7 +37,7 @@ CHAT = {"use": "data.chat", "files": ["chats.jsonl"], "tokenizer": "tokenizer"}
 def mixed_plan(**changes: Any) -> Tables:
     sources = [{"name": "texts", "weight": 1, **TEXT}, {"name": "chats", "weight": 2, **CHAT}]
     mixture = {"use": "data.mixture", "sequence": 160, "sources": sources}
-    return changed(small_plan(data=mixture, optimizer__eps=1e-3, batch={"global_size": 8, "micro_size": 2}), **changes)
+    return changed(small_plan(data=mixture, optimizer__eps=1e-3, batch={"global_size": 4, "micro_size": 1}), **changes)
 
 
 BUCKETS = [{"use": "dp.bucketed", "bucket_mb": 0.002}]
@@ -110,9 +110,9 @@ def test_canonical_losses_of_sources_have_the_bits_of_one_process(ranks: Any, fo
 def test_a_batch_of_one_source_and_an_unknown_source(folder: Path) -> None:
     with running(mixed_plan(), folder) as run:
         batch = run.feed.next()
-        row = run.step({**batch, "source": torch.ones(8, dtype=torch.int64)})
+        row = run.step({**batch, "source": torch.ones(4, dtype=torch.int64)})
         assert row["loss/chats"] == row["loss"]
         assert row["share/texts"] == 0
         assert "loss/texts" not in row
         with pytest.raises(RunError, match=r"a sample has the source 2, but the data has 2 sources: texts, chats"):
-            run.step({**batch, "source": torch.arange(8)})
+            run.step({**batch, "source": torch.arange(4)})
