@@ -19,6 +19,7 @@ from sley_testing.runs import RunRecord, assert_parts_match_reference, assert_re
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 
 STEPS, LENGTH = 3, 24
+BATCH = {"global_size": 4, "micro_size": 2}
 LORA_TABLE = {"use": "hf.lora", "rank": 4, "alpha": 8.0}
 
 
@@ -36,15 +37,16 @@ def write_base(folder: Path, family: str = "llama") -> Path:
 
 
 def plan(base: Path, **changes: Any) -> Tables:
-    tables = small_plan(model={"use": "hf.decoder", "weights": str(base)}, adapters=LORA_TABLE, optimizer__clip_norm=None)
+    model = {"use": "hf.decoder", "weights": str(base)}
+    tables = small_plan(model=model, adapters=LORA_TABLE, batch=BATCH, optimizer__clip_norm=None)
     return changed(tables, **changes)
 
 
 def batches() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(0, 255, (8, LENGTH + 1), generator=generator) for _ in range(STEPS)]
-    positions = torch.arange(LENGTH).expand(8, -1)
-    bounds = torch.tensor([0, LENGTH], dtype=torch.int32).expand(8, -1)
+    ids = [torch.randint(0, 255, (4, LENGTH + 1), generator=generator) for _ in range(STEPS)]
+    positions = torch.arange(LENGTH).expand(4, -1)
+    bounds = torch.tensor([0, LENGTH], dtype=torch.int32).expand(4, -1)
     return [{"tokens": i[:, :-1], "labels": i[:, 1:], "positions": positions, "cu_seqlens": bounds} for i in ids]
 
 
@@ -91,9 +93,8 @@ def test_three_steps_equal_those_of_peft(table: Tables, options: dict[str, Any],
 
 def test_adapters_in_layouts_equal_those_of_one_process(base: Path, texts: Path, ranks: Any) -> None:
     """In the second step, both matrices of an adapter have gradients."""
-    batch = {"global_size": 4, "micro_size": 2}
     one_layer, tied_adapters, trained_head, two_linears = (
-        plan(base, adapters=LORA_TABLE | table, batch=batch)
+        plan(base, adapters=LORA_TABLE | table)
         for table in (
             {"targets": ["blocks.1.*.q_proj"]},
             {"targets": ["lm_head", "q_proj"]},
@@ -101,7 +102,7 @@ def test_adapters_in_layouts_equal_those_of_one_process(base: Path, texts: Path,
             {"targets": ["q_proj", "down_proj"]},
         )
     )
-    llama = small_plan(adapters=LORA_TABLE | {"targets": ["query", "down"], "train": ["head.norm.*"]}, batch=batch)
+    llama = small_plan(adapters=LORA_TABLE | {"targets": ["query", "down"], "train": ["head.norm.*"]}, batch=BATCH)
     cases = [
         (one_layer, "zb_h1", 2),
         (tied_adapters, "wp", 6),
@@ -142,8 +143,7 @@ def test_layouts_equal_one_process(base: Path, texts: Path, ranks: Any, names: t
 def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
     base: Path, texts: Path, tmp_path: Path, ranks: Any
 ) -> None:
-    targets = {"targets": ["o_proj", "gate_proj"]}
-    tables = plan(base, adapters=LORA_TABLE | targets, batch={"global_size": 4, "micro_size": 2})
+    tables = plan(base, adapters=LORA_TABLE | {"targets": ["o_proj", "gate_proj"]})
     uninterrupted = record(tables, 3, folder=texts)
     plans = [changed(tables, **LAYOUTS[layout]) for layout in ("1f1b", "dp sharded")]
     assert_resumed_parity(uninterrupted, ranks(2, 180)(save_and_resume, *plans, texts, tmp_path / "saved"), "fp64")
@@ -162,14 +162,15 @@ def save_and_resume(first: Tables, second: Tables, folder: Path, path: Path) -> 
 
 
 def test_another_base_is_refused(base: Path, texts: Path, tmp_path: Path) -> None:
-    record(plan(base), 1, folder=texts, save=tmp_path / "saved")
+    table = LORA_TABLE | {"targets": ["up_proj"]}
+    record(plan(base, adapters=table), 1, folder=texts, save=tmp_path / "saved")
     other = tmp_path / "other"
     write_base(other)
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-6
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(RunError) as refused:
-        record(plan(other), 1, folder=texts, load=tmp_path / "saved")
+        record(plan(other, adapters=table), 1, folder=texts, load=tmp_path / "saved")
     assert refused.value.diagnostics[0].code == "adapters-base"
     assert "'blocks.1.layer.mlp.up_proj.base_layer.weight'" in refused.value.diagnostics[0].message
 

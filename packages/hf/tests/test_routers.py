@@ -35,7 +35,8 @@ def plan(model: Path, router_loss: float | None = None, **changes: Any) -> Table
     table: dict[str, Any] = {"use": "hf.decoder", "weights": str(model), "experts": "eager"}
     if router_loss is not None:
         table["router_loss"] = router_loss
-    return changed(small_plan(model=table, evaluation={"every": 5, "steps": 2}), **changes)
+    batch = {"global_size": 4, "micro_size": 2}
+    return changed(small_plan(model=table, batch=batch, evaluation={"every": 5, "steps": 1}), **changes)
 
 
 def test_a_row_has_the_loss_and_an_evaluation_leaves_it_out(model: Path, texts: Path) -> None:
