@@ -246,10 +246,11 @@ class GradientHandlerContract:
         assert_same_runs(clean, failed)
 
     def _observe(self, ranks: Callable[..., Ranks], handlers: list[Tables] | None = None) -> list[tuple[RunRecord, ...]]:
-        """Returns the cached records of both ranks for one, three and again three microbatches. handlers: the handlers of the
-        plan; None means `_handlers()`.
+        """Returns the cached records of both ranks for one and three microbatches, and again for three if the plan has only
+        the handlers of `_handlers()`. handlers: the handlers of the plan; None means `_handlers()`.
         """
-        arguments = handlers or self._handlers(), (1, 3, 3), self._has_unreduced_layer()
+        numbers = (1, 3, 3) if handlers in (None, self._handlers()) else (1, 3)
+        arguments = handlers or self._handlers(), numbers, self._has_unreduced_layer()
         return [*zip(*ranks(2).once(observe_runs, *arguments), strict=True)]
 
     def _handlers(self) -> list[Tables]:
