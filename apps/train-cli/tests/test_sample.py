@@ -33,18 +33,18 @@ Trained = Callable[..., Path]
 
 @pytest.fixture
 def trained(texts: Path, folder: Path) -> Iterator[Trained]:
-    """`trained(tables)` trains for three steps and returns the run folder; `trained.run` is the run."""
+    """`trained(tables)` trains for two steps and returns the run folder; `trained.run` is the run."""
 
     def train(tables: Tables, saved: str = "weights", **layout: Any) -> Path:
         run = stack.enter_context(assemble(plan_from_dict(tables, texts), World.alone("cpu")))
-        for _ in range(3):
+        for _ in range(2):
             run.step()
         to = folder / "run"
         to.mkdir()
         if saved == "weights":
             run.save_weights(to / "weights")
         elif saved == "checkpoint":
-            run.save_checkpoint(to / "checkpoints" / "step-00000003")
+            run.save_checkpoint(to / "checkpoints" / "step-00000002")
         resolved = plan_from_dict(changed(tables, **layout), texts) if layout else run.resolved_plan
         (to / "plan.toml").write_text(resolved.to_toml(), "utf-8")
         train.run = run  # type: ignore[attr-defined]
