@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jinja2
 import matplotlib as mpl
 import tomli
+from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -202,7 +203,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.3,
-    "axes.prop_cycle": mpl.cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.prop_cycle"],
+    "axes.prop_cycle": cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.prop_cycle"],
     "savefig.dpi": 150,
 }
 """The style of all charts. The lines of up to 30 runs look different."""

@@ -36,20 +36,7 @@ from sley_core.errors import RunError, SleyError, format_cause, shorten_names
 from sley_core.json_text import decode_value, encode_value
 from sley_core.model.layers import Layer
 from sley_core.model.tensors import checksum
-from sley_core.weight_files.write import (
-    LocalProbeFolder,
-    Spec,
-    TensorFilesWriter,
-    begin_folder,
-    check_replaceable,
-    complete_folder,
-    describe_write_error,
-    discard_scratch_folder,
-    probe,
-    scratch_folder,
-    split_by_size,
-    weight_file_names,
-)
+from sley_core.weight_files import write
 
 EXTRA_STATE_KEY = "_extra_state"
 """The last part of the name of a module's extra state, as in torch's state dict."""
@@ -96,7 +83,7 @@ _INTEGER_DTYPES = {4: torch.int32, 8: torch.int64}
 class _SavedTensor(NamedTuple):
     """A tensor that this rank's stage saves: a parameter, a buffer or an extra state. Either `param` or `buffer` is None."""
 
-    spec: Spec
+    spec: write.Spec
     param: Param | None
     buffer: Tensor | None
 
@@ -118,11 +105,11 @@ class WeightSaver:
         """Raises the same RunError on all ranks: "weights-unsaved" if `folder` has files other than weights,
         "checkpoint-folder" if one of several writing ranks cannot see the parent of `folder`. Every rank must call it.
         """
-        failure = _describe_failure(partial(check_replaceable, folder), folder) if self._parts.world.rank == 0 else ""
+        failure = _describe_failure(partial(write.check_replaceable, folder), folder) if self._parts.world.rank == 0 else ""
         self._exchange_files([], failure, folder, {})
         if self._parts.topology.pp > 1:
-            open_folder, timeout_s = partial(LocalProbeFolder, folder.parent), self._parts.limits.collective_timeout_s
-            probe(str(folder.parent), open_folder, self._control, timeout_s, writes=self._writes)
+            open_folder, timeout_s = partial(write.LocalProbeFolder, folder.parent), self._parts.limits.collective_timeout_s
+            write.probe(str(folder.parent), open_folder, self._control, timeout_s, writes=self._writes)
 
     def __call__(
         self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None], metadata: Mapping[str, str]
@@ -138,26 +125,26 @@ class WeightSaver:
             require()
             sources.extend(self._list_sources(precision))
             if is_first:
-                begin_folder(folder)
+                write.begin_folder(folder)
 
         failure = _describe_failure(prepare, folder)
         specs_of_rank = [source.spec for source in sources] if self._writes else []
         files, metadata = self._exchange_files(
-            split_by_size(specs_of_rank, lambda spec: spec.num_bytes, max_file_bytes), failure, folder, metadata
+            write.split_by_size(specs_of_rank, lambda spec: spec.num_bytes, max_file_bytes), failure, folder, metadata
         )
         local_names = {spec.name: name for name, rank, specs in files for spec in specs if rank == self._parts.world.rank}
         self._exchange_files([], self._write(sources, local_names, precision, folder, metadata), folder, {})
         failure = ""
         if is_first:
             specs_by_file = {name: specs for name, _, specs in files}
-            missing = [name for name in specs_by_file if not (scratch_folder(folder) / name).is_file()]
+            missing = [name for name in specs_by_file if not (write.scratch_folder(folder) / name).is_file()]
             failure = f"`{missing[0]}` was written to a folder that rank 0 does not see" if missing else ""
-            failure = failure or _describe_failure(partial(complete_folder, folder, specs_by_file), folder)
+            failure = failure or _describe_failure(partial(write.complete_folder, folder, specs_by_file), folder)
         self._exchange_files([], failure, folder, {})
 
     def _exchange_files(
-        self, files: list[list[Spec]], failure: str, folder: Path, metadata: Mapping[str, str]
-    ) -> tuple[list[tuple[str, int, list[Spec]]], Mapping[str, str]]:
+        self, files: list[list[write.Spec]], failure: str, folder: Path, metadata: Mapping[str, str]
+    ) -> tuple[list[tuple[str, int, list[write.Spec]]], Mapping[str, str]]:
         """Exchanges this rank's files and failure; returns the name, the writing rank and the tensors of each file of any rank,
         and the metadata of rank 0. If a rank failed, discards the unfinished folder and raises RunError "weights-unsaved".
         """
@@ -166,15 +153,15 @@ class WeightSaver:
         reasons = zip(self._control.ranks, (reason for reason, _, _ in messages), strict=True)
         if failures := [f"rank {rank}: {reason}" for rank, reason in reasons if reason]:
             if self._parts.world.rank == 0:
-                discard_scratch_folder(folder)
+                write.discard_scratch_folder(folder)
             hint = "use a folder that every rank can write to"
             raise RunError("weights-unsaved", f"the weights are not saved in `{folder}`: {failures[0]}", hint=hint)
         files_of_ranks = [
-            (rank, [Spec(name, dtype, tuple(shape)) for name, dtype, shape in specs])
+            (rank, [write.Spec(name, dtype, tuple(shape)) for name, dtype, shape in specs])
             for rank, (_, lists, _) in zip(self._control.ranks, messages, strict=True)
             for specs in lists
         ]
-        names = weight_file_names(len(files_of_ranks))
+        names = write.weight_file_names(len(files_of_ranks))
         return [(name, *file) for name, file in zip(names, files_of_ranks, strict=False)], messages[0][2]
 
     def _list_sources(self, precision: Precision) -> Iterator[_SavedTensor]:
@@ -183,7 +170,9 @@ class WeightSaver:
         master_dtype = self._masters.dtype if precision == "full" else None
         for param in self._parts.registry:
             if param.stages[0] == stage:  # the first of its stages writes a tied weight
-                yield _SavedTensor(Spec.from_dtype(param.name, master_dtype or param.parameter.dtype, param.shape), param, None)
+                yield _SavedTensor(
+                    write.Spec.from_dtype(param.name, master_dtype or param.parameter.dtype, param.shape), param, None
+                )
         for layer in self._parts.layers:
             buffers = [
                 (f"{prefix}.{name}", buffer)
@@ -193,7 +182,7 @@ class WeightSaver:
             ]
             buffers += [(name, encode_extra_state(name, module)) for name, module in modules_with_extra_state([layer])]
             for name, buffer in buffers:
-                yield _SavedTensor(Spec.from_dtype(name, buffer.dtype, buffer.shape), None, buffer)
+                yield _SavedTensor(write.Spec.from_dtype(name, buffer.dtype, buffer.shape), None, buffer)
 
     @torch.no_grad()
     def _write(
@@ -205,11 +194,11 @@ class WeightSaver:
         metadata: Mapping[str, str],
     ) -> str:
         """Writes this rank's files; returns the reason for a failure, or "". A failed rank still joins every collective."""
-        files: dict[str, list[Spec]] = {}
+        files: dict[str, list[write.Spec]] = {}
         for source in sources if self._writes else ():
             files.setdefault(file_of_tensor[source.spec.name], []).append(source.spec)
         failure = ""
-        with TensorFilesWriter(scratch_folder(folder), files, metadata) as tensor_files:
+        with write.TensorFilesWriter(write.scratch_folder(folder), files, metadata) as tensor_files:
             for source in sources:
                 value = self._gather_full_tensor(source, precision)
                 if value is not None and not failure:
@@ -255,7 +244,7 @@ def _describe_failure(write: Callable[[], object], folder: Path) -> str:
     except SleyError as error:
         return error.diagnostics[0].message
     except OSError as error:
-        return describe_write_error(error, folder)
+        return write.describe_write_error(error, folder)
     return ""
 
 
