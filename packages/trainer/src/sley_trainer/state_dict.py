@@ -237,10 +237,10 @@ class WeightSaver:
         return flat.reshape(parameter.shape)
 
 
-def _describe_failure(write: Callable[[], object], folder: Path) -> str:
-    """Calls `write`, and returns a description of its failure, or "" on success. folder: the folder that `write` changes."""
+def _describe_failure(change: Callable[[], object], folder: Path) -> str:
+    """Calls `change`, which changes `folder`, and returns a description of its failure, or "" on success."""
     try:
-        write()
+        change()
     except SleyError as error:
         return error.diagnostics[0].message
     except OSError as error:
