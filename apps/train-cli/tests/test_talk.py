@@ -141,7 +141,7 @@ metric_list: [{{metric: acc}}, {{metric: brier_score}}]
 """
 
 
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval, of the extra sley-hf[eval]")
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval, from the sley-hf[eval] extra")
 @pytest.mark.parametrize("use", USES)
 def test_tasks_of_lm_eval_have_the_numbers_of_the_export(
     cli: Any, runs: dict[str, tuple[Path, Path]], folder: Path, use: str, monkeypatch: pytest.MonkeyPatch
