@@ -111,9 +111,9 @@ def test_chat_remembers_the_conversation_until_a_reset(
 
 
 def test_ctrl_c_stops_only_the_answer(cli: Any, runs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
-    from sley_hf.generate import TextGenerator
+    from sley_hf.generate import Generator
 
-    generate, calls = TextGenerator.generate, []
+    generate, calls = Generator.generate, []
 
     def interrupt_first(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(None)
@@ -122,7 +122,7 @@ def test_ctrl_c_stops_only_the_answer(cli: Any, runs: dict[str, tuple[Path, Path
                 raise KeyboardInterrupt
             yield step
 
-    monkeypatch.setattr(TextGenerator, "generate", interrupt_first)
+    monkeypatch.setattr(Generator, "generate", interrupt_first)
     monkeypatch.setattr("sys.stdin", io.StringIO("home\nhome\n"))
     result = cli("chat", runs["models.llama"][1], "--temperature", 0, "--tokens", 3)
     assert (result.code, len(calls), len(result.out.splitlines())) == (0, 2, 2), result.err

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from sley_testing.contract import EACH, GradientHandlerContract, observe, observe_runs
+from sley_testing.contract import GradientHandlerContract, observe
 
 
 class TestNarrow(GradientHandlerContract):
@@ -12,7 +12,7 @@ class TestNarrow(GradientHandlerContract):
 
 def test_small_gradients_are_not_rounded(ranks: Callable[..., Any]) -> None:
     """The weights of the contract's model have 36 elements and its biases 6."""
-    (exact, _), _ = ranks(2).once(observe_runs, [EACH], (1, 3), True)
+    exact, _ = ranks(2)(observe, [{"use": "core.each"}], 1, False)
     narrow, _ = ranks(2)(observe, [{"use": "narrow.reducer", "min_numel": 36}], 1, False)
     weights, biases = "second.often.weight", "second.often.bias"
     assert not narrow.gradients[0][weights].equal(exact.gradients[0][weights])

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from sley_core.errors import PluginError, UsageError, install_hint
 
 
-class TextGenerator:
+class Generator:
     """A transformers model that continues prompts, on CUDA if it is available. folder: contains `config.json`, and optionally a
     tokenizer and weights, as `train-cli export` writes them. state: the weights, keyed by transformers' names; None reads them
     from the folder. stop: token ids that end a text, in addition to the ids in the folder. tokenizer: the tokenizer in the
@@ -125,10 +125,10 @@ class _Streamer(BaseStreamer):
         self._has_prompts = True
 
     def end(self) -> None:
-        """Does nothing, since `TextGenerator.generate` ends the queue."""
+        """Does nothing, since `Generator.generate` ends the queue."""
 
 
-def evaluate_tasks(generator: TextGenerator, names: Sequence[str], include: Path | None) -> dict[str, dict[str, float]]:
+def evaluate_tasks(generator: Generator, names: Sequence[str], include: Path | None) -> dict[str, dict[str, float]]:
     """Returns the metrics of each task, such as `{"mine": {"acc,none": 0.5}}`, as lm-eval computes them with its class `HFLM`.
     names: names of tasks or groups, or patterns for names. include: a folder with tasks in lm-eval's format, which replace
     lm-eval's own tasks, or None. Raises PluginError "plugin-import" if lm-eval cannot be imported, UsageError "no-vocabulary"

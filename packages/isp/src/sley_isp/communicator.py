@@ -141,7 +141,7 @@ class Communicator(WeightCommunicator):
                 table = ParamGroup(layer.name, layer.name, config, parts.pool)  # never gathered
                 self._patch(module, ColumnEmbedding(self, table, module, params, parts).forward)
             elif isinstance(module, nn.Linear | nn.Embedding) and params:
-                head = parts.head if parts.head is not None and parts.head.linear_name == name else None
+                head = parts.head if parts.head is not None and parts.head.name == name else None
                 is_vocabulary = head is not None and config.head == "vocabulary"
                 is_unit = is_vocabulary or config.with_group(config.group_index(params["weight"].name)).unit == "module"
                 group = add_to_group(name if is_unit else keys.pop(), params.values())

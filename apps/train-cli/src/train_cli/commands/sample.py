@@ -245,7 +245,7 @@ def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system:
 
 def limit_tokens(generator: Any, prompt_length: int, max_new_tokens: int) -> int:
     """Returns the number of new tokens that fit after a prompt of `prompt_length` tokens, at most `max_new_tokens`. generator:
-    a `sley_hf.generate.TextGenerator`. Raises UsageError "prompt-long" if no token fits.
+    a `sley_hf.generate.Generator`. Raises UsageError "prompt-long" if no token fits.
     """
     if generator.max_length is None or prompt_length + max_new_tokens <= generator.max_length:
         return max_new_tokens
@@ -256,7 +256,7 @@ def limit_tokens(generator: Any, prompt_length: int, max_new_tokens: int) -> int
 
 
 def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = None, feature: str) -> tuple[Any, TextIds]:
-    """Returns a `sley_hf.generate.TextGenerator` with the weights of a run, a checkpoint or an exported folder, and the mapping
+    """Returns a `sley_hf.generate.Generator` with the weights of a run, a checkpoint or an exported folder, and the mapping
     between text and token ids. best: whether to use a run's best checkpoint. tokenizer: the tokenizer to use in place of the
     run's, or None. feature: the command, for messages. Raises PluginError "command-missing" if sley-hf is not installed, and
     UsageError "no-chat" if transformers has no such model.
@@ -264,7 +264,7 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
     generate = import_optional("hf", "sley_hf.generate", feature)
     if (Path(run) / CONFIG_FILE).is_file() and not (Path(run) / PLAN_FILE).is_file():  # a transformers model
         text_ids = load_text_ids(None, tokenizer or Path(run))
-        return generate.TextGenerator(Path(run), stop=() if text_ids.end is None else (text_ids.end,)), text_ids
+        return generate.Generator(Path(run), stop=() if text_ids.end is None else (text_ids.end,)), text_ids
     plan, source = open_weights(run, best=best)
     text_ids = load_text_ids(plan, tokenizer)
     if plan.adapters is not None:
@@ -276,7 +276,7 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
     with TemporaryDirectory() as folder:
         write_config_files(plan, model, Path(folder))
         state = {hf_name: source.tensor(name) for name, hf_name in model.names.items()}
-        return generate.TextGenerator(Path(folder), state, () if text_ids.end is None else (text_ids.end,)), text_ids
+        return generate.Generator(Path(folder), state, () if text_ids.end is None else (text_ids.end,)), text_ids
 
 
 def load_text_ids(plan: Plan | None, tokenizer: Path | None) -> TextIds:

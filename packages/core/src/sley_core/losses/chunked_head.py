@@ -79,7 +79,7 @@ class HeadChunks:
         return cls(last_layer.name, names[0], max_tokens)
 
     @property
-    def linear_name(self) -> str:
+    def name(self) -> str:
         """Returns the full name of the linear in the model."""
         return f"{self.layer}.{self.path}" if self.path else self.layer
 
@@ -169,7 +169,7 @@ class DirectHead(LogitsHead):
         super().__init__(chunks, linear)
         self.store = parts.store
         names = [name for name, parameter in linear._parameters.items() if parameter is not None]
-        self.params = {name: parts.registry[f"{chunks.linear_name}.{name}"] for name in names}
+        self.params = {name: parts.registry[f"{chunks.name}.{name}"] for name in names}
         self.patch = ForwardPatch(linear, self.forward)
         for param in self.params.values():
             param.has_products = True
@@ -198,10 +198,10 @@ def patch_head(parts: Parts, chunks: HeadChunks) -> Callable[[], None]:
     If a communicator shards the weight, it must already have patched the head; if not, raises PlanError "head-chunks".
     """
     layer = next((layer for layer in parts.layers if layer.name == chunks.layer), None)
-    if layer is not None and parts.registry[f"{chunks.linear_name}.weight"].shard is None:
+    if layer is not None and parts.registry[f"{chunks.name}.weight"].shard is None:
         return DirectHead(parts, chunks, cast("nn.Linear", layer.module.get_submodule(chunks.path))).patch.undo
     if layer is not None and not chunks.is_patched:
-        message = f"the weight of `{chunks.linear_name}` is sharded in a way that does not support `chunk_tokens`"
+        message = f"the weight of `{chunks.name}` is sharded in a way that does not support `chunk_tokens`"
         raise PlanError("head-chunks", message, path=CHUNK_TOKENS_PATH, hint="remove `chunk_tokens`, or `[model] compile`")
     return lambda: None
 
