@@ -185,8 +185,9 @@ MIN_WINDOW_STEPS, MAX_WINDOW_STEPS = 8, 256  # limits of the steps in a window; 
 
 @contextmanager
 def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> Iterator[None]:
-    """Records the steps of a run in the run's folder `folder` within the block. Ranks do not wait for each other. feed: the
-    feed for which the steps wait, or None. notes: the run's notes. If the file cannot be written, recording ends with a note.
+    """Records the steps of a run in a file in `folder`, the run's folder, while the block runs. Ranks do not wait for each
+    other. feed: the feed for which the steps wait, or None. notes: the run's notes. If the file cannot be written, recording
+    ends with a note.
     """
     start = Start(
         parts.world.rank,

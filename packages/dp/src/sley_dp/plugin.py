@@ -58,7 +58,9 @@ WEIGHTS_CHANNEL = "weights"
 
 
 def shards_axis(reduce_group: str) -> str:
-    """Returns the name of the axis whose groups divide each group of `reduce_group` and share a copy of optimizer states."""
+    """Returns the name of the axis that divides each group of `reduce_group` into groups that hold one copy of the optimizer
+    states together.
+    """
     return f"dp.shards.{reduce_group}"
 
 

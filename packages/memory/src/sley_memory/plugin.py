@@ -79,7 +79,7 @@ class GradientsConfig(OffloadConfig):
 
 
 class EverythingConfig(OffloadConfig):
-    """Moves all memory that a run holds between two steps, or the parts in `parts`."""
+    """Between two steps, moves all memory of the run to the host, or only the parts in `parts`."""
 
     parts: Annotated[Array[Part], Field(min_length=1)] = get_args(Part)
     """The parts to move. Gradients are freed, pools are trimmed, and all other parts are copied."""

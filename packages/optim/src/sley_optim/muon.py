@@ -25,8 +25,8 @@ ParamGroups = Sequence[dict[str, Any]]
 
 def assign_roles(config: MuonConfig, params: Sequence[Param]) -> Mapping[str, ParameterRole]:
     """Returns the role of each parameter of the model by name: "muon" or "adamw". If the first group of the plan that matches
-    the name sets `optimizer`, this key decides the role. Raises PlanError "muon-shape" if the key selects Muon for a parameter
-    that is neither a matrix nor a stack of matrices.
+    the name sets `optimizer`, this key decides the role. Otherwise, hidden matrices get "muon", and other parameters "adamw".
+    Raises PlanError "muon-shape" if the key selects Muon for a parameter that is neither a matrix nor a stack of matrices.
     """
     output_layer = _find_output_layer(params)
     muon = ParameterRole("muon", config.lr, config.weight_decay, "per_matrix")

@@ -85,7 +85,7 @@ class GroupWork(Work):
 
     def _wait_for(self, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:
         """Waits for each of `works` in turn, and calls `finish`. Raises RunError `collective-failed` if a work fails, or the
-        RunError of `finish`, and raises it again at each later wait: a second wait for an ended work of gloo would block.
+        RunError of `finish`, and raises it again at each later wait: waiting again for a finished gloo work would block.
         """
         if self._failure is not None:
             raise self._failure
@@ -109,7 +109,7 @@ class Published(Protocol):
         """
 
     def wait_sent(self) -> None:
-        """Ends the publication, and waits until no peer gathers any more. Afterwards, the shards may be written."""
+        """Ends the publication, and waits until no peer is still gathering. Afterwards, the shards may be written."""
 
 
 class Transport(Published, Protocol):

@@ -209,7 +209,7 @@ class StepNumbers:
         self._combinations[name] = of
 
     def replica_weight(self, param: Param) -> float:
-        """Returns the factor for a share that is a sum over `param`, so that the sum of all ranks counts each element once."""
+        """Returns the factor for this rank's sum over `param`, with which the total of all ranks counts each element once."""
         return 1.0 / (self._groups[param.reduce_group].size * len(param.stages))
 
     def gather_names(self) -> None:

@@ -360,7 +360,9 @@ class Reduction:
         return Totals(self.groups, gradients, loss, norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        """Returns this rank's terms of the loss weight, whose sums over ranks are the input of `weight_from_terms`."""
+        """Returns this rank's terms of the loss weight, whose sums over ranks are the input of `weight_from_terms`. weights:
+        the loss weights of this rank's microbatches.
+        """
         return [sum(weights)]
 
     def weight_from_terms(self, terms: Sequence[float]) -> float:

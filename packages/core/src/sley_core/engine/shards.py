@@ -91,9 +91,8 @@ Shards = dict[int, Shard]
 
 
 def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[ParameterPlace]], int | None], group: Group) -> Shards:
-    """Returns this rank's shards of the parameters of `layers`; {} if `group` has one rank. Shards of different ranks differ
-    only in `index`. shard_dim: takes the places of a parameter, and returns the dim along which to shard it, or None for no
-    shards.
+    """Returns this rank's shards by parameter; {} if `group` has one rank. Shards of different ranks differ only in `index`.
+    shard_dim: takes the places of a parameter, and returns the dim along which to shard it, or None for no shards.
     """
     places: dict[nn.Parameter, list[ParameterPlace]] = {}
     for layer in layers if group.size > 1 else ():

@@ -236,7 +236,9 @@ class _Resolver:
     def _resolve_record(
         self, spec: ComponentTable, table: dict[str, Any], path: KeyPath, shared: Mapping[str, Any]
     ) -> Component | None:
-        """Returns the component of the record that `use` names; if the table has a problem, records it and returns None."""
+        """Returns the component for `table`, whose `use` names a record. If the table has a problem, adds it to the problems
+        and returns None. shared: the keys that the table inherits.
+        """
         name = table["use"]
         use_path, prefix = (*path, "use"), ""
         record = self.schedule.record if self.schedule and not self.document.origin(use_path) else None

@@ -336,7 +336,7 @@ def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashabl
 
 
 def can_run_backward_in_fork() -> bool:
-    """Returns whether a process that this process forks can run a backward. It cannot if this process has run a backward."""
+    """Returns whether a forked child of this process can run a backward. It cannot if this process has already run one."""
     try:
         list(_run_forked([lambda: torch.ones(1, requires_grad=True).sum().backward()], 1))  # type: ignore[no-untyped-call]
     except (RuntimeError, RunError):

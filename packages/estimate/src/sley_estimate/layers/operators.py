@@ -162,7 +162,7 @@ def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def attention_operator(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_causal: bool) -> Operator:
-    """Returns an attention as one operator. A causal attention needs half of the FLOPs. context: the output."""
+    """Returns the attention as one operator. Causal attention needs half of the FLOPs. context: the output."""
     key_shape = *query.shape[:-2], *key.shape[-2:]  # as many heads as queries, since each key serves a group of queries
     value_shape = *key_shape[:-1], value.shape[-1]
     flops = sdpa_flop_count(query.shape, key_shape, value_shape) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
