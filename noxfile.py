@@ -184,7 +184,7 @@ def isolated(session: nox.Session) -> None:
                 session.run(*check, external=True)
                 environment.link(installed.required([*package.test_requirements(), "pytest-xdist"]))
                 session.run(*check, package.tests, external=True)
-                tests = (str(environment.python), "-P", "-m", "pytest", *how, *options, package.tests)
+                tests = (str(environment.python), "-P", "-m", "pytest", *how, *(options if chosen else ()), package.tests)
                 report = session.run(*tests, env=env, external=True, silent=len(packages) > 1)
             except nox.command.CommandFailed:
                 return False

@@ -4,8 +4,8 @@
 
 Without a folder: the package comes from a wheel with all files of its sources, all its modules can be imported, no sibling that
 it does not require can be imported, and each import of its sources, also in functions, names an installed module. With a
-folder, checks only the imports of these tests. A module may fail to import a requirement of an extra, a module of a tool may
-fail to import another tool, and imports in a `try` may fail.
+folder, checks only the imports of these tests. A module may fail to import a requirement of an extra, and a module of a tool
+may fail to import another tool. Imports may also fail in a `try`, or if the file tests whether the module is installed.
 """
 
 import ast
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+TESTED = re.compile(r"(?:importorskip|find_spec)\(\"(\w+)")  # modules that a file imports only if they are installed
 CONDITIONS = re.compile(r"\bTYPE_CHECKING\b|\bsys\.version_info\b")
 
 
@@ -37,11 +38,12 @@ def check_imports(folder: Path, allowed: Iterable[str]) -> None:
     files = list(folder.rglob("*.py"))
     known = {*allowed, *(file.stem for file in files), *(file.parent.name for file in files)}
     for file in files:
-        for name in set(imported_modules(ast.parse(file.read_text("utf-8")))) - known:
+        text = file.read_text("utf-8")
+        for name in set(imported_modules(ast.parse(text))) - known - set(TESTED.findall(text)):
             assert importlib.util.find_spec(name), f"{file} imports {name}, which is not required"
 
 
-def check_package(name: str, files: list[str], absent: list[str], optional: list[str], allowed: set[str]) -> None:
+def check_package(name: str, files: list[str], absent: list[str], allowed: set[str]) -> None:
     """Asserts what the module's docstring says. files: the package's files. absent: its siblings without those it requires."""
     package = importlib.import_module(name)
     root = Path(str(package.__file__)).parent
@@ -56,7 +58,7 @@ def check_package(name: str, files: list[str], absent: list[str], optional: list
             try:
                 importlib.import_module(module.name)
             except ModuleNotFoundError as error:
-                if error.name not in optional and (error.name or "").partition(".")[0] not in allowed:
+                if (error.name or "").partition(".")[0] not in allowed:
                     raise
     check_imports(root, allowed)
 
@@ -67,4 +69,4 @@ if sys.argv[2:]:
     ours = {file.stem for file in Path(__file__).parent.glob("*.py")}  # pytest's `pythonpath` option makes them modules
     check_imports(Path(sys.argv[2]), allowed | ours)
 else:
-    check_package(facts["module"], facts["files"], facts["absent"], facts["optional"], allowed)
+    check_package(facts["module"], facts["files"], facts["absent"], allowed)

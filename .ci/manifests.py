@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import tarfile
 import tomllib
 import zipfile
@@ -127,11 +128,11 @@ def write_facts(package: Package, file: Path) -> Path:
     required = {other.distribution for other in with_dependencies(package, tests=False)}
     extras = package.manifest["project"].get("optional-dependencies", {}).values()
     root = ROOT / package.source / package.module
-    paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    tracked = subprocess.run(["git", "ls-files", "."], cwd=root, check=True, capture_output=True, text=True).stdout
     facts = {
         "module": package.module,
         "is_tool": package.is_tool,
-        "files": sorted(str(path) for path in paths if "__pycache__" not in path.parts),
+        "files": tracked.splitlines(),
         "absent": [other.module for other in PACKAGES if other.distribution not in required],
         "optional": sorted({re.split(r"\W", requirement)[0] for extra in extras for requirement in extra}),
     }

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from protocol import arguments, compare, interleave, noise_of, report
-from sley_hf.generate import TextGenerator
+from sley_hf.generate import Generator
 
 NEW_TOKENS = 128
 
@@ -32,7 +32,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(config).save_pretrained(folder)
-        generator = TextGenerator(Path(folder))
+        generator = Generator(Path(folder))
         plain = LlamaForCausalLM.from_pretrained(folder)
     ids = torch.randint(0, config.vocab_size, (1, 64))
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="the benchmarks 
 def tiny_figures() -> list[str]:
     """Runs parts a and f on the CPU. Part a compares the losses of Sley and the plain loop, in fp32, eager and compiled."""
     sys.path.insert(0, str(BENCHMARKS))
-    import gpu
+    gpu = import_module("gpu")
 
     work = replace(gpu.TINY_PRETRAINING, compute="fp32", num_rounds=1)
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):  # inductor takes a minute

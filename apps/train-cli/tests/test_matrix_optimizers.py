@@ -12,7 +12,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import RunRecord, Tensors, assert_parts_match_reference, record, running, weights
+from sley_testing.runs import RunRecord, Tensors, assert_parity_of_parts, record, running, weights
 from sley_trainer.run import Run
 
 ORTHOGONAL = {"factory": "matrix_optimizers:Orthogonal", "scope": "matrix", "lr": 0.02, "weight_decay": 0.1, "clip_norm": 1.0}
@@ -116,4 +116,4 @@ def test_matrices_on_the_host_are_refused_if_they_are_split(texts: Path, layout:
 def test_owners_on_cuda_have_the_update_of_one_process(ranks: Any, texts: Path, layout: str) -> None:
     plan = changed(PLAN, run__device="cuda")
     results = ranks(2, timeout_s=180, init=False)(record, layout_of(layout, plan), 3, folder=texts)
-    assert_parts_match_reference(record(plan, 3, folder=texts), results, "fp64")
+    assert_parity_of_parts(record(plan, 3, folder=texts), results, "fp64")

@@ -13,7 +13,7 @@ from torch import Tensor
 from sley_core.errors import RunError
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import GRADIENTS, WEIGHTS, RunRecord, assert_parts_match_reference, record, running, weights
+from sley_testing.runs import GRADIENTS, WEIGHTS, RunRecord, assert_parity_of_parts, record, running, weights
 
 NUM_STEPS = 2
 SOURCES = ("texts", "chats")
@@ -87,7 +87,7 @@ def reference(folder: Path) -> RunRecord:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mixture_trains_like_single_documents(ranks: Any, folder: Path, reference: RunRecord, layout: str) -> None:
     recorded = ranks(2)(record, mixed_plan(**LAYOUTS[layout]), NUM_STEPS, folder=folder)
-    assert_parts_match_reference(reference, recorded, "fp64")
+    assert_parity_of_parts(reference, recorded, "fp64")
     for rank in recorded:
         for expected, actual in zip(reference.rows, rank.rows, strict=True):
             tolerance = (GRADIENTS if expected["step"] == 1 else WEIGHTS)["fp64"]

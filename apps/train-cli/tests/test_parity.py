@@ -16,7 +16,7 @@ from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plugin import CrossEntropyConfig
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, decay_groups
-from sley_testing.runs import BF16_SUMS, RunRecord, assert_parts_match_reference, running, weights
+from sley_testing.runs import BF16_SUMS, RunRecord, assert_parity_of_parts, running, weights
 
 Key = tuple[str, str, str]
 """The factors of the reference: model, compute, step."""
@@ -60,9 +60,9 @@ def check(ranks: Any, folder: Path, row: Row) -> None:
     recorded = ranks(size, 120)(train, table.layout(row), folder, row["step"], late=row["transport"] == "late")
     precision = BF16_SUMS if row["reducer"] == "dp.bucketed in bf16" else row["compute"]
     key = row["model"], row["compute"], row["step"]
-    assert_parts_match_reference(one_process(key, folder), recorded, precision)
+    assert_parity_of_parts(one_process(key, folder), recorded, precision)
     if row["compute"] != "fp16":  # a plain loop has no loss scale
-        assert_parts_match_reference(plain_loop(key, folder), recorded, precision)
+        assert_parity_of_parts(plain_loop(key, folder), recorded, precision)
     stage = size // int(row["pp"])
     for rank, replica in enumerate(recorded):
         assert_same_bits(recorded[rank // stage * stage].weights, replica.weights)
@@ -93,11 +93,11 @@ def test_random_rows(ranks: Any, texts: Path) -> None:
 
 def test_a_wrong_gradient_is_detected(texts: Path) -> None:
     key = ("untied and cut", "fp32", "all taken")
-    assert_parts_match_reference(plain_loop(key, texts), [one_process(key, texts)], "fp32")
+    assert_parity_of_parts(plain_loop(key, texts), [one_process(key, texts)], "fp32")
     wrong = copy.deepcopy(one_process(key, texts))
     wrong.gradients[0]["blocks.0.attention_norm.weight"] *= 1 + 1e-5
     with pytest.raises(AssertionError, match=r"blocks\.0\.attention_norm\.weight"):
-        assert_parts_match_reference(plain_loop(key, texts), [wrong], "fp32")
+        assert_parity_of_parts(plain_loop(key, texts), [wrong], "fp32")
 
 
 def test_the_page_describes_the_table() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sley_testing.collectives import collectives
 from sley_testing.habits import Embed
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import BF16_SUMS, GRADIENTS, assert_parts_match_reference, record, running
+from sley_testing.runs import BF16_SUMS, GRADIENTS, assert_parity_of_parts, record, running
 
 FOLDER = Path(__file__).parent
 BUCKETED = {"use": "dp.bucketed", "bucket_mb": 0.0005}
@@ -100,7 +100,7 @@ def test_ties_in_opposite_orders_are_summed_by_name(ranks: Any) -> None:
     reducer = {"use": "dp.sharded", "bucket_mb": 0.001}
     layout = plan | in_stages("pp.one_f_one_b", reducer, TIES, dp=2)
     recorded = ranks(4, 120)(record, layout, 2, folder=FOLDER)
-    assert_parts_match_reference(record(plan, 2, folder=FOLDER), recorded, "fp64")
+    assert_parity_of_parts(record(plan, 2, folder=FOLDER), recorded, "fp64")
     for name in ("blocks.0.left.weight", "blocks.0.right.bias"):
         assert all(torch.equal(recorded[0].weights[name], rank.weights[name]) for rank in recorded[1:])
 

@@ -159,7 +159,7 @@ def test_a_family_in_layouts_equals_a_plain_loop(ranks: Any, tmp_path: Path, fam
 @pytest.mark.parametrize(
     ("family", "changes", "policy", "num_graphs", "backend"),
     [
-        ("llama", {}, "core.keep", 2, "eager"),  # a block and the head
+        ("llama", {}, "core.keep", 2, "aot_eager"),  # a block and the head
         ("mixtral", {"num_hidden_layers": 3}, "memory.selective", 2, "aot_eager"),
         # two kinds of blocks, and the head
         (

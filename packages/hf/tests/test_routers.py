@@ -15,7 +15,7 @@ from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
 from sley_hf.plugin import DecoderConfig
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import assert_parts_match_reference, record, record_reference
+from sley_testing.runs import assert_parity_of_parts, record, record_reference
 from sley_trainer.assemble import assemble
 
 DATA = DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=256)
@@ -82,7 +82,7 @@ LAYOUTS: list[Tables] = [
 def test_parts_that_look_at_the_logits(model: Path, texts: Path, ranks: Any, layout: Tables) -> None:
     tables = plan(model, 0.5, evaluation=None)
     recorded = ranks(2, 200)(record, changed(tables, **layout), 3, folder=texts)
-    assert_parts_match_reference(record_reference(tables, 3, folder=texts), recorded, "fp64")
+    assert_parity_of_parts(record_reference(tables, 3, folder=texts), recorded, "fp64")
 
 
 @pytest.mark.parametrize(

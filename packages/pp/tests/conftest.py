@@ -9,7 +9,7 @@ import pytest
 
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import RunRecord, assert_parts_match_reference, record, record_reference
+from sley_testing.runs import RunRecord, assert_parity_of_parts, record, record_reference
 from sley_trainer.run import Run
 
 OWN = Path(__file__).parent / "own"
@@ -69,7 +69,7 @@ def compare_with_one_process(ranks: Callable[..., Ranks], own: Path) -> Callable
                 if str(same) not in known:
                     known[str(same)] = record(same, num_steps, folder=folder, batches=batches)
                 reference = known[str(same)]
-            assert_parts_match_reference(reference, layouts, tables["precision"]["compute"])
+            assert_parity_of_parts(reference, layouts, tables["precision"]["compute"])
         return by_plan
 
     return compare_with_one_process

@@ -55,10 +55,10 @@ class TestSharedModules(TieContract):
 LIST_TESTS = [name for name in vars(ScheduleContract) if name.startswith("test_") and "two_stages" not in name]
 
 
-IN_CAMPAIGN = (TestGPipe, TestOneFOneB, TestZeroBubbleH1)
+CLASSES_IN_CAMPAIGN = (TestGPipe, TestOneFOneB, TestZeroBubbleH1)
 DRAWS = [
-    *((schedule, ScheduleContract.num_draws) for schedule in IN_CAMPAIGN),
-    *(pytest.param(one, 400, marks=pytest.mark.campaign) for one in (*IN_CAMPAIGN, TestInterleaved, TestZeroBubbleV)),
+    *((schedule, ScheduleContract.num_draws) for schedule in CLASSES_IN_CAMPAIGN),
+    *(pytest.param(one, 400, marks=pytest.mark.campaign) for one in (*CLASSES_IN_CAMPAIGN, TestInterleaved, TestZeroBubbleV)),
 ]
 
 

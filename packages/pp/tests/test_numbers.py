@@ -15,14 +15,7 @@ from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as layers_of
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import (
-    assert_matches_plain_loop,
-    assert_parts_match_reference,
-    random_action_lists,
-    record,
-    running,
-    weights,
-)
+from sley_testing.runs import assert_matches_plain_loop, assert_parity_of_parts, random_action_lists, record, running, weights
 
 PLAN = small_plan(model__num_layers=4, model__tie_embeddings=True, run__steps=4, evaluation={"every": 2, "steps": 1})
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
@@ -138,7 +131,7 @@ def test_two_stages_equal_one_process(ranks: Any, schedule: str, num_devices: in
         pytest.skip("here each has its own")
     reference = record(changed(ON_CUDA, model__tie_embeddings=True), 3)
     layouts = ranks(2, timeout_s=180, init=False)(record, cuda_plan(schedule, model__tie_embeddings=True), 3)
-    assert_parts_match_reference(reference, layouts, ON_CUDA["precision"]["compute"])
+    assert_parity_of_parts(reference, layouts, ON_CUDA["precision"]["compute"])
 
 
 # -- what users write around linears -----------------------------------------------------------------------------------

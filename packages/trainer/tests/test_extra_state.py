@@ -1,6 +1,5 @@
 """What a model has beside weights: extra state and buffers are in checkpoints, files and exports, or refused by name."""
 
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import PluginLoader
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, contract_plan
-from sley_testing.runs import assert_same_run, record, running, save_at
+from sley_testing.runs import assert_same_run, record, running
 from sley_trainer.assemble import assemble
 
 
@@ -107,7 +106,8 @@ DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}
 
 
 def there_and_back(tables, folder, path):
-    whole = record(tables, 4, folder=folder, prepare=partial(save_at, 2, path))
+    whole = record(tables, 4, folder=folder)
+    record(tables, 2, folder=folder, save=path)
     return whole, record(tables, 2, folder=folder, load=path)
 
 

@@ -2,7 +2,6 @@
 handlers.
 """
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,7 +24,7 @@ from sley_powersgd.plugin import sley_gradient_handlers
 from sley_testing.contract import EACH, UNREDUCED_LAYER, GradientHandlerContract, observe_runs
 from sley_testing.parity import assert_same_bits, relative_errors
 from sley_testing.plans import small_plan
-from sley_testing.runs import assert_same_run, record, running, save_at
+from sley_testing.runs import assert_same_run, record, running
 
 SHAPES = ((24, 40), (36,), (50, 4, 6), (3, 5))
 """A matrix, a vector, a tensor that counts as [50, 24], and a matrix that is too small to compress."""
@@ -296,7 +295,8 @@ def test_non_finite_gradient_fails_on_all_ranks(ranks, texts):
 
 def run_and_resume(tables: dict[str, Any], folder: Path, path: Path) -> tuple[Any, Any]:
     """Returns an uninterrupted run, and a run that was resumed after its first compressed step."""
-    whole = record(tables, 4, folder=folder, prepare=partial(save_at, 2, path))
+    whole = record(tables, 4, folder=folder)
+    record(tables, 2, folder=folder, save=path)
     return whole, record(tables, 2, folder=folder, load=path)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sley_testing.optimizer_contract import OptimizerContract
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import assert_parts_match_reference, assert_resumed_parity, record, record_reference
+from sley_testing.runs import assert_parity_of_parts, assert_resumed_parity, record, record_reference
 
 SHAMPOO: dict[str, Any] = {"use": "shampoo.optimizer", "lr": 0.01, "weight_decay": 0.1, "every": 2}
 PLAN = small_plan(optimizer=SHAMPOO, model__ffn_hidden=27, data__sequence=16)
@@ -36,7 +36,7 @@ def num_ranks(layout: str) -> int:
 @pytest.mark.parametrize("layout", ["wp, sharded", "stages", "sharded", "wp", "copies"])
 def test_layouts_match_one_process(ranks: Callable[..., Any], texts: Path, layout: str) -> None:
     results = ranks(num_ranks(layout))(record, changed(PLAN, **LAYOUTS[layout]), 3, folder=texts)
-    assert_parts_match_reference(record_reference(PLAN, 3, folder=texts), results, "fp64")
+    assert_parity_of_parts(record_reference(PLAN, 3, folder=texts), results, "fp64")
 
 
 def save_and_resume(first: dict[str, Any], second: dict[str, Any], folder: Path, path: Path) -> Any:

@@ -1,7 +1,6 @@
 """Tests that `topk.reducer` passes the contract of gradient handlers, and sends omitted elements later, also after a resume."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.contract import GradientHandlerContract, handler_plan, observe
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import RunRecord, assert_parity, assert_same_run, gradients, record, running, save_at
+from sley_testing.runs import RunRecord, assert_parity, assert_same_run, gradients, record, running
 
 
 def two_rank_plan(ratio: float, **changes: Any) -> dict[str, Any]:
@@ -72,7 +71,8 @@ def test_sums_and_errors_add_up(ranks: Callable[..., Any]) -> None:
 
 def run_and_resume(tables: dict[str, Any], folder: Path, path: Path) -> tuple[Any, Any]:
     """Returns an uninterrupted run and a run that was resumed after two steps."""
-    whole = record(tables, 4, folder=folder, prepare=partial(save_at, 2, path))
+    whole = record(tables, 4, folder=folder)
+    record(tables, 2, folder=folder, save=path)
     return whole, record(tables, 2, folder=folder, load=path)
 
 

@@ -3,7 +3,6 @@ computations.
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import record, save_at
+from sley_testing.runs import record
 from sley_trainer.assemble import assemble
 
 TESTS = Path(__file__).parent
@@ -78,7 +77,8 @@ def test_noise_scale_matches_paper(ranks: Callable[..., Any]) -> None:
 
 def run_and_resume(path: Path) -> tuple[list[float], list[float]]:
     """Returns the last two noise scales of an uninterrupted run, and those of a run that was resumed after two steps."""
-    whole = record(PLAN, 4, folder=TESTS, prepare=partial(save_at, 2, path))
+    whole = record(PLAN, 4, folder=TESTS)
+    record(PLAN, 2, folder=TESTS, save=path)
     resumed = record(PLAN, 2, folder=TESTS, load=path)
     first, second = ([row["watch/noise_scale"] for row in rows] for rows in (whole.rows[2:], resumed.rows))
     return first, second

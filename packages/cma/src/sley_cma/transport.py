@@ -12,6 +12,7 @@ from torch import Tensor
 from sley_cma.connection import Connection, MemorySpan
 from sley_cma.offers import Offers
 from sley_core.api.comm import Mark, Members, Published, Transport, Turn, Work
+from sley_core.errors import RunError
 
 RINGS = 4
 """The number of rings of a channel: one for exchanges of rows, one for published shards, and two for sums. Only offers in the
@@ -62,19 +63,21 @@ def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout
 
 class FirstFailure:
     """A context manager that raises the first error of its block again at each later entry. A read that failed is not repeated:
-    some of the peers' values may have been added, and another read would add them again.
+    some of the peers' values may have been added, and another read would add them again. After an interruption of the block,
+    such as KeyboardInterrupt, raises RunError `collective-failed`.
     """
 
     def __init__(self) -> None:
-        self._error: BaseException | None = None
+        self._error: RunError | None = None
 
     def __enter__(self) -> None:
         if self._error is not None:
             raise self._error
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
-            self._error = error
+        if error is not None and self._error is None:
+            interrupted = RunError("collective-failed", "an earlier read of the memory of other ranks was interrupted")
+            self._error = error if isinstance(error, RunError) else interrupted
 
 
 class AllReduceQueue:
@@ -95,20 +98,29 @@ class AllReduceQueue:
         self.slices = slices
         self.num_reduced = 0
         self.open_sums: list[AllReduce] = []
-        self.failure = FirstFailure()
+        self._failure = FirstFailure()
 
     def advance(self) -> bool:
         """Advances the first open all-reduce that can advance without waiting. Returns whether one advanced."""
-        return any(open_sum.advance() for open_sum in self.open_sums)
+        with self._failure:
+            return any(open_sum.advance() for open_sum in self.open_sums)
+
+    def advance_one(self, open_sum: "AllReduce") -> None:
+        """Advances `open_sum` as far as possible without waiting."""
+        with self._failure:
+            open_sum.advance()
 
     def wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Callable[[], Turn]) -> None:
         """Waits until `condition()` is true, and advances all sums meanwhile, since ranks may wait for their sums in different
         orders. late_peer: a function that returns the coordinate of a peer that delays the wait, or None. turn: a function that
         returns the description of the wait. The time limit restarts when a sum advances.
         """
-        with self.failure:
-            while not condition():
+        while not condition():
+            try:
                 self.inputs.connection.wait_until(lambda: self.advance() or condition(), late_peer, turn())
+            except RunError as error:
+                with self._failure:
+                    raise error
 
 
 class AllReduce(Work):
@@ -143,8 +155,8 @@ class AllReduce(Work):
         return can_reduce or can_gather
 
     def is_completed(self) -> bool:
-        with self._queue.failure:
-            self.advance()
+        if not self._is_complete:
+            self._queue.advance_one(self)
         return self._is_complete
 
     def wait(self) -> None:
@@ -366,13 +378,13 @@ class _PublishedGather(_PeerRead):
             self._published.read(peer, self._indices, [memory_span(rows[peer]) for rows in self._rows])
 
     def release(self) -> None:
-        """Drops the result, and reads no more data."""
+        """Drops the result, and reads no more data. Raises the error of a failed `wait` again."""
+        self._rows = []
         with self._failure:
             self._is_open = False
-            self._rows = []
 
     def wait_sent(self) -> None:
-        """Returns at once, since peers may read the shards until `PublishedOffer.wait_sent`."""
+        """Does not wait, since peers may read the shards until `PublishedOffer.wait_sent`. Raises as `release` does."""
         self.release()
 
 

@@ -205,16 +205,16 @@ def _code_names(code: CodeType) -> Iterator[str]:
 
 def _is_random_generator(value: Any) -> bool:
     # Not `isinstance`: the metaclass of torch.Generator implements it in Python, which takes seven times as long.
-    return not _generator_types(sys.modules.get("numpy")).isdisjoint(type(value).__mro__)
+    return not _generator_type_ids(sys.modules.get("numpy")).isdisjoint(map(id, type(value).__mro__))
 
 
 @cache
-def _generator_types(numpy: Any) -> frozenset[type]:
-    """Returns the classes of random generators. numpy: the module, or None if it is not imported."""
-    types = {torch.Generator, random.Random}
+def _generator_type_ids(numpy: Any) -> frozenset[int]:
+    """Returns the ids of the classes of random generators. numpy: the module, or None if it is not imported."""
+    types: list[type] = [torch.Generator, random.Random]
     if numpy is not None:
-        types |= {numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator}
-    return frozenset(types)
+        types += [numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator]
+    return frozenset(map(id, types))
 
 
 def _check_seedable(generator: Any, owner: str, table: str) -> Any:

@@ -129,10 +129,10 @@ class WeightGathers:
     def wait_for(self, indices: Iterable[int]) -> None:
         """Blocks until the buffers with these indices are complete."""
         for index in indices:
-            work = self._gathers.pop(index, None)
+            work = self._gathers.get(index)
             if work is not None:
-                work.wait()
-                self._sends.append(work)
+                work.wait()  # if it fails, the buffer is incomplete, and each later call raises the error again
+                self._sends.append(self._gathers.pop(index))
 
     def wait(self) -> None:
         """Blocks until all buffers are complete."""

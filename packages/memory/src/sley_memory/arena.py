@@ -27,7 +27,9 @@ class _Block:
 
 
 class _Slot(NamedTuple):
-    """The part of `block` that one allocation uses. size: the number of bytes requested. memory: a view of it, uint8 [size]."""
+    """The part of `block` that one allocation uses. size: the number of bytes
+    requested when the block was allocated. memory: a view of the part, uint8 [size].
+    """
 
     size: int
     memory: Tensor

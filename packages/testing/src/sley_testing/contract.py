@@ -251,7 +251,7 @@ class GradientHandlerContract:
         """
         numbers = (1, 3, 3) if handlers in (None, self._handlers()) else (1, 3)
         arguments = handlers or self._handlers(), numbers, self._has_unreduced_layer()
-        return [*zip(*ranks(2).once(observe_runs, *arguments), strict=True)]
+        return [*zip(*ranks(2, 180).once(observe_runs, *arguments), strict=True)]
 
     def _handlers(self) -> list[Tables]:
         """Returns the handlers of the plan: the tested handler, and `core.each` if the tested handler is not a reducer."""

@@ -45,7 +45,7 @@ from sley_core.records import StageLinkRecord
 from sley_core.topology import Topology
 from sley_testing.plans import Tables, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import assert_parts_match_reference, random_action_lists, record, record_reference
+from sley_testing.runs import assert_parity_of_parts, random_action_lists, record, record_reference
 from sley_trainer.assemble import build_parts
 from sley_trainer.execute import StageBoundaries
 
@@ -164,7 +164,7 @@ def _decoder_plan(num_layers: int, num_microbatches: int, **changes: Any) -> Tab
 
 def _assert_parity(ranks: Callable[..., Ranks], folder: Path, plan: Tables, extra_tables: Tables) -> None:
     records = ranks(2)(record, plan | {"parallel": {"dp": 1, "pp": 2}, **extra_tables}, NUM_STEPS, folder=folder)
-    assert_parts_match_reference(record_reference(plan, NUM_STEPS, folder=folder), records, "fp64")
+    assert_parity_of_parts(record_reference(plan, NUM_STEPS, folder=folder), records, "fp64")
 
 
 def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_microbatches: int, label: str) -> None:

@@ -40,7 +40,7 @@ Tensors = dict[str, Tensor]
 BF16_SUMS = "bf16 sums"  # the key in WEIGHTS and GRADIENTS for plans with `[precision] gradients = "bf16"`
 
 WEIGHTS = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-5}
-"""The relative tolerance of weights after three steps, compared with one process. See docs/internals.md, Parity."""
+"""The relative tolerance of weights after two or three steps, compared with one process. See docs/internals.md, Parity."""
 
 GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-6}
 """The relative tolerance of loss, norm and gradients in the first step, which starts from bit-identical weights."""
@@ -214,10 +214,10 @@ def assert_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision:
         unmatched = layout.initial_weights.keys() ^ reference.initial_weights.keys()
         assert not unmatched, sorted(unmatched)
         assert layout.gradients[0].keys() == reference.gradients[0].keys()
-    assert_parts_match_reference(reference, layouts, precision)
+    assert_parity_of_parts(reference, layouts, precision)
 
 
-def assert_parts_match_reference(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
+def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
     """Asserts that each rank, which may hold only a part of the model, matches the one-process `reference` within the limits of
     `precision`, and that all ranks together hold the whole model.
     """

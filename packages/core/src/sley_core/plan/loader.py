@@ -65,7 +65,10 @@ def find_plugins() -> Mapping[str, list[PluginSource]]:
     plugins_by_name: dict[str, list[PluginSource]] = {}
     dists: set[str] = set()
     for folder in map(Path, sys.path):
-        modified_ns = folder.stat().st_mtime_ns if folder.exists() else 0
+        try:
+            modified_ns = folder.stat().st_mtime_ns
+        except OSError:
+            continue  # missing, or not readable: it has no plugins
         for dist, sources in _find_in_folder(folder.absolute(), modified_ns):
             if dist not in dists:
                 dists.add(dist)
