@@ -46,9 +46,9 @@ def small_machine(**changes: Any) -> Tables:
 
 
 def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: float = 1e-6) -> list[Tables]:
-    """Returns `[[layers]]` tables for the layers of `plan`, as if they had been measured on `small_machine`. times: the ratio
-    of the measured times to the times computed from the operators. host: the ratio of the host's times to the device's times.
-    launch_s: the time in seconds to launch one operator, which the computed times include.
+    """Returns `[[layers]]` tables for the layers of `plan`, as if they had been measured on `small_machine`. times: the
+    measured times as a multiple of the computed times. host: the host's times as a multiple of the device's times. launch_s:
+    the time in seconds that the launch of one operator takes, which is part of the computed times.
     """
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model, machine = build_meta_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))

@@ -390,7 +390,7 @@ ValueKey = tuple[Flow, int, int]
 
 
 class StageBoundaries:
-    """Passes values between one stage's chunks and their neighbours. link: exchanges with other stages; None if none exist."""
+    """Passes values between one stage's chunks and their neighbours. link: exchanges with other stages, or None."""
 
     def __init__(self, placement: Placement, stage: int, link: StageLink | None) -> None:
         self.placement = placement

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The inputs of a plan's model factory, with which it can be called again. component: the factory. data: the argument of
-    the factory. seed: the seed of the factory's generators. adapters: the adapters of the plan, or None. meta_error: the error
-    of the factory on meta; "" if none.
+    """The inputs of a plan's model factory, for further calls. component: the factory. data: the argument of the factory.
+    seed: the seed of the generators during a call. adapters: the adapters of the plan, or None. meta_error: the message of the
+    error that the factory raised on the meta device, or "" if it succeeded there.
     """
 
     component: "Component"
