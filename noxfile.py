@@ -34,7 +34,7 @@ import nox.command
 sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import pages
 import releases
-from alone import Environment, Installed
+from alone import Environment, Installed, link
 from imports import import_rules
 from manifests import (
     BACKENDS,
@@ -160,6 +160,8 @@ def isolated(session: nox.Session) -> None:
     chosen = selected_packages(session.posargs)
     folders = [package.folder for package in chosen]
     options = [argument for argument in session.posargs if argument.rstrip("/") not in folders]
+    if options and not chosen:
+        session.error(f"name the folders of packages, such as packages/dp, before {' '.join(options)}")
     packages = chosen or [package for package in PACKAGES if not package.is_example]
     session.install(*CONSTRAINTS, "build", *BACKENDS)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as lanes:
@@ -174,24 +176,25 @@ def isolated(session: nox.Session) -> None:
         def passes(package: Package) -> bool:
             """Whether the package and its tests can be imported, and the tests pass if it is `chosen`."""
             environment = Environment(python, Path(folder, f"env-{package.module}"))
-            environment.link(installed.required([package.distribution]))
-            path = f"{environment.python.parent}{os.pathsep}{os.environ['PATH']}"
-            env = {**FOR_TESTS, "PATH": path}
-            how = (SIDE_BY_SIDE if len(packages) == 1 else ()) if chosen else ("--collect-only", "-q", "-q")
+            link(installed.required([package.distribution]), environment.modules)
+            for_tests = Path(folder, f"tests-{package.module}", "site-packages")
+            link(installed.required([*package.test_requirements(), "pytest-xdist"]), for_tests)
             facts = write_facts(package, Path(folder, f"{package.module}.json"))
-            check = (str(environment.python), "-P", str(ROOT / ".ci" / "check_alone.py"), str(facts))
+            check = (".ci/check_alone.py", str(facts), str(for_tests), package.tests)
+            tests = ("-m", "pytest", *(SIDE_BY_SIDE if len(packages) == 1 else ()), *options, package.tests)
+            path = f"{environment.python.parent}{os.pathsep}{os.environ['PATH']}"
+            env = {**FOR_TESTS, "PATH": path, "PYTHONPATH": str(for_tests)}
+            beside_others = len(packages) > 1  # then the reports of pytest are shown one after another
             try:
-                session.run(*check, external=True)
-                environment.link(installed.required([*package.test_requirements(), "pytest-xdist"]))
-                session.run(*check, package.tests, external=True)
-                tests = (str(environment.python), "-P", "-m", "pytest", *how, *(options if chosen else ()), package.tests)
-                report = session.run(*tests, env=env, external=True, silent=len(packages) > 1)
+                session.run(str(environment.python), "-P", *check, external=True, silent=True)
+                if chosen:
+                    report = session.run(str(environment.python), "-P", *tests, env=env, external=True, silent=beside_others)
             except nox.command.CommandFailed:
                 return False
             verb = "passes its tests" if chosen else "can be imported"
-            session.log(
-                f"{package.distribution} {verb} alone with what it needs\n{report if len(packages) > 1 and chosen else ''}"
-            )
+            session.log(f"{package.distribution} {verb} alone with what it needs")
+            if chosen and beside_others:
+                session.log(report)
             return True
 
         largest_first = sorted(packages, key=lambda package: -len(list(Path(package.tests).rglob("*.py"))))

@@ -53,9 +53,11 @@ class Environment:
         self.python = folder / "bin" / "python"
         self.modules = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
 
-    def link(self, added: Iterable[Distribution]) -> None:
-        """Adds distributions as links to their installed modules."""
-        for distribution in added:
-            for name in {file.parts[0] for file in distribution.files or ()} - NOT_LINKED:
-                if not (self.modules / name).exists():
-                    (self.modules / name).symlink_to(Path(str(distribution.locate_file(name))))
+
+def link(distributions: Iterable[Distribution], folder: Path) -> None:
+    """Creates links to the modules of installed distributions in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for distribution in distributions:
+        for name in {file.parts[0] for file in distribution.files or ()} - NOT_LINKED:
+            if not (folder / name).exists():
+                (folder / name).symlink_to(Path(str(distribution.locate_file(name))))

@@ -1,11 +1,14 @@
 """Checks a package in an environment that contains only this package and its requirements.
 
-    python -P .ci/check_alone.py FACTS [TESTS]    # the file of manifests.write_facts; the folder of the package's tests
+    python -P .ci/check_alone.py FACTS [MODULES TESTS]    # the file of manifests.write_facts
 
-Without a folder: the package comes from a wheel with all files of its sources, all its modules can be imported, no sibling that
-it does not require can be imported, and each import of its sources, also in functions, names an installed module. With a
-folder, checks only the imports of these tests. A module may fail to import a requirement of an extra, and a module of a tool
-may fail to import another tool. Imports may also fail in a `try`, or if the file tests whether the module is installed.
+The package comes from a wheel with all files of its sources, all its modules can be imported, no sibling that it does not
+require can be imported, and each import of its sources, also in functions, names an installed module. A module may fail to
+import a requirement of an extra, and a module of a tool may fail to import another tool. Imports may also fail in a `try`, or
+if the file tests whether the module is installed.
+
+TESTS, the folder of the package's tests, is checked in the same way, and pytest collects its tests. MODULES is a folder with
+the modules that only the tests require.
 """
 
 import ast
@@ -65,8 +68,13 @@ def check_package(name: str, files: list[str], absent: list[str], allowed: set[s
 
 facts = json.loads(Path(sys.argv[1]).read_text("utf-8"))
 allowed = {*facts["optional"], *(facts["absent"] if facts["is_tool"] else ())}
+check_package(facts["module"], facts["files"], facts["absent"], allowed)
 if sys.argv[2:]:
+    modules, tests = sys.argv[2:]
+    sys.path.append(modules)
+    importlib.invalidate_caches()
     ours = {file.stem for file in Path(__file__).parent.glob("*.py")}  # pytest's `pythonpath` option makes them modules
-    check_imports(Path(sys.argv[2]), allowed | ours)
-else:
-    check_package(facts["module"], facts["files"], facts["absent"], allowed)
+    check_imports(Path(tests), allowed | ours)
+    pytest = importlib.import_module("pytest")
+    # The modules of the package are imported already, so that pytest cannot rewrite the `assert` statements of the test kit.
+    sys.exit(pytest.main(["--collect-only", "-q", "-q", "-W", "ignore::pytest.PytestAssertRewriteWarning", tests]))

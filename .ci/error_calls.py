@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -82,6 +83,12 @@ def find_errors(files: Iterable[Path], kinds: Iterable[str]) -> Iterator[ErrorEn
             yield from entries_of_dicts(call, known, names, [source, *(sources[other] for other in source.modules)])
 
 
+@cache
+def walk(node: ast.AST) -> tuple[ast.AST, ...]:
+    """Returns all nodes in `node`, and `node` itself."""
+    return tuple(ast.walk(node))
+
+
 def module(file: Path) -> str:
     """Returns the name of a file's module."""
     return ".".join(file.with_suffix("").parts).rpartition(".src.")[2]
@@ -91,7 +98,7 @@ def add_imports(source: Source, sources: Mapping[str, Source]) -> Source:
     """Returns `source` with the constants and factories that it imports from other `sources`."""
     imports = [
         (node.module, alias.name, alias.asname or alias.name)
-        for node in ast.walk(source.tree)
+        for node in walk(source.tree)
         if isinstance(node, ast.ImportFrom) and node.module in sources
         for alias in node.names
     ]
@@ -111,13 +118,13 @@ def iterate_calls(sources: Iterable[Source]) -> Iterator[tuple[ast.Call, Names, 
     """Yields each call in a function, the names in its scope, and its module."""
     for source in sources:
         for function in functions(source.tree):
-            nodes = list(ast.walk(function))
+            nodes = walk(function)
             names = source.names | assignments(nodes)
             yield from ((node, names, source) for node in nodes if isinstance(node, ast.Call))
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def find_factories(source: Source, kinds: Mapping[str, str]) -> dict[str, list[ErrorFactory]]:
@@ -127,13 +134,13 @@ def find_factories(source: Source, kinds: Mapping[str, str]) -> dict[str, list[E
         arguments = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
         parameters = tuple(arguments[1:] if arguments[:1] == ["self"] else arguments)
         named = {*parameters, *(argument.arg for argument in function.args.kwonlyargs)}
-        for call in ast.walk(function):
+        for call in walk(function):
             parts = error_parts(call, kinds) if isinstance(call, ast.Call) else None
             if parts is None or isinstance(parts["message"], ast.Subscript):  # the latter is `entries_of_dicts`
                 continue
-            within = [node for part in parts.values() for node in ast.walk(part)]
+            within = [node for part in parts.values() for node in walk(part)]
             if named & {node.id for node in within if isinstance(node, ast.Name)} and function.name not in PROBLEM_CALLS:
-                names = source.names | assignments(list(ast.walk(function)))
+                names = source.names | assignments(walk(function))
                 factories[function.name].append(ErrorFactory(parameters, call, names))
     return factories
 
@@ -157,7 +164,7 @@ def entries_of_dicts(call: ast.Call, kinds: Mapping[str, str], names: Names, sou
         return
     for source in sources:
         for function in functions(source.tree):
-            nodes = list(ast.walk(function))
+            nodes = walk(function)
             for dictionary in (node for node in nodes if isinstance(node, ast.Dict)):
                 entries = {
                     key.value: value
@@ -192,7 +199,7 @@ def error_classes(trees: Iterable[ast.Module], known: Iterable[str]) -> dict[str
     bases = {
         node.name: [base.id for base in node.bases if isinstance(base, ast.Name)]
         for tree in trees
-        for node in ast.walk(tree)
+        for node in walk(tree)
         if isinstance(node, ast.ClassDef)
     }
     kinds = {kind: kind for kind in known} | {"Diagnostic": "PlanError", "SleyError": "RunError"}
@@ -211,6 +218,9 @@ def assignments(nodes: Sequence[ast.AST]) -> Names:
             for target in node.targets:
                 if isinstance(target, ast.Name):
                     values[target.id].append(node.value)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            earlier = ast.Name(node.target.id, lineno=node.lineno)
+            values[node.target.id].append(ast.BinOp(earlier, node.op, node.value, lineno=node.lineno))
     return values
 
 
