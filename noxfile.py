@@ -147,8 +147,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"])
 def typecheck(session: nox.Session) -> None:
-    """Run mypy --strict over all packages."""
-    in_dev(session, "mypy", *(package.source for package in PACKAGES))
+    """Run mypy --strict over all packages and the benchmarks."""
+    in_dev(session, "mypy", *(package.source for package in PACKAGES), "benchmarks")
 
 
 @nox.session(requires=["dev"])

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from protocol import arguments, compare, interleave, noise_of, report
 from sley_hf.generate import Generator

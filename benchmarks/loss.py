@@ -8,6 +8,7 @@ its time (`TRITON_INTERPRET=1`, `--only memory`).
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -72,9 +73,9 @@ class Microbatch:
         return F.linear_cross_entropy(self.hidden, self.weight, self.labels, reduction="sum", options=options)
 
     def liger(self) -> Tensor:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-        return liger_fused_linear_cross_entropy(self.hidden, self.weight, self.labels, reduction="sum")
+        functional = import_module("liger_kernel.transformers.functional")
+        loss: Tensor = functional.liger_fused_linear_cross_entropy(self.hidden, self.weight, self.labels, reduction="sum")
+        return loss
 
 
 class _Head(LogitsHead):
