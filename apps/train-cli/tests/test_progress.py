@@ -3,6 +3,7 @@
 import io
 import math
 import platform
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from sley_core.plan.tables import KeepBestTable
+from sley_core.plugin import JsonlConfig
+from sley_core.run_folder import JsonlWriter, read_rows
 from sley_trainer.evaluation import BestEvaluation
 from train_cli import rank
 from train_cli.console import (
@@ -158,7 +161,6 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
     steps[39] |= {"held_out_loss": 1.5, "held_out/accuracy": 0.25, "held_out/wiki/loss": 1.75, "memory_mb": 31.5}
     for step_row in steps:
         step_row |= {"trained_tokens": 500, "tflops": 200.0 if step_row["step"] <= 20 else 100.0, "mfu": 0.25}
-    steps[4]["held_out/exact"] = None  # NaN, in a file
     totals = total(steps)
     assert len(totals.losses) == 20, "its size is constant"
     best = BestEvaluation(KeepBestTable(metric="held_out_loss"), 2)
@@ -206,6 +208,21 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
         "  speed          2.0k tok/s  150 TFLOP/s  25.0% MFU",
         "  run folder     runs/small",
     ]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_rows_of_a_file_have_the_totals_of_the_steps_that_wrote_them(bad: float, tmp_path: Path) -> None:
+    steps = rows(3)
+    values = {"loss": 2.0, "held_out_loss": 1.5, "held_out/exact": 0.5, "memory_mb": 31.5, "tflops": 8.0, "mfu": 0.5}
+    steps[1] |= values
+    steps[2] |= dict.fromkeys([*values, "held_out/never"], bad)
+    with closing(JsonlWriter(JsonlConfig(), tmp_path)) as writer:
+        for step_row in steps:
+            writer.write(step_row)
+    resumed = total(list(read_rows(tmp_path)))
+    assert resumed == total(steps), "a resumed run also counts the steps of the attempts before"
+    assert (resumed.num_steps, resumed.losses[-1], resumed.held_out_loss, resumed.memory_mb) == (3, 2.0, 1.5, 31.5)
+    assert resumed.evaluation == {"held_out/exact": 0.5}
 
 
 def test_summaries_without_tokens_losses_or_steps() -> None:

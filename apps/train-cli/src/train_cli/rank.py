@@ -204,8 +204,8 @@ def _write_summary(run: Run, folder: Path, outcome: str, totals: "RunTotals", no
 @dataclass
 class RunTotals:
     """The totals of a run's metrics rows. seconds: the sum of the step times. tflop, mfu_seconds: the sums of `tflops` and
-    `mfu` times the step time. memory_mb: the peak in MiB. evaluation: the last metrics. losses: the last `NUM_AVERAGED` finite
-    losses.
+    `mfu` times the step time. memory_mb: the peak in MiB. evaluation: the last finite metrics. losses: the last `NUM_AVERAGED`
+    finite losses.
     """
 
     num_steps: int = 0
@@ -222,7 +222,10 @@ class RunTotals:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=console.NUM_AVERAGED))
 
     def add(self, row: console.Row) -> None:
-        """Adds the row of one step. Ignores a loss that is not finite, for example of a skipped step."""
+        """Adds the row of one step. Ignores values that are not finite, which are None in a row that was read from a file: for
+        example the loss of a skipped step, or a metric to which no sample contributes.
+        """
+        row = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
         self.num_steps += 1
         self.num_skipped += int(row.get("skipped", 0))
         self.tokens += int(row.get("tokens", 0))  # absent for data without tokens
@@ -233,12 +236,9 @@ class RunTotals:
         self.first_step_s = row["seconds"] if self.first_step_s is None else self.first_step_s
         self.held_out_loss = row.get("held_out_loss", self.held_out_loss)
         self.memory_mb = row.get("memory_mb", self.memory_mb)
-        if math.isfinite(row["loss"]):
+        if "loss" in row:
             self.losses.append(row["loss"])
-        # `metrics.jsonl` has null for values that are not finite, such as a metric to which no sample contributes.
-        self.evaluation |= {
-            name: value for name, value in row.items() if name.startswith(console.EVALUATION_PREFIX) and value is not None
-        }
+        self.evaluation |= {name: value for name, value in row.items() if name.startswith(console.EVALUATION_PREFIX)}
 
 
 def summarize_run(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str] = ()) -> dict[str, Any]:

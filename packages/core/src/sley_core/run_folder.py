@@ -89,8 +89,10 @@ class JsonlWriter(MetricsWriter):
         self._file.close()
 
 
-def read_rows(folder: Path) -> Iterator[dict[str, float | int]]:
-    """Yields the rows of the metrics file in the run folder `folder`, or nothing if there is no file. Skips invalid lines."""
+def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the metrics file in the run folder `folder`, or nothing if there is no file. Skips invalid lines. None
+    stands for infinities and NaN.
+    """
     with suppress(FileNotFoundError), (folder / METRICS_FILE).open("rb") as file:
         yield from (json.loads(line) for line in file if _parse_step(line))
 
