@@ -210,6 +210,18 @@ def test_samples_that_draw_are_the_same_in_every_layout() -> None:
     assert len(set(numbers(1))) == 64
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_sources_that_draw_are_read_only_within_next(draws: bool) -> None:
+    sources = [numbered(30, number, weight=2 - number) for number in range(2)]
+    dataset = opened(mixture([{**source, "options": {"count": 30, "draws": draws}} for source in sources]))
+    seen = [dataset.draws_random]
+    for index in range(12):
+        dataset[index]
+        seen.append(dataset.draws_random)
+    assert seen[:12] == [True] * 12, "each source is observed four times"
+    assert seen[12] is draws
+
+
 def text(folder: Path, name: str, documents: Sequence[str]) -> dict[str, Any]:
     (folder / f"{name}.txt").write_text("\n\n".join(documents))
     return {"use": "data.text", "files": [f"{name}.txt"], "separator": "\n\n", "weight": 1, "sequence": 8}

@@ -347,6 +347,39 @@ def test_exactly_one_batch_is_prepared_ahead() -> None:
         wait_until(lambda: len(dataset.read) == 4)
         time.sleep(0.05)
         assert dataset.read == [0, 1, 2, 3]
+        feed.next(is_last=True)
+        time.sleep(0.05)
+        assert dataset.read == [0, 1, 2, 3]
+
+
+class Draws(Waits):
+    """Adds a random number to each sample from number `start` on. Declares it if the first batch has none."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__(100, 100)
+        self.start = start
+        self.draws_random = start > 0
+
+    def wait(self, index: int) -> int:
+        return 1000 * super().wait(index) + (int(torch.randint(1000, ())) if index >= self.start else 0)
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_samples_with_random_numbers_are_read_only_within_next(start: int) -> None:
+    dataset = Draws(start)
+    with Feed(dataset, seed=1, batch_size=2, rows=range(2), shuffle=False) as feed, torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        batches, program_numbers = [], []
+        for _ in range(4):
+            batches.append(feed.next()["x"])
+            program_numbers.append(torch.rand(()))
+        time.sleep(0.05)
+        assert dataset.read == list(range(8))
+        torch.manual_seed(3)
+        assert program_numbers == [torch.rand(()) for _ in range(4)]
+        for number in (1, 2):
+            feed.restore({"samples": 2 * number})
+            assert torch.equal(feed.next()["x"], batches[number])
 
 
 def test_a_dataset_that_never_returns_is_an_error_in_time() -> None:

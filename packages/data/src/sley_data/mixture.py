@@ -132,7 +132,9 @@ class Mixture:
             message = f"the source `{table.name}` {reason}"
             hint = "use a dataset that has a length and whose samples can be stacked"
             raise PlanError("mixture-sources", message, path=("data", "sources", number), hint=hint)
-        return _Source(table, number, cast(Dataset, dataset), seed, SeededReader(seed, _NUM_PROBES))
+        reader = SeededReader(seed, _NUM_PROBES)
+        reader.has_drawn = getattr(dataset, "draws_random", False)
+        return _Source(table, number, cast(Dataset, dataset), seed, reader)
 
     @cached_property
     def info(self) -> DataInfo:
@@ -196,6 +198,11 @@ class Mixture:
         source = self._sources[number]
         is_shuffled = self._config.shuffle and getattr(source.table.component.config, "shuffle", True)
         return Order(self.lengths[number], seed=source.seed, epoch=epoch, shuffle=is_shuffled)
+
+    @property
+    def draws_random(self) -> bool:
+        """Whether a source draws random numbers, or has not been read often enough to know."""
+        return any(source.reader.is_seeding for source in self._sources)
 
     def __len__(self) -> int:
         """Returns the number of samples per epoch. An epoch ends when every source has been read completely, or `epochs` times.

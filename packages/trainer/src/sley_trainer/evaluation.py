@@ -176,7 +176,7 @@ class EvaluationFeed:
         self.feed.restore({"samples": 0})
         splitter = splitter.select_fields(self.fields)
         for start in range(0, self.num_samples, self.batch_size):
-            batch = self.feed.next()
+            batch = self.feed.next(is_last=start + self.batch_size >= self.num_samples)
             batch = {name: batch[name] for name in splitter.info.fields}
             yield splitter.split_feed(batch, self.num_samples - start - self.first_row)
         self.feed.close()

@@ -119,7 +119,7 @@ class Loop:
                 batch, wait_s, numbers = self.samples.splitter.split_input(inputs), 0.0, tuple[int, ...]()
             else:
                 assert self.feed is not None, "a simulated world takes no steps"
-                batch = self.samples.splitter.split_feed(self.feed.next())
+                batch = self.samples.splitter.split_feed(self.feed.next(is_last=step == self.plan.run.steps))
                 wait_s, numbers = self.feed.wait_s, self.feed.samples
             if profiler is not None:
                 profiler.before_step(step)

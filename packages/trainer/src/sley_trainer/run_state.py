@@ -296,8 +296,8 @@ class RunState(checkpointing.TrainingState):
         """Returns how this rank's data differ from the data of the checkpoint, or why reading fails; "" if nothing differs."""
         if self._feed is None or state is None:
             return ""
-        self._feed.close()
         try:
+            self._feed.close()
             return self._feed.describe_change(decode_value(state))
         except Exception as error:  # any error is reported, since the other ranks wait for the result
             return f"the data cannot be read: {format_cause(error)}"

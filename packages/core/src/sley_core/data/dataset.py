@@ -86,9 +86,9 @@ class Dataset(Protocol):
     """Returns samples by index, in any order and from any thread.
 
     Reading a sample may draw from torch's default generator, `random` and numpy. The run seeds them by the sample's number, so
-    every layout and every resumed run reads the same samples. A read that draws from these generators waits for the model's
-    forward in progress, and a forward waits for the read. To avoid the waits, draw from your own generator, seeded by the
-    index.
+    every layout and every resumed run reads the same samples. The reads of such a dataset do not run beside a step, since the
+    model also uses these generators: each step waits for its samples. To avoid the waits, draw from your own generator, seeded
+    by the index.
 
     Optional attributes:
 
@@ -100,6 +100,8 @@ class Dataset(Protocol):
         `positions` (of all samples), `padding` (positions), `longest` (the number of tokens of the longest document), and
         `dropped` (a dict with the number of skipped or truncated samples for each reason). Without it, the command reads and
         counts all samples.
+    draws_random: True if the reads draw from these generators. Set it if the reads of the first batch may draw nothing, for
+        example because only some samples are augmented. Without it, the run finds out from the reads of the first batch.
     is_ordered: True if the dataset orders each epoch itself. The run then reads it from the first index to the last.
     sources: the names of the sources of a mixture. An int64 field `source` has the index of each sample's source. Metrics rows
         then have the loss of each source, and its share of the samples.

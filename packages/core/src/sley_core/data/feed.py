@@ -28,16 +28,19 @@ T = TypeVar("T")
 
 
 class PrefetchThread:
-    """A thread that prefetches one item of `items` at a time. `close` ends the thread.
+    """A thread that reads one item of `items` at a time. `close` ends the thread.
 
-    The thread produces one item per permit. It starts with one permit, and `get` returns a permit for each item. The thread is
-    a daemon, so a dataset that never returns cannot keep the process alive.
+    The thread reads the first item when `get` is called. After each item, it reads the next one at once if `reads_ahead()` is
+    true, and otherwise when `get` is called again. The thread is a daemon, so a dataset that never returns cannot keep the
+    process alive.
     """
 
-    def __init__(self, items: "Iterator[_PrefetchedBatch]") -> None:
+    def __init__(self, items: "Iterator[_PrefetchedBatch]", reads_ahead: Callable[[], bool]) -> None:
         self._items = items
+        self._reads_ahead = reads_ahead
         self._ready: SimpleQueue[_PrefetchedBatch | BaseException] = SimpleQueue()
-        self._permits = threading.Semaphore(1)
+        self._permits = threading.Semaphore(0)  # one for each item that the thread may read
+        self._is_requested = False  # whether there is a permit for the next item
         self._is_closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._produce_items, name="sley-data", daemon=True)
@@ -54,12 +57,18 @@ class PrefetchThread:
         except BaseException as error:
             self._ready.put(error)
 
-    def get(self, timeout_s: float) -> "_PrefetchedBatch":
+    def _request_item(self) -> None:
+        if not self._is_requested:
+            self._is_requested = True
+            self._permits.release()
+
+    def get(self, timeout_s: float, *, is_last: bool) -> "_PrefetchedBatch":
         """Waits for the next item and returns it. Raises the error that ended the thread, again in each later call, and
-        RunError "data-timeout" if there is no item within `timeout_s` seconds.
+        RunError "data-timeout" if there is no item within `timeout_s` seconds. is_last: whether to read no item ahead.
         """
         if self._error is not None:
             raise self._error
+        self._request_item()
         try:
             result = self._ready.get(timeout=timeout_s)
         except Empty:
@@ -69,7 +78,9 @@ class PrefetchThread:
         if isinstance(result, BaseException):
             self._error = result
             raise result
-        self._permits.release()
+        self._is_requested = False
+        if not is_last and self._reads_ahead():
+            self._request_item()
         return result
 
     def close(self, timeout_s: float) -> None:
@@ -138,7 +149,7 @@ class Feed:
         self._collate_reader = SeededReader(seed, 1)
         self._prefetch: PrefetchThread | None = None
         self._state: dict[str, Any] = {"samples": 0}
-        self._reader = StreamReader(cast(Stream, dataset), self._sample_reader.read) if is_stream(dataset) else None
+        self._reader = StreamReader(cast(Stream, dataset), self._read_sample) if is_stream(dataset) else None
         self.notes: list[str] = []
         self.wait_s = 0.0
         self.samples: tuple[int, ...] = ()
@@ -148,12 +159,14 @@ class Feed:
         """The number of samples in an epoch, or None for a stream. Calls the dataset's `__len__`, which may load the data."""
         return None if is_stream(self._dataset) else len(cast(Dataset, self._dataset))
 
-    def next(self) -> Batch:
-        """Returns this rank's rows of the next global batch, on the CPU. Raises RunError "data-timeout" after `timeout_s`."""
+    def next(self, *, is_last: bool = False) -> Batch:
+        """Returns this rank's rows of the next global batch, on the CPU. Raises RunError "data-timeout" after `timeout_s`.
+        is_last: whether no batch is needed afterwards; a later call must wait for its batch.
+        """
         start = time.perf_counter()
         if self._prefetch is None:
-            self._prefetch = PrefetchThread(self._checked_batches(self._state))
-        item = self._prefetch.get(self._timeout_s)
+            self._prefetch = PrefetchThread(self._checked_batches(self._state), self._reads_ahead)
+        item = self._prefetch.get(self._timeout_s, is_last=is_last)
         self.wait_s = time.perf_counter() - start
         self.samples, self._state = item.samples, item.state
         return item.batch
@@ -216,6 +229,19 @@ class Feed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _reads_ahead(self) -> bool:
+        """Whether the thread may read while the caller computes. A seeded read changes the generators of the whole process,
+        which the backward and the caller's program also use, so it must run within `next`.
+        """
+        return not (self._draws_random or self._sample_reader.is_seeding or self._collate_reader.is_seeding)
+
+    @property
+    def _draws_random(self) -> bool:
+        return getattr(self._dataset, "draws_random", False)
+
+    def _read_sample(self, number: int, read: Callable[[], Sample]) -> Sample:
+        return self._sample_reader.read(number, read, must_seed=self._draws_random)
+
     def _checked_batches(self, state: Mapping[str, Any]) -> Iterator[_PrefetchedBatch]:
         """Yields the batches after the position `state`, each of which it first passes to the function `check`."""
         if self._reader is not None:
@@ -250,7 +276,7 @@ class Feed:
                     set_epoch(dataset, epoch)
                     last_epoch = epoch
                 indices.append(order(epoch)[position])
-                samples.append(self._sample_reader.read(done + row, partial(read_sample, dataset, indices[-1])))
+                samples.append(self._read_sample(done + row, partial(read_sample, dataset, indices[-1])))
             batch = self._collate(done + self.rows.start, collate, samples)
             done += self.batch_size
             yield _PrefetchedBatch(batch, tuple(indices), {"samples": done})
@@ -301,9 +327,9 @@ def read_sample(dataset: Dataset, index: int) -> Sample:
 class SeededReader:
     """Reads samples. If the dataset draws from the host's generators, seeds them by the sample number.
 
-    Forwards also use these generators, so a seeded read and a forward in another thread wait for each other. To avoid the waits
-    for datasets that draw nothing, the reader seeds and observes only the first `num_observed` reads; it seeds later reads only
-    if an observed read has drawn.
+    The model and the program also use these generators, so seeded reads cannot run beside a step. For datasets that draw
+    nothing, the reader therefore seeds and observes only the first `num_observed` reads; it seeds later reads only if an
+    observed read has drawn.
     """
 
     def __init__(self, seed: int, num_observed: int) -> None:
@@ -311,10 +337,18 @@ class SeededReader:
         self._num_to_observe = num_observed
         self.has_drawn = False
 
-    def read(self, number: int, read: Callable[[], T]) -> T:
-        """Calls `read` and returns its result. number: the number of the sample, counted over all epochs."""
+    @property
+    def is_seeding(self) -> bool:
+        """Whether the next read will be seeded."""
+        return self.has_drawn or self._num_to_observe > 0
+
+    def read(self, number: int, read: Callable[[], T], *, must_seed: bool = False) -> T:
+        """Calls `read` and returns its result. number: the number of the sample, counted over all epochs. must_seed: whether to
+        seed this read even if no observed read has drawn.
+        """
+        is_seeded = must_seed or self.is_seeding
         self._num_to_observe -= 1
-        if not self.has_drawn and self._num_to_observe < 0:
+        if not is_seeded:
             return read()
         with use_seed(derive_seed(self._seed, "sample", number)):
             state = None if self.has_drawn else comparable_state()
