@@ -19,7 +19,7 @@ from sley_core.data.dataset import DataContext, Split
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.plan.check import check_plan
-from sley_core.plan.load import plan_from_dict
+from sley_core.plan.load import plan_from_dict, plan_from_text
 from sley_data.documents import read_documents, read_split
 from sley_data.files import find_document_files
 from sley_data.mixture import Interleaving, to_integer_shares
@@ -267,6 +267,25 @@ def test_held_out_samples_come_from_sources_that_have_some(tmp_path: Path) -> No
     dataset = opened(mixture(sources), tmp_path, "held_out")
     assert dataset.sources == ("s1",)
     assert len(dataset)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([None, 8, 16]), st.lists(st.sampled_from([None, 8, 16]), min_size=1, max_size=3))
+def test_a_resolved_plan_has_the_sequence_of_each_source(outer: int | None, inner: list[int | None]) -> None:
+    def table(sequence: int | None) -> dict[str, int]:
+        return {} if sequence is None else {"sequence": sequence}
+
+    source = {"use": "data.text", "files": ["a.txt"], "weight": 1}
+    expected = [sequence or outer for sequence in inner]
+    if None in expected:
+        return
+    plan = plan_from_dict(small_plan(data=mixture([source | table(sequence) for sequence in inner], **table(outer))), Path())
+    again = plan_from_text(plan.to_toml())
+    configs: list[Any] = [plan.data.config, again.data.config]
+    for config in configs:
+        assert [part.component.config.sequence for part in config.sources] == expected
+        assert config.sequence == (expected[0] if len(set(expected)) == 1 else outer)
+    assert again.to_toml() == plan.to_toml()
 
 
 def test_tables_of_sources_are_checked_at_their_place(tmp_path: Path) -> None:

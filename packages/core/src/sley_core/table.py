@@ -126,6 +126,7 @@ class PartTable(Table):
     this model and of the record or factory.
 
     record_type: the class of the records. shared: keys of the enclosing table, which each record gets if its config has them.
+    If all records have the same value for such a key, it is also the value of the enclosing table.
     """
 
     model_config = pydantic.ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -137,6 +138,7 @@ class PartTable(Table):
     """The record, whose keys the table then has; for your own code, write `factory` instead."""
 
     _component: Any = pydantic.PrivateAttr(None)
+    _inherited: set[str] = pydantic.PrivateAttr(set())
 
     @property
     def component(self) -> Component:
@@ -144,16 +146,18 @@ class PartTable(Table):
         component: Component = self._component
         return component
 
-    def set_component(self, component: Component) -> None:
-        """Sets the component. The resolver of the plan calls this once."""
+    def set_component(self, component: Component, enclosing: Table) -> None:
+        """Sets the component. The resolver of the plan calls this once. enclosing: the table that contains the array."""
         self._component = component
+        config: Table = component.config
+        self._inherited = {key for key in self.shared if getattr(config, key, None) == getattr(enclosing, key, None)}
 
     @pydantic.model_serializer(mode="wrap")
     def _serialize_component(
         self, write: pydantic.SerializerFunctionWrapHandler, info: pydantic.SerializationInfo
     ) -> dict[str, Any]:
         config: Table = self.component.config
-        record_keys = config.model_dump(exclude_none=True, exclude=set(self.shared), context=info.context)
+        record_keys = config.model_dump(exclude_none=True, exclude=self._inherited, context=info.context)
         return {**write(self), **record_keys}
 
 

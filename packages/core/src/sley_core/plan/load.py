@@ -263,12 +263,16 @@ class _Resolver:
             for model in _table_types(field.annotation):
                 if issubclass(model, PartTable):
                     keys[key], parts[key] = self._resolve_parts(spec, model, keys, (*path, key))
+                    for shared_key in model.shared:
+                        first, *others = [getattr(part.config, shared_key, None) for part in parts[key] if part] or [None]
+                        if first is not None and all(value == first for value in others):
+                            keys[shared_key] = first
         config = self._validate(record.config, keys, path, f"`{name}`")
         if config is None or not all(map(all, parts.values())):
             return None
         for key, components in parts.items():
             for part, component in zip(getattr(config, key), components, strict=True):
-                part.set_component(component)
+                part.set_component(component, config)
         return Component(spec, name, record, config, path, self.document, plugin)
 
     def _resolve_parts(
