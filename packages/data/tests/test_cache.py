@@ -132,6 +132,10 @@ def test_other_text_or_settings_are_kept_apart(table: TextConfig, encoded: list[
         assert samples(changed) == samples(changed.model_copy(update={"cache": "none"}))
         num_folders += 1
         assert len(list((tmp_path / "home" / "sley" / "data").iterdir())) == num_folders
+    for separator in ("\n\n", "e"):  # decides which documents another source of a mixture holds out
+        update = {"held_out": 0.0, "held_out_files": table.files[:1], "separator": separator}
+        mixed = table.with_siblings([table.model_copy(update=update)])
+        assert samples(mixed) == samples(mixed.model_copy(update={"cache": "none"}))
     samples(table.model_copy(update={"cache": tmp_path / "mine"}))
     assert len(list((tmp_path / "mine").iterdir())) == 1
 

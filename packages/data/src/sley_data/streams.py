@@ -202,12 +202,16 @@ def find_cache_folder(
     config: TextConfig | ChatConfig, files: Sequence[DataFile], held_out: Sequence[DataFile], settings: object
 ) -> Path | None:
     """Returns the cache folder for the tokens of `files`, or None if the tokens are not cached. held_out: the files whose
-    documents are excluded. settings: all other values that determine the tokens. The name of the folder is a digest of the
-    settings and of each file's name, size, modification time and 16 blocks of bytes.
+    documents are excluded. settings: all values of `config` that determine the tokens. The name of the folder is a digest of
+    the settings, of the settings by which other sources split `held_out` into documents, and of each file's name, size,
+    modification time and 16 blocks of bytes.
     """
     min_bytes = MIN_CACHED_BYTES if config.tokenizer else MAX_BYTES_IN_MEMORY
     if config.cache == "none" or sum(file.num_bytes for file in files) < min_bytes:
         return None
+    siblings = [table for table in config.all_tables[1:] if table.held_out_files]
+    if siblings and held_out:
+        settings = settings, [(table.field, getattr(table, "separator", None)) for table in siblings]
     digest = blake2b(repr((settings, MIN_PART_BYTES, len(held_out))).encode(), digest_size=16)
     for file in (*files, *held_out):
         digest.update(f"{file.name}/{file.num_bytes}/{file.path.stat().st_mtime_ns}/".encode() + read_blocks(file.path))
