@@ -22,6 +22,7 @@ from sley_testing.plans import changed, small_plan, write_texts
 from sley_testing.runs import assert_same_run, record, save_at
 from sley_testing.state_contract import CheckpointerContract
 from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}
 
@@ -50,6 +51,27 @@ def test_a_resumed_run_has_the_same_bits(texts, tmp_path, kind):
     tables = plan(**KINDS[kind])
     uninterrupted = record(tables, 5, folder=texts, prepare=partial(save_at, 3, tmp_path / "saved"))
     assert_same_run(uninterrupted, record(tables, 2, folder=texts, load=tmp_path / "saved"))
+
+
+def unfreeze(run: Run) -> None:
+    for param in run.registry:
+        param.parameter.requires_grad_(True)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_has_the_same_bits_if_a_program_has_unfrozen_weights(texts, tmp_path, kind):
+    tables, path = changed(plan(**KINDS[kind]), optimizer__groups=[{"match": "blocks.*", "freeze": True}]), tmp_path / "saved"
+
+    def prepare(run: Run) -> None:
+        unfreeze(run)
+        save_at(2, path, run)
+
+    uninterrupted = record(tables, 3, folder=texts, prepare=prepare)
+    resumed = record(tables, 1, folder=texts, load=path, prepare=unfreeze)
+    assert resumed.notes == []
+    assert_same_run(uninterrupted, resumed)
+    assert any("to keep them, unfreeze" in note for note in record(tables, 0, folder=texts, load=path).notes)
 
 
 def put(path: Path, change: Callable[[bytes], bytes]) -> None:

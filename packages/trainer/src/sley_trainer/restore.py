@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import SequenceKey, tree_leaves, tree_map_with_path
 
 from sley_core import checkpointing
-from sley_core.errors import RunError
+from sley_core.errors import RunError, shorten_names
 from sley_core.generators import host_rng_state, set_host_rng_state
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim import optimizers
@@ -133,6 +133,7 @@ class RunRestorer:
         self._restore_averages()
         self._restore_buffers()
         self._restore_optimizer()
+        self._add_frozen_note()
         self._restore_stateful_objects()
         self._restore_extra_states()
 
@@ -199,6 +200,24 @@ class RunRestorer:
             update.initial_values,
             dtypes,
         )
+
+    def _add_frozen_note(self) -> None:
+        """Adds a note if the checkpoint has more than the weight for a parameter that this run's optimizer does not have."""
+        masters = self.state.update.masters
+        known = {entry.name for entry in masters.local_params}
+        lost = []
+        for param in self.state.parts.registry:
+            name = param.name
+            if name in known or param.trainable or name in self.state.base_checksums:
+                continue
+            saved_dtype = BY_NAME[self.saved.info(checkpointing.WEIGHTS + name).dtype]
+            is_rounded = saved_dtype == masters.dtype != param.parameter.dtype
+            if is_rounded or name in self._state_names or checkpointing.AVERAGES + name in self.names:
+                lost.append(name)
+        if lost:
+            message = "these parameters are frozen, so their optimizer states, averages and masters are dropped"
+            hint = "to keep them, unfreeze the parameters before you load the checkpoint"
+            self.notes.append(f"{message}: {shorten_names(lost)}; {hint}")
 
     def _restore_stateful_objects(self) -> None:
         """Restores the states of plugins' objects on this rank. If the layout has changed, resets them and adds a note."""

@@ -189,6 +189,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._finish_pending()
         self.memory.require("loading weights", LOAD_PARTS)
         self._checkpointer.copy_unwritten_state()
+        self.stepper.update.include_unfrozen_params()
         loaded = self._load_weights(state, strict=strict)
         if (averages := self.stepper.update.averages) is not None:
             averages.reset()

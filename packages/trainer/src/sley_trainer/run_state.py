@@ -237,6 +237,7 @@ class RunState(checkpointing.TrainingState):
         restorer = RunRestorer(self, saved, is_same_layout=saved.description.layout == self._layout)
         restorer.notes += (f"the plan has changed since the checkpoint: {change}" for change in changes)
         self._check_checkpoint(restorer)
+        self.update.include_unfrozen_params()
         self.all_or_none(restorer.restore, "load the checkpoint")
         self._restore_values(saved.description, restorer.notes)
         return restorer.notes

@@ -187,6 +187,13 @@ class Update:
             seed_generators(self._generators, seed)
             yield
 
+    def include_unfrozen_params(self) -> None:
+        """Extends the gradient store and the optimizer with the parameters that a program has unfrozen since the last step, so
+        that values can be loaded into their masters and states. All ranks of a stage call it between steps.
+        """
+        self.store.update_layout()
+        self._add_unfrozen_params()
+
     def _add_unfrozen_params(self) -> None:
         """Extends the optimizer with the parameters that a program has unfrozen since the last step."""
         if self._num_layouts == self.store.num_layouts:

@@ -50,9 +50,8 @@ from sley_core.protocols import GradientHandler
 class GradientStore:
     """Accumulates the gradients of all trainable parameters of `registry`, in `dtype` on `device`. planner: makes the first
     layout; a reducer may call `lay_out` with another planner. on_ready: called with each parameter once per step, when its
-    gradient is complete. on_chunk_done: called with each chunk once per step. `begin_step` makes a new layout if parameters
-    were frozen or unfrozen between steps, or sets `refusal` to an error if the layout is fixed. num_layouts: the number of
-    layouts so far.
+    gradient is complete. on_chunk_done: called with each chunk once per step. refusal: the error that `begin_step` found,
+    or None. num_layouts: the number of layouts so far.
     """
 
     def __init__(
@@ -290,14 +289,7 @@ class GradientStore:
         if not self._has_memory:
             raise StateError.offloaded_error("gradients", "a step")
         self._are_freed = False
-        self.refusal = None
-        changed_names = [name for name, parameter, was_trainable in self._trained if parameter.requires_grad != was_trainable]
-        if changed_names and self._is_fixed:
-            message = f"the parameter {changed_names[0]!r} was frozen or unfrozen, but a sharded optimizer has fixed its shards"
-            hint = "set `freeze = true` in a group of [optimizer], or use a reducer such as `dp.bucketed`"
-            self.refusal = RunError("shards-fixed", message, hint=hint)
-        elif changed_names:
-            self.lay_out(self._planner)
+        self.update_layout()
         for buffer in self.buffers:
             buffer.has_full_gradients = True
         if not self._is_watching:
@@ -306,6 +298,21 @@ class GradientStore:
         self.reduction.clear()
         for accumulator in self._order:
             accumulator.reset()
+
+    def update_layout(self) -> None:
+        """Makes a new layout, without gradients, if parameters were frozen or unfrozen since the last one. If the layout is
+        fixed, sets `refusal` instead. `begin_step` calls this; other code may call it between two steps.
+        """
+        self.refusal = None
+        changed_names = [name for name, parameter, was_trainable in self._trained if parameter.requires_grad != was_trainable]
+        if changed_names and self._is_fixed:
+            message = f"the parameter {changed_names[0]!r} was frozen or unfrozen, but a sharded optimizer has fixed its shards"
+            hint = "set `freeze = true` in a group of [optimizer], or use a reducer such as `dp.bucketed`"
+            self.refusal = RunError("shards-fixed", message, hint=hint)
+        elif changed_names:
+            self.lay_out(self._planner)
+            if not self._has_memory:
+                self.free()
 
     def chunk_done(self, chunk: int) -> None:
         """Completes and reports the gradients of `chunk` after its last gradient action. Untouched gradients are zero."""
