@@ -59,8 +59,8 @@ def test_sharded_updates_equal_full_updates(ranks, small, own, size, shards, nam
         assert_equal_replicas(results)
 
 
-def change_weights_between_steps(tables, folder):
-    """Returns the weights after each change between two steps, and the held-out losses."""
+def change_weights_between_steps(tables, folder, in_place=False):
+    """Returns the weights after each change between two steps, and the held-out losses. in_place: never replaces `.data`."""
     results, losses = [], []
     with running(tables, folder) as run:
         run.step()
@@ -74,9 +74,19 @@ def change_weights_between_steps(tables, folder):
                 param.parameter.mul_(1.25)
         run.step()
         results.append(weights(run))
-        parameter = run.registry["b.up.weight"].parameter
-        parameter.data = parameter.data.clone() + 0.125
-        run.registry["first.bias"].parameter.data = torch.ones_like(run.registry["first.bias"].parameter)
+        above, bias, first, last = (
+            run.registry[name].parameter.data for name in ("b.up.weight", "first.bias", "first.weight", "last.weight")
+        )
+        values = {"b.up.weight": above + 0.125, "first.bias": torch.ones_like(bias)}
+        values |= {"first.weight": last.t(), "last.weight": first}  # views of the old weights' memory
+        values["a.down.weight"] = run.registry["a.down.weight"].parameter.data.t().contiguous().t()
+        values = {name: value.clone() for name, value in values.items()} if in_place else values
+        for name, value in values.items():
+            if in_place:
+                with torch.no_grad():
+                    run.registry[name].parameter.copy_(value)
+            else:
+                run.registry[name].parameter.data = value
         losses.append(run.evaluate())
         run.step()
         run.step()
@@ -88,10 +98,12 @@ def change_weights_between_steps(tables, folder):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("size", "handler", "compute"), [(2, {}, "bf16"), (4, {"shards": 2}, "fp64")])
 def test_a_program_reads_and_writes_between_steps(ranks, small, own, size, handler, compute):
-    """Evaluates, loads weights, writes in place and replaces `.data`. In bf16 the master weights follow."""
+    """Evaluates, loads weights, writes in place, and replaces `.data`, also by views and other strides. In bf16 the master
+    weights follow.
+    """
     evaluation = {"evaluation": {"every": 50, "steps": 1}, "data__factory": "dp_parts:split"}
     tables = small(SHARDED | handler, optimizer=ADAMW, precision__compute=compute, **evaluation, **ODD)
-    expected, losses = change_weights_between_steps(tables | {"gradient_handlers": []}, own)
+    expected, losses = change_weights_between_steps(tables | {"gradient_handlers": []}, own, in_place=True)
     for results, measured_losses in ranks(size, 120)(change_weights_between_steps, tables, own):
         assert measured_losses == pytest.approx(losses, rel=WEIGHTS[compute])
         for reference, other in zip(expected, results, strict=True):

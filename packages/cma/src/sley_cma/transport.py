@@ -423,4 +423,5 @@ def allocate_scratch(total: Tensor) -> Tensor:
 
 def memory_span(tensor: Tensor) -> MemorySpan:
     """Returns the memory span of a contiguous tensor."""
+    assert tensor.is_contiguous(), tensor.stride()
     return MemorySpan(tensor.data_ptr(), tensor.nbytes)

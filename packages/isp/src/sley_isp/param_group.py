@@ -103,9 +103,9 @@ class ParamGroup:
         return sum(parameter._version for parameter in self.parameters)
 
     def shards_to_send(self) -> list[Tensor]:
-        """Returns the tensors that this rank sends, one per parameter: the shards, or the results of `encode`."""
-        is_encoded = self.options.gather_precision == "fp8"
-        return [encode(shard.detach()) if is_encoded else shard.detach() for shard in self.parameters]
+        """Returns the tensors that this rank sends, one per parameter, all contiguous: shards, or the results of `encode`."""
+        prepare = encode if self.options.gather_precision == "fp8" else Tensor.contiguous
+        return [prepare(shard.detach()) for shard in self.parameters]
 
 
 class UnshardedGroup:

@@ -371,8 +371,11 @@ class WeightStore:
     @torch.no_grad()
     def restore_places(self) -> None:
         """Moves each parameter whose `.data` a program has replaced back to its place in a buffer, with its new values."""
-        for parameter, place in self.moved_parameters():
-            value = parameter.detach()
+        own_memory = {storage_id(buffer.data) for buffer in self.buffers}
+        moved = [(parameter, place, parameter.detach()) for parameter, place in self.moved_parameters()]
+        # A value in a buffer, such as the transpose of the old value, is copied before it is overwritten.
+        values = [value.clone() if storage_id(value) in own_memory else value for _, _, value in moved]
+        for (parameter, place, _), value in zip(moved, values, strict=True):
             parameter.data = place
             parameter.copy_(value)  # increments its version counter, by which masters notice the write
 
@@ -381,7 +384,8 @@ class WeightStore:
         # Does not compare addresses, which change when memory moves, nor use `is_set_to`, which refuses fake tensors.
         for parameter, place in self._buffered_params:
             same_storage = storage_id(parameter) == storage_id(place)
-            if not same_storage or parameter.storage_offset() != place.storage_offset():
+            same_offset = parameter.storage_offset() == place.storage_offset()
+            if not (same_storage and same_offset and parameter.stride() == place.stride()):
                 yield parameter, place
 
     def add_completion(self, completion: Completion) -> None:

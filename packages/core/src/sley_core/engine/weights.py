@@ -66,9 +66,10 @@ class OptimizerParam:
         return self.param.name
 
     @property
-    def state(self) -> tuple[int, int, int]:
-        """Returns the version, the storage's id and the offset of the working weight. An offload does not change them."""
-        return self.original._version, storage_id(self.original), int(self.original.storage_offset())
+    def state(self) -> tuple[object, ...]:
+        """Returns the version, the storage's id, the offset and the strides of the working weight. An offload changes none."""
+        weight = self.original
+        return weight._version, storage_id(weight), int(weight.storage_offset()), weight.stride()
 
     @property
     def decays(self) -> bool:
@@ -217,9 +218,10 @@ class MasterWeights:
         return is_moved or any(entry.synced != entry.state for entry in self._masters.values())
 
     def copy_outside_writes(self) -> None:
-        """Copies the values that code outside the engine has written to working weights into their masters. Detects writes by
-        version and storage, without a device sync. Weights and masters must not be offloaded. Raises RunError `weight-replaced`
-        if such code has replaced a parameter or changed its dtype.
+        """Copies the values that code outside the engine has written to working weights into their masters, and makes weights
+        with other strides contiguous again. Detects writes by version, storage and strides, without a device sync. Weights and
+        masters must not be offloaded. Raises RunError `weight-replaced` if such code has replaced a parameter or changed its
+        dtype.
         """
         for param, original, dtype in self._originals:
             parameter = param.parameter
@@ -228,6 +230,9 @@ class MasterWeights:
                 hint = "write into the parameter under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`"
                 raise RunError("weight-replaced", message, hint=hint)
         self.weights.restore_places()
+        for _, original, _ in self._originals:
+            if not original.is_contiguous():
+                original.data = original.detach().contiguous()
         for entry in self._masters.values():
             master = entry.master
             if master is not None and entry.synced != entry.state:
