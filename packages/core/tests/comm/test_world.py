@@ -4,6 +4,7 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -175,14 +176,17 @@ class LostWork:
 
 
 class EndedWork:
-    """A work that has ended. Like that of gloo, it can be waited for once."""
+    """A work that has ended. Like that of gloo, it can be waited for once. interrupts: whether a signal ends this wait."""
 
-    def __init__(self):
+    def __init__(self, *, interrupts=False):
         self.num_waits = 0
+        self.interrupts = interrupts
 
     def wait(self):
         self.num_waits += 1
         assert self.num_waits == 1
+        if self.interrupts:
+            raise KeyboardInterrupt
 
 
 def find_mismatch():
@@ -192,7 +196,7 @@ def find_mismatch():
 @pytest.mark.parametrize("place", ["works", "sends", "finish"])
 def test_a_failed_exchange_fails_again_when_it_is_waited_for_again(place):
     """A program that catches the error of a wait must not read the tensors of the exchange as if it had ended."""
-    stages, sends = [([EndedWork()], find_mismatch if place == "finish" else None)], ()
+    stages, sends = [([EndedWork()], find_mismatch if place == "finish" else None)], []
     if place == "works":
         stages.append(([EndedWork(), LostWork()], None))
     elif place == "sends":
@@ -204,3 +208,23 @@ def test_a_failed_exchange_fails_again_when_it_is_waited_for_again(place):
             with pytest.raises(RunError) as failure:
                 work.wait_sent()
             assert failure.value.diagnostics[0].code == "collective-failed"
+
+
+def test_a_wait_after_an_interrupted_wait_goes_on(monkeypatch):
+    """An interrupted wait has ended: a second wait for its gloo message would block. It ends with the same error, if any."""
+    works = [EndedWork(interrupts=index % 2 == 1) for index in range(6)]
+    finish = mock.Mock(side_effect=[KeyboardInterrupt, None])
+    with World.alone("cpu") as world:
+        group = world.make_groups(Topology.from_sizes(1), 20)["control"]
+        work = GroupWork(begin_turn("all-gather", group, "a test"), [(works[:3], finish)], works[3:])
+        for _ in range(4):  # after the works 1, 3 and 5, and in `finish`
+            with pytest.raises(KeyboardInterrupt):
+                work.wait_sent()
+        work.wait_sent()
+        assert [work.num_waits for work in works] == [1] * 6
+        lost = GroupWork(begin_turn("all-gather", group, "a test"), [([LostWork()], None)])
+        monkeypatch.setattr("sley_core.comm.exchanges.first_line", mock.Mock(side_effect=[KeyboardInterrupt, "lost"]))
+        with pytest.raises(KeyboardInterrupt):
+            lost.wait()
+        with pytest.raises(RunError, match="lost"):
+            lost.wait()

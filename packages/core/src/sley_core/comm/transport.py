@@ -19,7 +19,7 @@ coordinate. The result depends neither on timing nor on the transport.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -62,12 +62,14 @@ class Work:
 class GroupWork(Work):
     """The handle of an exchange that consists of works of a process group. A simulated exchange has no works. _turn: the
     exchange, for errors; None only if there are no works. _stages: pairs of works and a function; for each pair in turn, `wait`
-    waits for the works and then calls the function, if any. _sends: the works for which only `wait_sent` waits.
+    waits for the works and then calls the function, if any. _sends: the works for which only `wait_sent` waits. A list loses
+    each work whose wait has ended. _error: the error that torch has raised in a wait. _failure: the error that waits raise.
     """
 
     _turn: Turn | None
-    _stages: list[tuple[Sequence[Any], Callable[[], object] | None]]
-    _sends: Sequence[Any] = ()
+    _stages: list[tuple[list[Any], Callable[[], object] | None]]
+    _sends: list[Any] = field(default_factory=list)
+    _error: RuntimeError | None = None
     _failure: RunError | None = None
 
     def is_completed(self) -> bool:
@@ -81,23 +83,37 @@ class GroupWork(Work):
     def wait_sent(self) -> None:
         self.wait()
         self._wait_for(self._sends)
-        self._sends = ()
 
-    def _wait_for(self, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:
+    def _wait_for(self, works: list[Any], finish: Callable[[], object] | None = None) -> None:
         """Waits for each of `works` in turn, and calls `finish`. Raises RunError `collective-failed` if a work fails, or the
-        RunError of `finish`, and raises it again at each later wait: waiting again for a finished gloo work would block.
+        RunError of `finish`, and raises it again at each later wait. After KeyboardInterrupt, a later wait goes on.
         """
         if self._failure is not None:
             raise self._failure
         try:
-            for work in works:
+            while works:
                 assert self._turn is not None
-                run_guarded(work.wait, self._turn)
+                run_guarded(partial(self._wait_for_first, works), self._turn)
             if finish is not None:
                 finish()
         except RunError as error:
             self._failure = error
             raise
+
+    def _wait_for_first(self, works: list[Any]) -> None:
+        """Waits for the first of `works`, and removes it unless it fails, since a second wait for a gloo message would block. A
+        signal interrupts torch's wait only as it returns. It cannot replace an error of torch before this method stores it.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            works[0].wait()
+        except RuntimeError as error:
+            self._error = error
+            raise
+        finally:
+            if self._error is None:
+                del works[0]
 
 
 class Published(Protocol):

@@ -156,7 +156,7 @@ class Group(Members):
                 result.copy_(tensor)
             return Work()
         if self.simulation is not None:
-            return GroupWork(None, [((), self.simulation.simulate_exchange(self, kind, result, tensor, channel, label))])
+            return GroupWork(None, [([], self.simulation.simulate_exchange(self, kind, result, tensor, channel, label))])
         operation = "all-reduce" if kind in _REDUCE_OPS else kind.replace("_", "-")
         turn = begin_turn(operation, self, label, channel, tensor.nbytes, ends)
         return GroupWork(turn, [([run_guarded(lambda: start(group=self.channel(channel)), turn)], finish)])
