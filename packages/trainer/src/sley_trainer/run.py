@@ -54,7 +54,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     def train(self) -> Outcome:
         """Runs the plan's remaining steps. Returns "interrupted" if a rank has asked to stop, and otherwise "finished", even if
-        `[evaluation] patience` has ended the run.
+        `[evaluation] patience` has ended the run. After "interrupted", a further call runs the steps that remain.
 
         Raises RunError on all ranks: "checkpoint-folder" if a rank cannot use the checkpoint folder, "not-finite" if the loss
         or the gradient norm is not finite, and "nothing-counts" if a batch has the loss weight 0. The last two errors leave the
@@ -72,6 +72,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                     control.gather_objects(has_listeners, label="who listens to steps")
                 )
                 self._restart_timer()
+                self.was_stopped = False
                 with self.parts.weights.settle_on_error():
                     while self.num_steps_done < self.plan.run.steps and not (self.was_stopped or self.stopped_early):
                         # The next step starts before the previous row is emitted, so that a CUDA device does not idle.
@@ -87,6 +88,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                     self._complete_pending_step()
                     self.parts.weights.settle()
                 self._checkpointer.finish_training(self.num_steps_done, was_stopped=self.was_stopped)
+                self._is_stop_requested &= not self.was_stopped
         return self._outcome
 
     @overload
