@@ -52,12 +52,14 @@ def host_values(run):
     return {f"{part} {name}": value.clone() for part in parts for name, value in run.memory.host(part)}
 
 
-def test_a_state_dict_while_weights_are_away_is_refused(run):
+def test_state_dicts_while_weights_are_away_are_refused(run):
     layer = run.layers[1].module
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     run.memory.offload()
-    with pytest.raises(StateError, match="weights, but they are offloaded"):
+    with pytest.raises(StateError, match=r"`state_dict` needs the run's weights, but they are offloaded"):
         layer.state_dict()
+    with pytest.raises(StateError, match=r"`load_state_dict` needs the run's weights, but they are offloaded"):
+        layer.load_state_dict(before)
     run.memory.onload()
     assert_same_bits(before, dict(layer.state_dict()))
 

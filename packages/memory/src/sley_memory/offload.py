@@ -356,11 +356,18 @@ class HostOffloadManager(OffloadManager):
             self._streams.wait()  # host memory is freed with this object
 
     def _hook_layers(self) -> None:
-        """Adds hooks that call `_check_layers` before each module's forward and `state_dict`, unless the hooks exist."""
+        """Adds hooks that call `_check_layers` before each module's forward, `state_dict` and `load_state_dict`, unless the
+        hooks exist.
+        """
+        forward, save, load = (
+            partial(lambda use, *_: self._check_layers(use), f"a layer's {use}")
+            for use in ("forward", "`state_dict`", "`load_state_dict`")
+        )
         for layer in () if self._hooks else self._layers:
             for module in layer.module.modules():
-                self._hooks.append(module.register_forward_pre_hook(lambda *_: self._check_layers(), prepend=True))
-                self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self._check_layers()))  # type: ignore[no-untyped-call]
+                self._hooks.append(module.register_forward_pre_hook(forward, prepend=True))
+                self._hooks.append(module.register_state_dict_pre_hook(save))  # type: ignore[no-untyped-call]
+                self._hooks.append(module.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call]
 
     def _unhook_layers(self) -> None:
         """Removes the hooks if weights and buffers are on the device, so that they do not slow down calls."""
@@ -369,7 +376,7 @@ class HostOffloadManager(OffloadManager):
                 hook.remove()
             self._hooks.clear()
 
-    def _check_layers(self, label: str = "a layer's forward") -> None:
+    def _check_layers(self, label: str) -> None:
         """Calls `require` for weights and buffers. label: the use of the layer, for the error."""
         for part in LAYER_PARTS:
             if part in self._movers:
