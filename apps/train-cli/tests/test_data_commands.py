@@ -1,18 +1,23 @@
 """`data show`, `data prepare` and `data export`; and a run folder keeps the plan's chat template."""
 
 import json
+import shutil
+from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from chat_folder import TEMPLATE, write_chats
 from started_program import Cli
 
+from sley_core.checkpointing import load_plan_and_weights
 from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext
 from sley_core.files import PLAN_FILE
 from sley_core.plan.load import load_plan
-from sley_data.chat_template import load_text_ids
+from sley_core.run_folder import create_attempt, write_attempt
+from sley_data.chat_template import ChatTemplate, load_text_ids
 from train_cli.saved_run import copy_run_files, load_run_plan
 
 CHAT = "name='chats', use='data.chat', files=['chats.jsonl'], tokenizer='tokenizer'"
@@ -89,6 +94,45 @@ def test_a_run_folder_keeps_the_template(folder: Path, tmp_path: Path, change: s
     config: Any = load_run_plan(tmp_path).data.config
     ids = load_text_ids(config.sources[0].component.config if "mixture" in change else config, None)
     assert "".join(ids.decode([ids.end])) == "<|im_start|>"
+
+
+def test_each_source_of_a_run_folder_keeps_its_files(folder: Path, tmp_path: Path) -> None:
+    """A run has copies only of the first source's files, which must not replace files of others, or of a change to the data."""
+    shutil.copytree(folder / "tokenizer", folder / "second")
+    for name in ("second/chat_template.jinja", "own.jinja", "new.jinja"):
+        (folder / name).write_text(f"{{# {name} #}}{TEMPLATE}", "utf-8")
+    files = [("tokenizer", ""), ("second", ""), ("tokenizer", "own.jinja"), ("second", "new.jinja")]
+
+    def read_templates(config: Any) -> list[Any]:
+        configs = [source.component.config for source in config.sources]
+        return [ChatTemplate(each.tokenizer, each.template).tokenizer.chat_template for each in configs]
+
+    for number, pair in enumerate(permutations(files, 2)):
+        sources = [
+            f"{{name='{tokenizer}{template}', use='data.chat', files=['chats.jsonl'], tokenizer='{tokenizer}', weight=1"
+            + (f", template='{template}'}}" if template else "}")
+            for tokenizer, template in pair
+        ]
+        resolved = load_plan(
+            folder / "plan.toml", [f"data={{use='data.mixture', sequence=160, sources=[{', '.join(sources)}]}}"]
+        )
+        run = tmp_path / str(number)
+        run.mkdir()
+        (run / PLAN_FILE).write_text(resolved.to_toml(), "utf-8")
+        copy_run_files(resolved, run)
+        config: Any = load_run_plan(run).data.config
+        assert read_templates(config) == read_templates(resolved.data.config), pair
+        assert config.tokenizer == run / "tokenizer"
+        changed: Any = load_run_plan(run, [f"sources.{index}.template='new.jinja'" for index in (0, 1)]).data.config
+        assert all("new.jinja" in template for template in read_templates(changed)), pair
+        for attempt, is_of_run in [(None, False), (create_attempt(), False), (create_attempt(), True)]:
+            if attempt is not None:
+                write_attempt(run, attempt)
+            lineage = attempt.lineage if attempt is not None and is_of_run else create_attempt().lineage
+            description = SimpleNamespace(plan=resolved.to_toml(), lineage=lineage, values={})
+            saved: Any = SimpleNamespace(place=str(run / "checkpoints" / "step-1"), names=(), description=description)
+            of_checkpoint: Any = load_plan_and_weights(saved)[0].data.config
+            assert of_checkpoint.tokenizer == (run / "tokenizer" if is_of_run else folder / pair[0][0])
 
 
 def test_prepare_reads_both_splits(folder: Path, cli: Cli) -> None:

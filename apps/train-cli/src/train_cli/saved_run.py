@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sley_core.data.dataset import DataContext, Sample
 from sley_core.errors import SleyError, UsageError
 from sley_core.files import CHECKPOINTS_FOLDER, COPIED_FILES, PLAN_FILE, WEIGHTS_FOLDER
-from sley_core.plan.document import read_file
+from sley_core.plan.document import add_overrides, read_file
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import PluginLoader
 from sley_core.plan.plan import Plan, check_changes, compare_plans
@@ -80,7 +80,8 @@ def load_run_plan(folder: Path, data_changes: Sequence[str] = ()) -> Plan:
     """
     if not (folder / PLAN_FILE).is_file():
         raise UsageError("no-run", f"`{folder}` must be a run folder, but has no `{PLAN_FILE}`")
-    document = use_copied_files(read_file(folder / PLAN_FILE, [f"data.{change}" for change in data_changes]), folder)
+    document = use_copied_files(read_file(folder / PLAN_FILE), folder)
+    document = add_overrides(document, [f"data.{change}" for change in data_changes])
     if changed_keys := {str(override.path[1]) for override in document.overrides}:
         removed_keys = {"samples_per_epoch"}  # holds only for the run's own data
         for pair in _EXCLUSIVE_KEYS:

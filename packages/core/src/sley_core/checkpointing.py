@@ -36,7 +36,7 @@ from sley_core.plan.loader import PluginLoader
 from sley_core.plan.plan import Plan
 from sley_core.protocols import CheckpointFiles
 from sley_core.records import CheckpointerRecord
-from sley_core.run_folder import AttemptTracker, Lineage, parse_lineage, use_copied_files
+from sley_core.run_folder import AttemptTracker, Lineage, parse_lineage, read_attempt, use_copied_files
 from sley_core.weight_files.read import TensorInfo, TensorReader, WeightFiles, merge_adapters, weight_files_error
 from sley_core.weight_files.write import BY_NAME, DTYPES
 
@@ -474,11 +474,14 @@ def base_error(place: str, name: str) -> RunError:
 
 
 def load_plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
-    """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights. If the checkpoint is in the
-    run's folder, the plan names the copies of its files in this folder instead of the originals.
+    """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights. If the checkpoint folder is in
+    the folder of this run, the plan names the copies of its files in the run's folder instead of the originals.
     """
     document = read_text(saved.description.plan, saved.place, Path())
-    plan = resolve_plan(use_copied_files(document, Path(saved.place).parent.parent), PluginLoader())
+    folder = Path(saved.place).parent.parent
+    attempt = read_attempt(folder)
+    is_of_run = attempt is not None and attempt.is_writer_of(saved.description.lineage)
+    plan = resolve_plan(use_copied_files(document, folder) if is_of_run else document, PluginLoader())
     # The copied files contain no weights, so the base is read from the original files.
     return plan, SavedWeights(saved, plan, lambda: BaseWeights(resolve_plan(document, PluginLoader())))
 

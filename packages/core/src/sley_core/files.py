@@ -13,7 +13,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 
 COPIED_FILES = {
     ("data", "tokenizer"): "tokenizer",
-    ("data", "template"): "tokenizer/chat_template.jinja",
+    ("data", "template"): "template.jinja",
     ("model", "weights"): "start",
     ("model", "config"): "start",
 }

@@ -28,12 +28,16 @@ from sley_core.protocols import MetricsWriter
 
 
 def use_copied_files(document: Document, folder: Path) -> Document:
-    """Returns a copy of the plan's document that names the copied files in the run's `folder` instead of the originals."""
+    """Returns a copy of the plan's document that names the copied files in the run's `folder` instead of the originals. Sources
+    of a mixture whose files differ from those of the first source keep their own files, of which there are no copies.
+    """
     tables: dict[str, Any] = deepcopy(dict(document.tables))
     for (table, key), name in COPIED_FILES.items():
         content = tables.get(table, {})
-        for owner in (content, *content.get("sources", ())):  # a mixture's sources share their token ids
-            if isinstance(owner, dict) and key in owner and (folder / name).exists():
+        owners = [owner for owner in (content, *content.get("sources", ())) if isinstance(owner, dict) and key in owner]
+        originals = [owner[key] for owner in owners]
+        for owner, original in zip(owners, originals, strict=True):
+            if original == originals[0] and (folder / name).exists():
                 owner[key] = str((folder / name).absolute())
     return replace(document, tables=tables)
 

@@ -282,16 +282,18 @@ def read_text(text: str, file: str, folder: Path | None = None, overrides: Seque
             source_line, reason = printable_line(lines[line - 1]), error.msg
         message = f"this is not TOML: {reason[:1].lower()}{reason[1:]}"
         raise PlanError.from_diagnostics([Diagnostic("syntax", message, place=place, source_line=source_line)]) from None
-    return _apply_overrides(Document(file, folder and folder.absolute(), tables, lines, spans), overrides)
+    return add_overrides(Document(file, folder and folder.absolute(), tables, lines, spans), overrides)
 
 
 def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
     """Returns the document of a copy of `tables`, which a program built. Raises PlanError "set-invalid"."""
-    return _apply_overrides(Document("<tables>", folder and folder.absolute(), to_plain_data(tables)), overrides)
+    return add_overrides(Document("<tables>", folder and folder.absolute(), to_plain_data(tables)), overrides)
 
 
-def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
-    """Applies `texts` to `document.tables` in place; returns `document` with the overrides. Raises PlanError "set-invalid"."""
+def add_overrides(document: Document, texts: Sequence[str]) -> Document:
+    """Applies the `key=VALUE`s in `texts` to `document.tables`, in place. Returns the document with the overrides. Raises
+    PlanError "set-invalid".
+    """
     overrides: list[Override] = []
     problems: list[Diagnostic] = []
     for number, text in enumerate(texts, start=1):
