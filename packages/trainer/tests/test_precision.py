@@ -1,5 +1,8 @@
 """bf16 computes, fp32 remembers; `[precision] keep` and the formats of buffers."""
 
+import random
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,6 +61,29 @@ def test_updates_that_bf16_cannot_hold_come_together_in_the_masters(alone, small
             assert found[-1] == master.to(torch.bfloat16).item(), step
         assert found[0] == 1.0
         assert len(set(found)) == 4, "in fewer moves than steps"
+
+
+def autocast_results(run, around_all):
+    """Returns the results of drawn uses of weights. around_all: whether one autocast block contains all uses, or each one."""
+    weight = run.registry["head.weight"].parameter
+    uses = {
+        "step": lambda: run.step()["loss"],
+        "evaluate": run.evaluate,
+        "product": lambda: F.linear(torch.ones(weight.shape[1]), weight).tolist(),
+    }
+    results = []
+    with torch.autocast("cpu", torch.bfloat16) if around_all else nullcontext():
+        for use in random.Random(1).choices(list(uses), k=12):
+            with nullcontext() if around_all else torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(use == "step"):
+                results.append((use, uses[use]()))
+    return results
+
+
+def test_one_autocast_block_around_many_steps_changes_nothing(alone, small):
+    """torch keeps casts of weights until the end of the block, also those without a graph. A step or evaluation drops them."""
+    plan = small(precision__compute="fp32", evaluation={"every": 99, "steps": 1})
+    with alone(plan) as run, alone(plan) as other:
+        assert autocast_results(run, True) == autocast_results(other, False)
 
 
 def test_masters_begin_with_what_was_drawn(alone, small):

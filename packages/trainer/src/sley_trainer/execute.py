@@ -107,6 +107,7 @@ class Executor:
             run.tally.begin(run.total)
         actions = select_actions(entries)
         self.is_unfinished = True
+        torch.clear_autocast_cache()  # in the program's `torch.autocast`, casts of old weights would be used again
         self.queue.clear()
         if self.communicator is not None:
             self.communicator.begin(actions, run.phase)
@@ -118,6 +119,7 @@ class Executor:
         )
         self._run_entries(entries, actions, state, run)
         self.boundaries.wait_for_sends()
+        torch.clear_autocast_cache()
         self.is_unfinished = False
         return run.total
 
