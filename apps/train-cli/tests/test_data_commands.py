@@ -91,9 +91,11 @@ def test_a_run_folder_keeps_the_template(folder: Path, tmp_path: Path, change: s
     (tmp_path / PLAN_FILE).write_text(resolved.to_toml(), "utf-8")
     copy_run_files(resolved, tmp_path)
     template.unlink()
-    config: Any = load_run_plan(tmp_path).data.config
-    ids = load_text_ids(config.sources[0].component.config if "mixture" in change else config, None)
-    assert "".join(ids.decode([ids.end])) == "<|im_start|>"
+    for place in ("template.jinja", "tokenizer/chat_template.jinja"):  # the second is the place in version 0.1.0
+        (tmp_path / "template.jinja").rename(tmp_path / place)
+        config: Any = load_run_plan(tmp_path).data.config
+        ids = load_text_ids(config.sources[0].component.config if "mixture" in change else config, None)
+        assert "".join(ids.decode([ids.end])) == "<|im_start|>"
 
 
 def test_each_source_of_a_run_folder_keeps_its_files(folder: Path, tmp_path: Path) -> None:

@@ -36,9 +36,12 @@ def use_copied_files(document: Document, folder: Path) -> Document:
         content = tables.get(table, {})
         owners = [owner for owner in (content, *content.get("sources", ())) if isinstance(owner, dict) and key in owner]
         originals = [owner[key] for owner in owners]
+        copy = folder / name
+        if key == "template" and not copy.exists() and key in (content.get("sources") or [content])[0]:
+            copy = folder / "tokenizer" / "chat_template.jinja"  # its place in version 0.1.0
         for owner, original in zip(owners, originals, strict=True):
-            if original == originals[0] and (folder / name).exists():
-                owner[key] = str((folder / name).absolute())
+            if original == originals[0] and copy.exists():
+                owner[key] = str(copy.absolute())
     return replace(document, tables=tables)
 
 
