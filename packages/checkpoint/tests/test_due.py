@@ -1,5 +1,6 @@
 """When a run saves itself, beside training or not, and what it keeps."""
 
+import shutil
 import threading
 from functools import partial
 from pathlib import Path
@@ -152,6 +153,16 @@ def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
     assert run.num_steps_done == 6
     assert run.counts["checkpoint"]["failed"] == 4, "of three steps, and the last once more"
     assert any("could not be written" in note and "training is not affected" in note for note in run.notes)
+
+
+def test_a_save_does_not_read_the_base_model_again(texts, tmp_path):
+    base = tmp_path / "base"
+    with assemble(plan_from_dict(plan(), texts), World.alone("cpu")) as run:
+        run.save_weights(base / "weights")
+        (base / "plan.toml").write_text(run.resolved_plan.to_toml(), "utf-8")
+    tables = plan(model={"use": "models.llama", "weights": str(base)}, checkpoint={"every_steps": 2})
+    run = train(tables, texts, tmp_path, lambda run: shutil.rmtree(base))
+    assert (run.counts["checkpoint"]["saved"], run.notes) == (3, [])
 
 
 def test_the_folder_of_another_run_is_refused(texts, tmp_path):

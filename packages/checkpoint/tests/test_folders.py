@@ -11,11 +11,13 @@ import pytest
 from sley_checkpoint import checkpoints, folders
 from sley_checkpoint.folders import RemoteFolder, open_folder
 from sley_checkpoint.reader import INDEX_NAME, newest, read, verify
+from sley_checkpoint.saving import HostCopies
 from sley_core.comm.world import World
 from sley_core.errors import RunError, UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import changed, small_plan
 from sley_trainer.assemble import assemble
+from sley_trainer.run_state import RunState
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -141,6 +143,25 @@ def test_a_rank_that_leaves_its_part_of_a_save_out_ends_no_run(texts, tmp_path, 
     tables = changed(small_plan(run__steps=1, checkpoint={"every_steps": 1, "mode": "sync"}), **DP)
     for notes in ranks(2, 60, init=False)(train_without_part, tables, texts, tmp_path):
         assert any("rank 1 did not finish in 2 s; training is not affected" in note for note in notes)
+
+
+def test_a_save_that_one_rank_cannot_begin_is_a_note_on_all_ranks(texts, tmp_path, ranks):
+    tables = changed(small_plan(run__steps=5, checkpoint={"every_steps": 1}), **DP)
+    for notes, counts in ranks(2, 60, init=False)(train_with_faults, tables, texts, tmp_path):
+        assert all("Permission denied" in note and note.endswith("training is not affected") for note in notes), notes
+        assert (counts["saved"], counts["failed"]) == (1, 4)
+
+
+def train_with_faults(tables: dict[str, Any], texts: Path, folder: Path) -> tuple[list[str], Any]:
+    """Returns the notes and counts of a run in which each save but the last fails on rank 1, in another method."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world, folder=folder) as run:
+        for owner, method in ((RunState, "rank_values"), (RunState, "pieces"), (RunState, "describe"), (HostCopies, "start")):
+            with pytest.MonkeyPatch.context() as patch:
+                if world.rank == 1:
+                    patch.setattr(owner, method, refusing)
+                run.step()
+        run.train()
+        return list(run.notes), run.counts["checkpoint"]
 
 
 def train_without_part(tables: dict[str, Any], texts: Path, folder: Path) -> list[str]:

@@ -135,7 +135,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         try:
             yield
         except RunError as error:
-            if error.diagnostics[0].code != FAILURE_CODE:
+            if error.diagnostics[0].code not in (FAILURE_CODE, "checkpoint-ranks"):
                 raise
             self._record_failure(format_cause(error))
         self._counts[count] += time.perf_counter() - start

@@ -28,11 +28,14 @@ from sley_checkpoint.folders import DELETED_SUFFIX, STAGING_PREFIX, FileDigest, 
 from sley_core.api.comm import CopyEvent, CopyStream, Device, HostMemory
 from sley_core.api.memory import version_of
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
-from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState
+from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, SavedRun, TensorPiece, TrainingState
 from sley_core.errors import RunError, SleyError, format_cause
 
 _CLOSE_TIMEOUT_S = 10.0
 """The time in seconds that `BackgroundWriter.wait_or_cancel` waits for ranks that may have died."""
+
+_START_TIMEOUT_S = 0.5
+"""The time in seconds for which a rank that fails at once waits for rank 0 to begin its first file."""
 
 _MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1  # the shortest and the longest pause between two reads of the notes, in seconds
 
@@ -141,7 +144,11 @@ class RankWriter:
         with suppress(Exception):
             if self.rank == 0:
                 self.staging.remove()
-            elif self.staging.names():
+                return
+            deadline = time.monotonic() + _START_TIMEOUT_S
+            while not (names := self.staging.names()) and time.monotonic() < deadline:
+                time.sleep(_MIN_POLL_S)
+            if names:  # else rank 0 has failed too
                 for chunks in ([format_cause(error).encode()], []):  # a full disk may still have room for an empty file
                     with suppress(Exception):
                         self.staging.write(_failure_name(self.rank), chunks)
@@ -193,8 +200,8 @@ class HostCopies:
 
 
 class BackgroundWriter:
-    """Starts to copy the tensors of `writer` to the host, and runs `writer` on the copies in a thread. failure: the error
-    message after `wait` has returned, or "" if the save succeeded.
+    """Starts to copy the tensors of `writer` to the host, and runs `writer` on the copies in a thread. If the copies cannot
+    start, the save fails. failure: the error message after `wait` has returned, or "" if the save succeeded.
     """
 
     def __init__(self, writer: RankWriter, host: HostCopies) -> None:
@@ -203,12 +210,17 @@ class BackgroundWriter:
         pieces = [piece for pieces in writer.files for piece in pieces]
         # On an asynchronous device, a forward may change tensors without an optimizer step, such as buffers, before their copy.
         stable = [piece.is_updated_by_optimizer or not host.device.is_async for piece in pieces]
-        self._sources = [
-            piece.tensor.detach() if is_stable else torch.clone(piece.tensor.detach())
-            for piece, is_stable in zip(pieces, stable, strict=True)
-        ]
-        copies, self._event = host.start(self._sources)
-        self._copies = {id(piece): copy for piece, copy in zip(pieces, copies, strict=True)}
+        self._event, self._copies = CopyEvent(), dict[int, torch.Tensor]()
+        self._error: Exception | None = None
+        try:
+            self._sources = [
+                piece.tensor.detach() if is_stable else torch.clone(piece.tensor.detach())
+                for piece, is_stable in zip(pieces, stable, strict=True)
+            ]
+            copies, self._event = host.start(self._sources)
+            self._copies = {id(piece): copy for piece, copy in zip(pieces, copies, strict=True)}
+        except Exception as error:  # there may be too little memory; `writer` reports the error to the other ranks
+            self._error = error
         self._versions = [(piece, version_of(piece.tensor)) for piece in pieces if piece.is_updated_by_optimizer]
         self._lock = Lock()
         self._changed_name: str | None = "" if self._event.is_done() else None
@@ -241,7 +253,11 @@ class BackgroundWriter:
                 self._changed_name = next(changed, "")
 
     def _read_chunks(self, piece: TensorPiece) -> Iterator[memoryview]:
-        """Yields the bytes of a piece. Raises RunError `checkpoint-failed` if the program changed a tensor before its copy."""
+        """Yields the bytes of a piece. Raises RunError `checkpoint-failed` if the program changed a tensor before its copy, and
+        the error of copies that could not start.
+        """
+        if self._error is not None:
+            raise self._error
         self._event.wait()
         self._check_versions()
         if self._changed_name:
@@ -276,13 +292,12 @@ class SavePreparation:
         the tensors of a rank have changed. Raises the same RunError on all ranks if a rank cannot save or the ranks differ.
         """
         world, control, attempt = self.state.parts.world, self._control, self.state.attempt.current
-        description = self.state.describe(step)
-        pieces, rank_values, problem = self._collect_state()
+        description, pieces, rank_values, problem = self._collect_state(step)
         infos = [PieceInfo(piece.name, DTYPES[piece.tensor.dtype], piece.shape, piece.rectangle) for piece in pieces]
         target = ["", "", ""]
         if attempt is not None and not problem:  # only rank 0 has an attempt
             target = self._choose_target(folder, step, attempt, is_run_folder=is_run_folder)
-        state_digest = _compute_digest(description.state)
+        state_digest = "" if description is None else _compute_digest(description.state)
         # All ranks join the exchange, even after an error, so that no rank waits in vain.
         reports = control.gather_objects(
             [problem, folder.uri, state_digest, _compute_digest(infos), target], label="the contents of a save"
@@ -292,6 +307,7 @@ class SavePreparation:
         for rank, rank_problem in zip([*control.ranks, 0], [*problems, target_problem], strict=True):
             if rank_problem:
                 raise RunError("checkpoint-failed", f"rank {rank} cannot save: {rank_problem}")
+        assert description is not None, "this rank has a problem"
         _check_equal(paths, "folder", control.ranks)
         _check_equal(state_digests, "data, position in the data, or loss scale", control.ranks)
         target_folder = open_folder(path)
@@ -337,17 +353,19 @@ class SavePreparation:
                 if name != best:
                     folder.child(name).remove()
 
-    def _collect_state(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
-        """Returns this rank's tensors and other state, and an error message if this rank cannot save, else ""."""
+    def _collect_state(self, step: int) -> tuple[SavedRun | None, list[TensorPiece], dict[str, Any], str]:
+        """Returns the description of the run, this rank's tensors and other state, and an error message if this rank cannot
+        save, else "".
+        """
         try:
             values = self.state.rank_values()
-            return self.state.pieces(), values, ""
+            return self.state.describe(step), self.state.pieces(), values, ""
         except SleyError as error:
             diagnostic = error.diagnostics[0]
             hint = f" ({diagnostic.hint})" if diagnostic.hint else ""
-            return [], {}, f"{diagnostic.message}{hint}"
+            return None, [], {}, f"{diagnostic.message}{hint}"
         except Exception as error:  # a stateful part may raise any error, and the other ranks wait for the report
-            return [], {}, format_cause(error)
+            return None, [], {}, format_cause(error)
 
     def _choose_target(self, folder: Folder, step: int, attempt: Attempt, *, is_run_folder: bool) -> list[str]:
         """Deletes unfinished saves. Returns a folder for the checkpoint, a unique token, and an error message or ""."""

@@ -219,6 +219,21 @@ def test_a_stream_that_gives_others_after_a_resume_is_said() -> None:
     assert "yields different samples" in note
 
 
+@pytest.mark.parametrize("value", [{1, 2}, range(3), object()])
+def test_a_stream_whose_state_cannot_be_saved_is_refused_with_the_first_batch(value: Any) -> None:
+    class Odd(TorchNamedStream):
+        def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+            return super().state_dict() | ({"nested": [value]} if self.place else {})
+
+    with Feed(Odd(9), seed=1, batch_size=2, rows=range(2), will_save=True) as feed, pytest.raises(RunError, match="data-state"):
+        feed.next()
+    with Feed(Odd(9), seed=1, batch_size=2, rows=range(2)) as feed:
+        for _ in range(2):
+            feed.next()
+        with pytest.raises(RunError, match=r"cannot store the state of the data stream: .* is not plain data"):
+            feed.encoded_state()
+
+
 def test_an_indexed_data_set_is_told_its_epochs() -> None:
     class Told(Numbers):
         told: ClassVar[list[int]] = []

@@ -24,7 +24,7 @@ from sley_core.engine.parts import Parts
 from sley_core.engine.weights import OptimizerParam
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path, shorten_names
 from sley_core.files import CHECKPOINTS_FOLDER
-from sley_core.json_text import decode_value, encode_value
+from sley_core.json_text import decode_value
 from sley_core.optim import optimizers
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import replace_values
@@ -46,7 +46,8 @@ T = TypeVar("T")
 class RunState(checkpointing.TrainingState):
     """Gives a checkpointer the state of a run on this rank, and restores it; implements `TrainingState`. components: the plan's
     components with their objects in the run. plan_values: the plan values that the run has determined, by their path in the
-    plan. notes: messages for the user. best: the best evaluation; None if the plan has no `keep_best`.
+    plan. notes: messages for the user. best: the best evaluation; None if the plan has no `keep_best`. resolved_plan: the plan
+    with the values that the run has determined, such as `dp` and the number of samples per epoch.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class RunState(checkpointing.TrainingState):
         notes: list[str],
     ) -> None:
         self.plan, self.parts, self.update, self.notes = plan, parts, update, notes
-        self._feed, self._memory, self._plan_values = feed, memory, plan_values
+        self._feed, self._memory = feed, memory
         self._per_rank_buffers = per_rank_buffers
         self.stateful_objects = {
             f"{format_path(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
@@ -78,14 +79,11 @@ class RunState(checkpointing.TrainingState):
         evaluation = plan.evaluation
         table = None if evaluation is None else evaluation.best
         self.best = None if evaluation is None or table is None else BestEvaluation(table, evaluation.patience)
-
-    @property
-    def resolved_plan(self) -> Plan:
-        """The plan with the values that the run has determined, such as `dp` and the number of samples per epoch."""
-        values: dict[KeyPath, Any] = {**self._plan_values, ("parallel", "dp"): self.parts.topology.dp}
-        if self._feed is not None and self._feed.num_samples is not None:
-            values["data", "samples_per_epoch"] = self._feed.num_samples
-        return replace_values(self.plan, values)
+        values: dict[KeyPath, Any] = {**plan_values, ("parallel", "dp"): parts.topology.dp}
+        if feed is not None and feed.num_samples is not None:
+            values["data", "samples_per_epoch"] = feed.num_samples
+        # A save does not resolve the plan again, since the files that the plan names may have changed since then.
+        self.resolved_plan = replace_values(plan, values)
 
     def agree(self, label: str) -> None:
         RankAgreement(self.parts.groups).begin(label).check()
@@ -220,7 +218,7 @@ class RunState(checkpointing.TrainingState):
                 "averaging": None if update.averages is None else update.averages.first_update,
                 "scale": None if update.scale is None else update.scale.state(),
                 "skips": None if update.skips is None else update.skips.state(),
-                "data": None if self._feed is None else encode_value(self._feed.state()),
+                "data": None if self._feed is None else self._feed.encoded_state(),
                 "best": None if self.best is None else self.best.state(),
             },
         )

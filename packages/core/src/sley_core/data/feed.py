@@ -22,6 +22,7 @@ from sley_core.data.batches import collate_function
 from sley_core.data.dataset import AnyDataset, Batch, Dataset, Order, Sample, Stream, is_stream
 from sley_core.errors import PlanError, RunError, format_cause, note_origin
 from sley_core.generators import comparable_state, derive_seed, use_seed
+from sley_core.json_text import encode_value
 from sley_core.model.tensors import flat_bytes
 
 T = TypeVar("T")
@@ -114,7 +115,8 @@ class Feed:
     rows: this rank's rows of the global batch.
     shuffle: whether each epoch of a Dataset has a different random order.
     check: a function that is called in the feed's thread with each batch and its sample numbers; `next` raises its errors.
-    will_save: whether the state will be saved. If so, the thread computes the digest of the data before the first batch.
+    will_save: whether the state will be saved. If so, the thread computes the digest of the data before the first batch, and
+    checks with the first batch that the state of a stream can be encoded.
     timeout_s: the time limit of `next`, in seconds.
 
     notes: messages for the user about a resumed stream.
@@ -176,6 +178,10 @@ class Feed:
         is_read = self._prefetch is not None and self._state["samples"] > 0
         digest = self.digest if is_read and (self._will_save or self.has_exact_digest) else None
         return deepcopy(self._state) | ({} if digest is None else {"digest": digest})
+
+    def encoded_state(self) -> Any:
+        """Returns `state()`, encoded for JSON. Raises RunError "data-state" if this fails."""
+        return _encode_state(self.state())
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Moves to the position `state`, a result of the method `state`; `{"samples": 0}` is the start. Ends the thread."""
@@ -296,6 +302,8 @@ class Feed:
             numbers = tuple(done + row for row in self.rows)
             replay = {"samples": done, "place": position, "digest": digest.hexdigest()}
             batch = self._collate(numbers[0], collate, local_samples)
+            if self._will_save and done == state["samples"]:
+                _encode_state(reader.position())  # so that the first batch raises the error of a later save
             done += self.batch_size
             yield _PrefetchedBatch(batch, numbers, {"samples": done, "replay": replay})
 
@@ -308,6 +316,16 @@ class Feed:
             message = "`collate` draws random numbers, so the batches would depend on the layout"
             raise RunError("data-random", message, hint="draw random numbers in `__getitem__` or `__iter__`")
         return batch
+
+
+def _encode_state(state: Any) -> Any:
+    """Returns `state`, encoded for JSON. Raises RunError "data-state" if this fails."""
+    try:
+        return encode_value(state)
+    except TypeError as error:
+        message = f"a checkpoint cannot store the state of the data stream: {error}"
+        hint = "its `state` or `state_dict` must return tensors, numbers, strings, or lists, tuples and dicts of them"
+        raise RunError("data-state", message, hint=hint) from error
 
 
 def read_sample(dataset: Dataset, index: int) -> Sample:

@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ class Pickles(Checkpointer):
         self.state.attempt.begin(step)
         folder = Path(path or f"{self.state.folder}/step-{step:08}")
         self.state.all_or_none(lambda: self._write(folder), "write the checkpoint", "checkpoint-failed")
-        values_by_rank = self.control.gather_objects(self.state.rank_values(), label="the values of each rank")
-        description = self.state.describe(step).with_ranks(values_by_rank)  # only rank 0 knows the attempt that took the steps
+        description, values = self.state.all_or_none(lambda: self._describe(step), "read the state", "checkpoint-failed")
+        description = description.with_ranks(self.control.gather_objects(values, label="the values of each rank"))
         self.state.all_or_none(lambda: self._write_description(folder, description), "end the checkpoint", "checkpoint-failed")
         if path is None:
             self.state.attempt.record_save(step)
@@ -45,6 +46,9 @@ class Pickles(Checkpointer):
         saved = self.state.all_or_none(lambda: self._read(folder), "read the checkpoint")
         notes = self.state.restore(saved)
         return RestoreResult(str(folder), saved.description.step, saved.description.lineage, notes)
+
+    def _describe(self, step: int) -> tuple[SavedRun, dict[str, Any]]:
+        return self.state.describe(step), self.state.rank_values()  # only rank 0 knows the attempt that took the steps
 
     def _write(self, folder: Path) -> None:
         """Writes this rank's parts of tensors. If several ranks have the same part, each of them writes it."""
