@@ -162,6 +162,8 @@ BEFORE: dict[str, Any] = {"run": {"name": "x"}, "gradient_handlers": [{"use": "c
         ("model.factory=a.b:c", ("model", "factory"), "a.b:c"),
         ("data.tokenizer=./a/b-1.json", ("data", "tokenizer"), "./a/b-1.json"),
         ("model.compile=true", ("model", "compile"), True),
+        ('run.name="True"', ("run", "name"), "True"),
+        ("run.final_weights=none", ("run", "final_weights"), "none"),
         ("optimizer.betas=[0.9, 0.99]", ("optimizer", "betas"), [0.9, 0.99]),
         ("gradient_handlers.0.bucket_mb=50", ("gradient_handlers", 0, "bucket_mb"), 50),
         ("gradient_handlers.1.use=x.y", ("gradient_handlers", 1, "use"), "x.y"),
@@ -186,6 +188,7 @@ def test_a_value_is_set(text: str, path: tuple[str | int, ...], value: Any) -> N
         *("run.steps=1\nrun.seed=2", "run.steps=1\n[x]", "a\n[b]\nc=1", "run.name.first=x", "gradient_handlers.2.use=x"),
         *("gradient_handlers.use=x", "gradient_handlers.-1.use=x", "run.name='a' 'b'"),
         "a=" + "9" * 5000 + "'",
+        *("a=True", "a=False", "a.b= False ", "a=TRUE", "a=None", "a=null"),
     ],
 )
 def test_what_cannot_be_set(text: str) -> None:

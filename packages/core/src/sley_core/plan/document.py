@@ -348,12 +348,17 @@ def apply_override(tables: dict[str, Any], text: str) -> KeyPath:
 
 
 def _parse_value(text: str) -> Any:
-    """Returns the TOML value of `text`, or `text` itself if it is a bare word. Raises PlanError "set-invalid"."""
+    """Returns the TOML value of `text`, or `text` itself if it is a bare word. Raises PlanError "set-invalid", also for a word
+    such as `False`: as a string, it would count as true.
+    """
     try:
         parsed = tomli.loads(f"value = {text}")
         if parsed.keys() == {"value"}:
             return parsed["value"]
     except (ValueError, RecursionError):
+        if text.lower() in ("true", "false") or text in ("None", "null"):
+            hint = f"write true or false in lower case, or remove a key that has no value; quote a string: '\"{text}\"'"
+            raise PlanError("set-invalid", f"`{text}` is not a TOML value", hint=hint) from None
         if _BARE_WORD.fullmatch(text):
             return text
     raise PlanError("set-invalid", f"{describe_value(text)} is neither a TOML value nor a bare word", hint=_QUOTE_HINT)
