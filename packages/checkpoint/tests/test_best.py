@@ -1,6 +1,7 @@
 """The best checkpoint is kept beside the newest ones, a run without improvement ends early, and both go on after a resume."""
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -74,6 +75,37 @@ def test_the_best_is_kept_and_the_run_ends_without_a_better_one(texts: Path, tmp
 def test_an_improvement_is_saved_at_once_and_the_others_as_the_plan_says(texts: Path, tmp_path: Path) -> None:
     train(plan(checkpoint={"keep": 9}, evaluation__patience=None), texts, tmp_path)
     assert saved_steps(tmp_path) == [1, 2, 4, 8]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_that_goes_back_keeps_its_best_and_newest_checkpoints(texts: Path, tmp_path: Path, seed: int) -> None:
+    """Against a list of the checkpoints that belong to the run's steps. Those of steps that the run has discarded do not count,
+    and are deleted once the run has saved their step again.
+    """
+    drawn, losses, own = Random(seed), list[float](), list[tuple[int, str, bool]]()
+    keep, folder = drawn.randint(1, 3), tmp_path / "checkpoints"
+    tables = plan(checkpoint={"every_steps": 1, "keep": keep, "mode": "sync"}, evaluation__patience=None, run__steps=99)
+
+    def list_names() -> set[str]:
+        return {path.name for path in folder.glob("*")}
+
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
+        run._evaluate_sets = lambda: {"held_out_loss": losses[-1]}  # type: ignore[method-assign]
+        for _ in range(12):
+            names = list_names()
+            losses.append(drawn.random())
+            run.step()
+            (name,) = list_names() - names
+            own.append((len(losses), name, losses[-1] == min(losses)))
+            best = [saved for saved in own if saved[2]][-1:]
+            own = [saved for saved in own if saved in own[-keep:] + best]
+            assert {name for name in list_names() if int(name[5:13]) <= len(losses)} == {name for _, name, _ in own}
+            if drawn.random() < 0.5:
+                step, name, _ = drawn.choice(own)
+                run.load_checkpoint(folder / name)
+                del losses[step:]
+                own = [saved for saved in own if saved[0] <= step]
 
 
 def test_an_accuracy_is_best_at_its_highest_and_a_mode_turns_it_round(texts: Path, tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ class BackgroundWriter:
 
 class SavePreparation:
     """Prepares the saves of the run with `state` on one rank. Caches the assignment of tensors to ranks until the tensors of a
-    rank change. Also caches the lineage of each checkpoint, and whether the checkpoint was the best when it was saved.
+    rank change. Also caches the lineage and step of each checkpoint, and whether it was the best when it was saved.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -283,7 +283,7 @@ class SavePreparation:
         self._run = state.plan.run.name
         self._control = state.parts.groups["control"]
         self._assignment: tuple[list[str], WriteAssignment] | None = None
-        self._lineages: dict[str, tuple[Lineage, bool]] = {}
+        self._lineages: dict[str, tuple[Lineage, int, bool]] = {}
 
     def prepare(self, folder: Folder, step: int, keep: int | None, *, is_run_folder: bool) -> RankWriter:
         """Agrees with all ranks on the save after `step` steps, and returns this rank's writer. folder: the run's folder of
@@ -339,18 +339,20 @@ class SavePreparation:
 
     def _delete_old(self, folder: Folder, keep: int, attempt: Attempt) -> None:
         """Deletes this run's checkpoints in `folder`, except the newest `keep` checkpoints and the newest checkpoint that was
-        the best when it was saved. Must be called after the newest checkpoint has been verified.
+        the best when it was saved. If the run has gone back to an earlier step, the checkpoints of the steps that it discarded
+        do not count, and those of later steps stay. Must be called after the newest checkpoint has been verified.
         """
         with suppress(Exception):  # a failed deletion must not fail the save
             names = reader.list_checkpoints(folder)
             self._lineages = {name: lineage for name, lineage in self._lineages.items() if name in names}
             for name in names:
                 if name not in self._lineages and (index := reader.try_read_index(folder.child(name))):
-                    self._lineages[name] = index.lineage, index.is_best
+                    self._lineages[name] = index.lineage, index.step, index.is_best
             own_names = [name for name in names if name in self._lineages and attempt.is_writer_of(self._lineages[name][0])]
-            best = next((name for name in own_names if self._lineages[name][1]), "")
-            for name in own_names[keep:]:
-                if name != best:
+            usable = [name for name in own_names if attempt.shares_steps(*self._lineages[name][:2])]
+            best = next((name for name in usable if self._lineages[name][2]), "")
+            for name in own_names[own_names.index(usable[0]) :]:
+                if name not in (*usable[:keep], best):
                     folder.child(name).remove()
 
     def _collect_state(self, step: int) -> tuple[SavedRun | None, list[TensorPiece], dict[str, Any], str]:
