@@ -197,10 +197,10 @@ def test_a_file_is_refused_for_other_sizes(tmp_path):
     schedule = build_csv(CsvConfig(file=path))
     assert schedule.placement(2) == v_placement(2)
     assert schedule.lists(2, 3) == zero_bubble_v(2, 2, 3)
-    with pytest.raises(PlanError, match="is for 2 stages, but the plan has 3"):
+    with pytest.raises(PlanError, match="is for 2 stages, not for 3"):
         schedule.placement(3)
     for stages, micros in ((3, 3), (2, 4)):
-        with pytest.raises(PlanError, match=rf"is for 2 stages and 3 microbatches, but the plan has {stages} and {micros}"):
+        with pytest.raises(PlanError, match=rf"is for 2 stages and 3 microbatches, not for {stages} and {micros}"):
             schedule.lists(stages, micros)
 
 

@@ -17,6 +17,7 @@ from sley_core.actions.action import (
     StageChunk,
     Transfer,
     direction_of,
+    evaluation_lists,
     loop,
     select_actions,
     select_forwards,
@@ -311,6 +312,14 @@ def test_bytes_are_those_of_graphs_queues_and_buffers():
     ).peaks
     assert held[1] == Peaks(pairs=2, graphs=2, receives=2, num_bytes=200)
     assert held[0].pairs == 2
+
+
+@given(PLACEMENTS, st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_an_evaluation_needs_no_schedule(placement, micros):
+    """Any placement and any number of microbatches. `lower` refuses lists that are not complete or never end."""
+    steps = lower(evaluation_lists(placement, micros), placement, micros, training=False)
+    assert sum(len(select_actions(actions)) for actions in steps) == placement.num_positions * micros
 
 
 @given(PLACEMENTS, st.integers(1, 5), st.booleans(), st.integers(0, 10**6))

@@ -371,8 +371,8 @@ def build_csv(config: plugin.CsvConfig) -> Schedule:
             )
         return lists
 
-    def size_error(file_size: str, plan_size: str) -> PlanError:
-        message = f"the schedule {config.file} is for {file_size}, but the plan has {plan_size}"
+    def size_error(file_size: str, other_size: str) -> PlanError:
+        message = f"the schedule {config.file} is for {file_size}, not for {other_size}"
         return PlanError("schedule-file", message, path=("pipeline", "file"))
 
     return Schedule(generate, placement.chunks, place)

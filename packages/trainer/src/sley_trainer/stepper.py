@@ -23,6 +23,7 @@ from sley_core.actions.action import (
     Kind,
     LoweredList,
     Placement,
+    evaluation_lists,
     loop,
     select_actions,
     select_forwards,
@@ -66,7 +67,7 @@ class ActionLists:
         self.stage = stage
         self.lower_all_stages = lru_cache(maxsize=64)(lambda micros: lower(generate(micros), placement, micros))
         self._lower_evaluations = lru_cache(maxsize=64)(
-            lambda micros: lower(list(map(select_forwards, generate(micros))), placement, micros, training=False)
+            lambda micros: lower(self._forwards(micros), placement, micros, training=False)
         )
 
     def for_stage(self, stage: int) -> "ActionLists":
@@ -86,6 +87,15 @@ class ActionLists:
     def evaluation_list(self, num_microbatches: int) -> LoweredList:
         """Returns this stage's lowered list for an evaluation, without backwards."""
         return self._lower_evaluations(num_microbatches)[self.stage]
+
+    def _forwards(self, num_microbatches: int) -> Sequence[Sequence[Action]]:
+        """Returns the forwards of all stages in the order of the schedule, or of `evaluation_lists` if the schedule does not
+        support the number of microbatches: an evaluation or a prediction may have fewer than the plan.
+        """
+        try:
+            return list(map(select_forwards, self.generate(num_microbatches)))
+        except PlanError:
+            return evaluation_lists(self.placement, num_microbatches)
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,17 @@ class Placement:
         return [[position for position, owner in enumerate(self.route) if owner == stage] for stage in range(self.stages)]
 
 
+def evaluation_lists(placement: Placement, num_microbatches: int) -> list[list[Action]]:
+    """Returns forwards for each stage that fit any placement and any number of microbatches, for an evaluation. A stage runs
+    groups of microbatches, one for each position of the model, through each of its chunks in turn.
+    """
+    size = placement.num_positions
+    groups = [range(first, min(first + size, num_microbatches)) for first in range(0, num_microbatches, size)]
+    chunks = range(placement.chunks)
+    actions = [Action(Kind.FORWARD, chunk, micro) for group in groups for chunk in chunks for micro in group]
+    return [actions] * placement.stages
+
+
 PlacementFunction = Callable[[int, int], Placement]
 """A pure function `(stages, chunks per stage) -> placement`. It raises PlanError if it does not support these numbers."""
 
