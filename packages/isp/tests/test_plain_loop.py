@@ -53,7 +53,7 @@ KIND_PAIRS = [
     ("Experts", VARIANTS[4]),
     ("Stacked", VARIANTS[2]),
     ("Inner", VARIANTS[1]),
-    *((kind, VARIANTS[2]) for kind in ("Writing", "Returning")),
+    *((kind, VARIANTS[2]) for kind in ("Writing", "Returning", "OnContext", "InClosure")),
 ]
 MORE_KIND_PAIRS = [
     *zip(("Detached", "Shapes", "Looking", "Recurrent"), VARIANTS, strict=False),

@@ -255,14 +255,15 @@ class ShardedLayer:
         with self.communicator.unshard_layer(self) as unsharded_groups:
             tensors = self.make_full_leaves(unsharded_groups)
             versions = {param: tensor._version for param, tensor in tensors.items()}
-            with self.install(tensors), self._save_positions(unsharded_groups):
-                output = self.patch.__wrapped__(*args, **kwargs)
-            for param, tensor in tensors.items():
-                if tensor._version != versions[param]:
-                    raise self._error("sharded-weight-written", "writes to", f"the parameter {param.name!r}")
-            outputs = list(tensors_in((output,)))
-            if any(unsharded.offset_of(tensor) is not None for unsharded in unsharded_groups for tensor in outputs):
-                raise self._error("sharded-weight-returned", "returns", "a view of a parameter")
+            with self.install(tensors):
+                with self._save_positions(unsharded_groups):
+                    output = self.patch.__wrapped__(*args, **kwargs)
+                for param, tensor in tensors.items():
+                    if tensor._version != versions[param]:
+                        raise self._error("sharded-weight-written", "writes to", f"the parameter {param.name!r}")
+                outputs = list(tensors_in((output,)))
+                if any(unsharded.offset_of(tensor) is not None for unsharded in unsharded_groups for tensor in outputs):
+                    raise self._error("sharded-weight-returned", "returns", "a view of a parameter")
         for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
@@ -282,13 +283,17 @@ class ShardedLayer:
 
     def _pass_gradient(self, param: Param, tensor: Tensor) -> None:
         """Passes the gradient of the full parameter `tensor` to the sink of `param`."""
-        gradient, tensor.grad = tensor.grad, None
+        with torch._C.DisableTorchFunctionSubclass():  # after the call, `tensor` is a stand-in
+            gradient, tensor.grad = tensor.grad, None
         assert gradient is not None, param
         self.sinks[param](gradient, gradient, is_shared=self.sinks[param].shares_memory(gradient))
 
     @contextmanager
     def install(self, tensors: Mapping[Param, Tensor]) -> Iterator[None]:
-        """Replaces the parameters in the layer's modules with `tensors` during the block."""
+        """Replaces the parameters in the layer's modules with `tensors` during the block. Afterwards, `tensors` are stand-ins,
+        since the memory may hold other weights: code that has kept one, for example on the `ctx` of an autograd function, gets
+        an error when it reads values.
+        """
         previous = []
         for param, tensor in tensors.items():
             for holder in param.holders:
@@ -301,6 +306,9 @@ class ShardedLayer:
         finally:
             for attributes, name, value in reversed(previous):
                 attributes[name] = value
+            for param, tensor in tensors.items():
+                tensor.param = param  # type: ignore[attr-defined]
+                tensor.__class__ = StandIn
 
     @contextmanager
     def _save_positions(self, unsharded_groups: Sequence[UnshardedGroup]) -> Iterator[None]:

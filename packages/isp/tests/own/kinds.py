@@ -27,6 +27,8 @@ REFUSED = {
     "Assigned": "sharded-weight-read",
     "Writing": "sharded-weight-written",
     "Returning": "sharded-weight-returned",
+    "OnContext": "sharded-weight-read",
+    "InClosure": "sharded-weight-read",
 }
 """By habit, the code of its refusal."""
 
@@ -156,6 +158,34 @@ class Returning(Stacked):
         return self.frozen[None].expand(len(hidden), -1, -1)
 
 
+class ProductWithContext(torch.autograd.Function):
+    """A product whose backward reads the weight from an attribute of `ctx`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ ctx.weight.t(), None
+
+
+class OnContext(Stacked):
+    """Keeps a weight on the `ctx` of a function of its own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(ProductWithContext.apply(hidden, self.frozen))
+
+
+class InClosure(Stacked):
+    """Keeps a weight in a function that the backward calls again."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        frozen = self.frozen
+        return super().forward(checkpoint(lambda value: value @ frozen, hidden, use_reentrant=False))
+
+
 class Embed(nn.Module):
     """Has a plain embedding, which may be sharded by columns."""
 
@@ -167,7 +197,10 @@ class Embed(nn.Module):
         return self.table(tokens)
 
 
-KINDS = {kind.__name__: kind for kind in (Detached, Experts, Shapes, Looking, Stacked, Inner, Recurrent, Writing, Returning)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (Detached, Experts, Shapes, Looking, Stacked, Inner, Recurrent, Writing, Returning, OnContext, InClosure)
+}
 
 
 def model(kind: str, width: int, tied: bool) -> Model:
