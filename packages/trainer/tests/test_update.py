@@ -117,6 +117,19 @@ def test_what_is_unfrozen_between_steps_is_reduced_and_stepped(ranks, own, small
             assert_close_gradients(wanted, found, 1e-10)
 
 
+def test_gradients_in_one_memory_are_added_and_clipped_apart_in_any_number_of_microbatches(own, small):
+    optimizer = {"use": "core.sgd", "lr": 0.1, "clip_norm": 0.1}
+    model = {"factory": "own_models:model", "options": {"kind": "Positions"}}
+    whole, split = (
+        record(small(model=model, optimizer=optimizer, batch={"global_size": 4, "micro_size": size}), 2, folder=own)
+        for size in (4, 1)
+    )
+    assert_close_gradients(whole.gradients[0], split.gradients[0], 1e-10)
+    assert_close_gradients(whole.weights, split.weights, 1e-10)
+    for gradients in split.gradients:
+        assert sum(gradient.square().sum() for gradient in gradients.values()) == pytest.approx(0.01, rel=1e-4)
+
+
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_what_is_frozen_between_steps_stays_as_it_is(alone, small, precision):
     """With momentum, which would move it on without any gradient."""

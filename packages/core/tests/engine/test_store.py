@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sley_core.actions.action import Action, Kind, loop, select_actions, sequential_actions
 from sley_core.actions.lower import lower
-from sley_core.engine.buffers import Planner, group_by_reduce_group, plan_without_buffers
+from sley_core.engine.buffers import Layout, Planner, group_by_reduce_group, plan_without_buffers
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import StepState
 from sley_core.engine.reduction import Reduction
@@ -49,6 +49,7 @@ class Harness:
             elif action.kind is Kind.BACKWARD:
                 self.state.enter(action)
                 losses[action.micro]().backward()
+                self.store.backward_done()
                 if fail_at == action.micro:
                     raise ValueError("as asked")
                 self.state.leave(action)
@@ -92,6 +93,45 @@ def test_gradients_are_the_sum_over_micro_batches_in_every_step(store_of, num_mi
         assert harness.ready == ["l1.bias", "l1.weight", "l0.bias", "l0.weight"]
         expected = step > 0 and harness.planner is group_by_reduce_group
         assert any(harness.during) == expected, "after the first step, where somebody waits: within the backward"
+
+
+class Added(nn.Module):
+    """Autograd makes the gradients of its parameters in one memory: views of one tensor, or parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.randn(3, 4)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.a[None] + self.b[None]) + torch.cat([self.c, self.d])[:3] * x
+
+
+def plan_one_buffer(params: list[Param]) -> Layout:
+    return Layout([params[:1]], params, params[1:])
+
+
+@pytest.mark.parametrize("planner", [group_by_reduce_group, plan_without_buffers, plan_one_buffer])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_gradients_share_no_memory_with_each_other_or_with_what_others_keep(planner, num_microbatches):
+    torch.manual_seed(2)
+    module, kept = Added(), []
+    harness = Harness(planner, (module,), torch.float32)
+
+    def loss(x):
+        added = module(x) + module.d[None]
+        if added.requires_grad:
+            added.register_hook(lambda gradient: kept.append((gradient, gradient.clone())))
+        return added.square().sum()
+
+    losses = [lambda x=x: loss(x) for x in inputs(num_microbatches)]
+    wanted = reference([module], losses)
+    for _ in range(2):
+        harness.step(losses)
+        for param in harness.store.params:
+            harness.store.gradient(param).mul_(2)  # as clipping does
+        for param, gradient in zip(harness.registry, wanted, strict=True):
+            torch.testing.assert_close(harness.store.gradient(param), 2 * gradient)
+    assert all(torch.equal(gradient, before) for gradient, before in kept)
 
 
 def test_optimizer_reads_the_views_and_zero_grad_in_any_form_changes_nothing(store_of):

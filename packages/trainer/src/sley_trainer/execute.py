@@ -18,7 +18,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.profiler import record_function
 
-from sley_core.actions.action import Action, Flow, Kind, LoweredList, Placement, StageChunk, Transfer, select_actions
+from sley_core.actions.action import (
+    INPUT_GRADIENT_KINDS,
+    Action,
+    Flow,
+    Kind,
+    LoweredList,
+    Placement,
+    StageChunk,
+    Transfer,
+    select_actions,
+)
 from sley_core.data.dataset import SOURCE, Batch, Field
 from sley_core.engine.agreement import check_fields
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
@@ -144,6 +154,8 @@ class Executor:
                 nullcontext() if self.communicator is None else self.communicator.wrap_action(entry),
             ):
                 self._run_action(entry.kind, micro, run)
+            if run.store is not None and entry.kind in INPUT_GRADIENT_KINDS:
+                run.store.backward_done()
             state.leave(entry)
             if last_of_chunk[entry.chunk, entry.micro] == entry:
                 del run.chunk_states[entry.chunk, entry.micro]

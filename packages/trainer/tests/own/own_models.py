@@ -27,6 +27,17 @@ class Block(nn.Module):
         return hidden + self.dropout(F.gelu(self.inner(self.norm(hidden))))
 
 
+class Positions(Block):
+    """Adds the sum of two tables, whose gradients autograd makes in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(0.1 * torch.randn(12, HIDDEN)) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden + (self.first[None] + self.second[None]))
+
+
 class Counted(Block):
     """Says in each row how many tokens it got."""
 

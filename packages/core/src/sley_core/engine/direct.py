@@ -27,7 +27,7 @@ from sley_core.engine.parts import Parts
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.model.layers import ForwardPatch
-from sley_core.model.tensors import is_plain, sum_of_bits, version_of
+from sley_core.model.tensors import is_plain, shares_storage, sum_of_bits, version_of
 
 ActionKey = tuple[int, int]
 """The chunk and the microbatch of an I action (input gradients) and its W action (weight gradients)."""
@@ -90,10 +90,6 @@ class WeightQueue:
         self._open = None
 
 
-_UNSHARED_REFERENCES = 2
-"""The use count of an unshared tensor's storage: one for the tensor, and one for the storage object that reads the count."""
-
-
 @dataclass(eq=False)
 class WeightGradientSink:
     """Receives the factors of one weight's gradient. Multiplies them at once, or queues them while an I action (input
@@ -123,9 +119,8 @@ class WeightGradientSink:
         """Returns whether `gradient` will be queued and other tensors share its memory. Call this before making views of it."""
         if not self.queue.is_collecting:
             return False
-        storage = gradient.untyped_storage()
         tensors: int = gradient._use_count()  # type: ignore[attr-defined]
-        return tensors > 1 or torch._C._storage_Use_Count(storage._cdata) > _UNSHARED_REFERENCES
+        return tensors > 1 or shares_storage(gradient)
 
     def _multiply(self, rows: Tensor, inputs: Tensor, copied: Tensor | None, version: int, version_of_inputs: int) -> None:
         """Multiplies the queued factors. Raises RunError `gradient-written` if a factor was written after it was queued."""

@@ -96,6 +96,8 @@ class GradientStore:
         self._buffer_of: dict[Param, GradientBuffer] = {}
         self._parts: dict[Param, Tensor] = {}
         self._hooks, self._order, self._next = [], [], 0
+        self._without_hook: list[UnbufferedAccumulator] = []
+        self._unchecked: list[UnbufferedAccumulator] = []
 
     # Reading
 
@@ -267,6 +269,8 @@ class GradientStore:
                 hook_function = partial(self._accumulate_from_autograd, accumulator)
                 hook = parameter.register_post_accumulate_grad_hook(hook_function)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
+            elif isinstance(accumulator, UnbufferedAccumulator):
+                self._without_hook.append(accumulator)
 
     def free(self) -> None:
         """Discards all gradients and frees their memory. Call this between two steps, and `build` before the next step."""
@@ -296,6 +300,7 @@ class GradientStore:
             self.install_hooks()
         self._next = 0
         self.reduction.clear()
+        self._unchecked = self._without_hook
         for accumulator in self._order:
             accumulator.reset()
 
@@ -313,6 +318,11 @@ class GradientStore:
             self.lay_out(self._planner)
             if not self._has_memory:
                 self.free()
+
+    def backward_done(self) -> None:
+        """Copies the gradients that autograd has set in this backward and that share memory with other tensors."""
+        if self._unchecked:
+            self._unchecked = [accumulator for accumulator in self._unchecked if not accumulator.copy_shared_grad()]
 
     def chunk_done(self, chunk: int) -> None:
         """Completes and reports the gradients of `chunk` after its last gradient action. Untouched gradients are zero."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sley_core.errors import RunError
-from sley_core.model.tensors import uniform_items
+from sley_core.model.tensors import shares_storage, uniform_items
 from sley_core.topology import DEFAULT_CHANNEL
 
 if TYPE_CHECKING:
@@ -213,6 +213,15 @@ class UnbufferedAccumulator(Accumulator):
         if not self.num_contributions:
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
 
+    def copy_shared_grad(self) -> bool:
+        """Replaces `parameter.grad` with a copy if another tensor has the same memory, into which autograd would add later
+        gradients: for a + b, autograd may set both `grad` to views of one tensor. Returns whether there is a `grad`.
+        """
+        gradient = self.parameter.grad
+        if gradient is not None and shares_storage(gradient):
+            self.parameter.grad = gradient.clone()
+        return gradient is not None
+
     def check_no_late_gradient(self) -> None:
         """Asserts that no contribution came after `finalize`, if there is no hook to detect one."""
         is_late = not self.has_hook and self.parameter.grad is not None and self.parameter.grad is not self.view
@@ -222,7 +231,8 @@ class UnbufferedAccumulator(Accumulator):
         if self.num_contributions:
             self.view.add_(gradient)
         else:
-            self.view = gradient.to(self.dtype).contiguous()  # autograd's tensor may have any strides
+            view = gradient.to(self.dtype).contiguous()  # autograd's tensor may have any strides
+            self.view = view.clone() if view is gradient and shares_storage(view) else view
 
 
 def mark_varying_passes(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:

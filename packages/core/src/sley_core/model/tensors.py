@@ -31,6 +31,14 @@ _FACTORS = (0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D)  # arbitrary odd numbers, wh
 _LOW_BITS = 0xFFFFFFFF  # the lower half of an 8-byte word
 
 
+def shares_storage(tensor: Tensor) -> bool:
+    """Returns whether another tensor has the storage of `tensor`; False for a sparse tensor."""
+    if tensor.layout is not torch.strided:
+        return False
+    # One use is by `tensor`, and one by the storage object that reads the count.
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)
+
+
 def version_of(tensor: Tensor) -> int:
     """Returns the tensor's version counter, which counts writes, or 0 if it is an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
