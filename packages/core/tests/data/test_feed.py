@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sley_core.data.dataset import DataInfo, Field, Order
+from sley_core.data.batches import wrap_dataset
+from sley_core.data.dataset import DataInfo, FactoryDataConfig, Field, Order
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError
 from sley_core.json_text import decode_value, encode_value
@@ -93,6 +94,15 @@ KINDS = [Numbers, Stream, StatefulStream]
 def taken(dataset: Any, num_batches: int, batch_size: int, rows: range | None = None, **more: Any) -> list[list[int]]:
     with Feed(dataset, seed=1, batch_size=batch_size, rows=rows or range(batch_size), **more) as feed:
         return [feed.next()["x"].tolist() for _ in range(num_batches)]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, TorchNamedStream])
+def test_no_sample_is_lost_when_the_first_is_read_for_the_fields(kind: type) -> None:
+    dataset = kind(5)
+    dataset.info = None
+    wrapped = wrap_dataset(dataset, FactoryDataConfig(), "my:kind")
+    assert wrapped.info == INFO
+    assert taken(wrapped, 3, 2, shuffle=False) == [[0, 1], [2, 3], [4, 0]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

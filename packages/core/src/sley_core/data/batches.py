@@ -15,6 +15,7 @@ a model that counts the positions of its input would start every slice at 0.
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sley_core.data.dataset import (
+    STATE_METHODS,
     TOKEN_FIELDS,
     AnyDataset,
     Batch,
@@ -120,7 +122,7 @@ class _InfoWrapper:
     def _infer_fields(self) -> dict[str, Field]:
         """Returns the fields of the first sample. Raises PlanError "data-factory" if it is not a dict of tensors."""
         try:
-            sample = next(iter(self._dataset), None) if is_stream(self._dataset) else self._dataset[0]
+            sample = self._read_first()
             collate = getattr(self._dataset, "collate", None)
             sample = collate([sample]) if collate is not None else sample
         except (Exception, SystemExit) as error:
@@ -134,6 +136,18 @@ class _InfoWrapper:
         if _are_token_ids(sample, num_dims=1 if collate is None else 2):
             return dict(TOKEN_FIELDS)
         return {str(key): Field(str(value.dtype).removeprefix("torch.")) for key, value in sample.items()}
+
+    def _read_first(self) -> Any:
+        """Returns the first sample; None for an empty stream. A stream keeps its state."""
+        stream = self._dataset
+        if not is_stream(stream):
+            return stream[0]
+        names = next((names for names in STATE_METHODS if all(hasattr(stream, name) for name in names)), None)
+        state = None if names is None else deepcopy(getattr(stream, names[0])())
+        sample = next(iter(stream), None)
+        if names is not None:
+            getattr(stream, names[1])(state)
+        return sample
 
 
 class _DatasetWrapper(_InfoWrapper):

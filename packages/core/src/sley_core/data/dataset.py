@@ -136,6 +136,9 @@ class Stream(Protocol):
 
 AnyDataset: TypeAlias = Dataset | Stream
 
+STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))
+"""The pairs of methods that read and set the state of a stream. The first pair that a stream has is used."""
+
 
 def is_stream(dataset: Any) -> bool:
     """Returns whether samples can only be iterated over: the dataset lacks `__len__` or `__getitem__`, or is a torch
