@@ -74,6 +74,19 @@ def test_a_resumed_run_has_the_same_bits_if_a_program_has_unfrozen_weights(texts
     assert any("to keep them, unfreeze" in note for note in record(tables, 0, folder=texts, load=path).notes)
 
 
+def test_nan_among_the_optimizers_values_is_saved_and_restored(texts, tmp_path):
+    def prepare(run: Run) -> None:
+        for group in run.stepper.update.optimizer.param_groups:
+            group["best"] = [float("nan")]
+            for parameter in group["params"]:
+                run.stepper.update.optimizer.state[parameter]["best"] = {"loss": float("nan")}
+        save_at(1, tmp_path / "saved", run)
+
+    tables = plan(optimizer={"use": "core.sgd", "lr": 0.1, "momentum": 0.9})
+    uninterrupted = record(tables, 2, folder=texts, prepare=prepare)
+    assert_same_run(uninterrupted, record(tables, 1, folder=texts, load=tmp_path / "saved"))
+
+
 def put(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 

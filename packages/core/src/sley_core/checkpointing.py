@@ -225,7 +225,7 @@ def _merge_mappings(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for rank, mapping in enumerate(mappings):
         for name, value in mapping.items():
-            if merged.setdefault(name, value) != value:
+            if merged.setdefault(name, value) != value and not optimizers.is_equal(merged[name], value):  # as for NaN
                 message = f"{name!r} is {value!r} on rank {rank}, but {merged[name]!r} on another rank"
                 raise RunError("checkpoint-ranks", message)
     return merged
