@@ -1,7 +1,7 @@
 """Seeds random generators before each use: the CPU generators of torch, `random` and numpy, and the generators in a model.
 
 A use is the forward of a layer for a microbatch, or the read of a sample. Its seed does not depend on the layout, so every
-layout, and every recomputation, draws the same numbers. `GENERATOR_LOCK` keeps two threads from using the generators at once.
+layout, and every recomputation, draws the same numbers. Seeded reads, which run in a thread, must not run beside forwards.
 """
 
 import os
@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.errors import PlanError
+from sley_core.errors import PlanError, RunError
 
-GENERATOR_LOCK: Any = threading.RLock()
-"""The lock that a thread holds during a seeded use of the generators."""
+_USE_LOCK: Any = threading.RLock()
+"""The lock that a thread holds within `use_seed`."""
 
 _STATE_LOCK: Any = threading.RLock()
 """The lock that protects `_outer_states`. A thread holds it only briefly."""
 
-for _lock in (GENERATOR_LOCK, _STATE_LOCK):
+for _lock in (_USE_LOCK, _STATE_LOCK):
     os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # a thread that holds the lock does not exist in the child
 
 _LEAF_TYPES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, type, ModuleType)
@@ -68,8 +68,8 @@ def set_host_rng_state(state: HostState) -> None:
 
 @contextmanager
 def use_seed(seed: int) -> Iterator[None]:
-    """Calls `seed_host(seed)` for the block, and restores the states of the generators afterwards. Holds `GENERATOR_LOCK`."""
-    with GENERATOR_LOCK:
+    """Calls `seed_host(seed)` for the block, and restores the states of the generators afterwards."""
+    with _USE_LOCK:
         with _STATE_LOCK:
             _outer_states.append(_read_state())
             seed_host(seed)
@@ -78,6 +78,15 @@ def use_seed(seed: int) -> Iterator[None]:
         finally:
             with _STATE_LOCK:
                 _write_state(_outer_states.pop())
+
+
+def wait_for_seeded_reads(timeout_s: float) -> None:
+    """Returns when no other thread is within `use_seed`. Raises RunError "data-timeout" after `timeout_s` seconds."""
+    if not _USE_LOCK.acquire(timeout=timeout_s):
+        message = f"a read of the dataset has not ended within {timeout_s:g} s, and draws from the generators that layers use"
+        hint = "use a separate generator in the dataset, or increase [limits] data_timeout_s"
+        raise RunError("data-timeout", message, hint=hint)
+    _USE_LOCK.release()
 
 
 @contextmanager

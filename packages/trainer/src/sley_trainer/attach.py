@@ -106,12 +106,22 @@ def build_stepper(
         parts.groups["sp"].coord,
         parts.waits,
         step_progress,
-        plan.limits.data_timeout_s,
         WriteWatch(parts, model.per_rank_buffers) if has_values else None,
         sequence_communicator if has_values else None,
     )
     boundaries = StageBoundaries(stage.action_lists.placement, stage.action_lists.stage, link)
-    executor = Executor(parts, stage.chunks, boundaries, caller, loss, fields, weight_communicator, additivity, whole_sequences)
+    executor = Executor(
+        parts,
+        stage.chunks,
+        boundaries,
+        caller,
+        loss,
+        fields,
+        weight_communicator,
+        additivity,
+        whole_sequences,
+        plan.limits.data_timeout_s,
+    )
     compare = CopyComparison(parts, model.per_rank_buffers) if has_values else None
     stepper = Stepper(parts, executor, stage.action_lists, handlers, update, undo, compare, plan.model.config.attention)
     undo.callback(patch_layers(parts, splits_backwards=stage.action_lists.splits_backward(plan.num_microbatches(topology))))

@@ -32,11 +32,12 @@ from sley_core.actions.action import (
 from sley_core.data.dataset import SOURCE, Batch, Field
 from sley_core.engine.agreement import check_fields
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
-from sley_core.engine.call import LayerCaller, call_hooks
+from sley_core.engine.call import LayerCaller, call_hooks, note_function
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import MicroStep, Parts, Phase, StepState
 from sley_core.engine.step_batch import BatchWeight, PositionAdditivity, WholeSequences
 from sley_core.errors import RunError
+from sley_core.generators import wait_for_seeded_reads
 from sley_core.model.layers import Layer
 from sley_core.model.tensors import version_of
 from sley_core.protocols import Loss, SchedulerHook, SplitLogits, StageLink, WeightCommunicator
@@ -78,9 +79,10 @@ class Executor:
 
     boundaries: moves values between chunks. caller: calls layers. communicator: gathers sharded weights. fields: the declared
     batch fields. position_check: checks the loss if ranks have slices of sequences. whole_sequences: gathers full sequences for
-    the loss. sources: sums the losses by data source. is_unfinished: whether a list is running or has failed, so that its
-    exchanges may be in flight until the next list begins. keeps_micro_losses: whether `run` returns the loss of each
-    microbatch, [microbatches], instead of the sum of the losses. has_loss: whether this rank holds the model's last chunk.
+    the loss. data_timeout_s: the time limit for a read of the dataset in another thread. sources: sums the losses by data
+    source. is_unfinished: whether a list is running or has failed, so that its exchanges may be in flight until the next list
+    begins. keeps_micro_losses: whether `run` returns the loss of each microbatch, [microbatches], instead of the sum of the
+    losses. has_loss: whether this rank holds the model's last chunk.
     """
 
     parts: Parts
@@ -92,6 +94,7 @@ class Executor:
     communicator: WeightCommunicator | None
     position_check: PositionAdditivity | None
     whole_sequences: WholeSequences | None
+    data_timeout_s: float
     sources: SourceSums | None = field(default=None, init=False)
     is_unfinished: bool = field(default=False, init=False)
 
@@ -109,13 +112,14 @@ class Executor:
     def run(self, entries: LoweredList, state: StepState, run: ListRun) -> Tensor:
         """Runs a list with its exchanges, and first discards the values of a list that failed. Returns the sum of the losses of
         this rank's samples, or, if `keeps_micro_losses`, one loss per microbatch, float64 on the device. The caller disables
-        autograd for an evaluation. All ranks must call it in the same order.
+        autograd for an evaluation. All ranks must call it in the same order. Raises RunError "data-timeout".
         """
         shape = (len(run.batch),) if self.keeps_micro_losses else ()
         run.total = torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
         if run.tally is not None:
             run.tally.begin(run.total)
         actions = select_actions(entries)
+        wait_for_seeded_reads(self.data_timeout_s)
         self.is_unfinished = True
         torch.clear_autocast_cache()  # in the program's `torch.autocast`, casts of old weights would be used again
         self.queue.clear()
@@ -223,7 +227,7 @@ class Executor:
 
     def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, is_counted: bool) -> None:
         """Moves the fields that the metrics read to the device, and adds the metrics of one microbatch to `tally`."""
-        with self.caller.hold_generators("the metrics", micro, tally.metrics.custom_metric):
+        with note_function("the metrics", micro, tally.metrics.custom_metric):
             output = _detach_output(output, self.chunks[micro.chunk][-1].name, clone=False)
             fields = {name: self.device.move(value) for name, value in batch.items() if tally.may_read(name)}
             tally.add(micro.micro, output, fields, batch, is_counted=is_counted)
@@ -233,7 +237,7 @@ class Executor:
         call_hooks(self.hooks, "before_loss", micro, output)
         if self.whole_sequences is not None:
             output, fields = self.whole_sequences(output, fields, batch)
-        with self.caller.hold_generators("the loss", micro, self.loss):
+        with note_function("the loss", micro, self.loss):
             if self.whole_sequences is not None:
                 self.caller.seed_generators_for_loss(micro)
             loss = self.loss.loss(output, fields)

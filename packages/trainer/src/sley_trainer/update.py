@@ -29,7 +29,7 @@ from sley_core.engine.parts import Buckets, Parts
 from sley_core.engine.totals import NORM, LossScale, Skips, StepTotals, Votes
 from sley_core.engine.weights import MasterWeights, OptimizerParam
 from sley_core.errors import RunError
-from sley_core.generators import GENERATOR_LOCK, derive_seed, find_optimizer_generators, seed_generators
+from sley_core.generators import derive_seed, find_optimizer_generators, seed_generators
 from sley_core.optim import optimizers
 from sley_trainer.row_metrics import SourceSums
 
@@ -182,7 +182,7 @@ class Update:
             yield
             return
         seed = derive_seed(self.parts.run.seed, "update", step)
-        with GENERATOR_LOCK, self.device.preserve_random_state():
+        with self.device.preserve_random_state():
             self.device.seed(seed)
             seed_generators(self._generators, seed)
             yield

@@ -31,7 +31,7 @@ from sley_core.engine.agreement import WriteWatch
 from sley_core.engine.boundary import copy_containers, tensors_in
 from sley_core.engine.parts import MicroStep, Phase, Waits
 from sley_core.errors import PlanError, RunError, note_origin
-from sley_core.generators import GENERATOR_LOCK, derive_seed, find_module_generators, seed_generators
+from sley_core.generators import derive_seed, find_module_generators, seed_generators
 from sley_core.model.attention import load_varlen_kernel
 from sley_core.model.layers import ForwardPatch, Layer
 from sley_core.model.tensors import dtype_hint, sum_of_bits, version_of
@@ -129,8 +129,8 @@ class LayerCaller:
     """Calls layers under the activation policy. Before each call, waits for the layer's weights (`waits`) and seeds generators.
     seed: the run's seed. hooks: the scheduler hooks, to which recomputations are reported. slice_index: the index of this
     rank's slice of its sequences; slices of one sample draw different random numbers. step_progress: receives the name of each
-    called layer. data_timeout_s: how long to wait for a dataset that draws from the same generators. write_watch: checks
-    whether layers write weights and buffers. sequence: the attention over split sequences, which may check the calls of layers.
+    called layer. write_watch: checks whether layers write weights and buffers. sequence: the attention over split sequences,
+    which may check the calls of layers.
     """
 
     device: Device
@@ -140,7 +140,6 @@ class LayerCaller:
     slice_index: int = 0
     waits: Waits = field(default_factory=Waits)
     step_progress: ActionProgress = field(default_factory=ActionProgress)
-    data_timeout_s: float = 600.0
     write_watch: WriteWatch | None = None
     sequence: SequenceCommunicator | None = None
 
@@ -196,7 +195,6 @@ class LayerCaller:
         is_first_call = layer.name not in self._generators
         watch = None if micro.phase is Phase.EVALUATE else self.write_watch
         snapshot = None if watch is None else watch.begin_call(layer, micro)
-        self._acquire_generators(layer.name)
         try:
             seed = self._seed(layer.name, micro)
             self.device.seed(seed)
@@ -209,8 +207,6 @@ class LayerCaller:
             if hint := dtype_hint(error):
                 error.add_note(hint)
             raise
-        finally:
-            GENERATOR_LOCK.release()
         if watch is not None:
             watch.check(layer, snapshot)
         if is_first_call:  # which call would be the first to use a generator made in the forward depends on the layout
@@ -223,27 +219,6 @@ class LayerCaller:
                 raise PlanError("model-random", message, path=("model",), hint=hint)
         return output
 
-    @contextmanager
-    def hold_generators(self, label: str, micro: MicroStep, function: Any) -> Iterator[None]:
-        """Holds `GENERATOR_LOCK` within the block, in which the caller calls `function`. An exception gets a note with `label`,
-        such as "the loss". Raises RunError "data-timeout" if the lock is not free within `data_timeout_s`.
-        """
-        self._acquire_generators(label)
-        try:
-            yield
-        except Exception as error:
-            note_origin(error, f"{label} on microbatch {micro.micro}", function)
-            raise
-        finally:
-            GENERATOR_LOCK.release()
-
-    def _acquire_generators(self, label: str) -> None:
-        """Acquires `GENERATOR_LOCK` for `label`, a layer or the loss. Raises RunError "data-timeout" after `data_timeout_s`."""
-        if not GENERATOR_LOCK.acquire(timeout=self.data_timeout_s):
-            message = f"`{label}` waited {self.data_timeout_s:g} s for the dataset, because both draw from global generators"
-            hint = "use a separate generator in the dataset, or increase [limits] data_timeout_s"
-            raise RunError("data-timeout", message, hint=hint)
-
     def _seed(self, layer: str, micro: MicroStep) -> int:
         """Returns the seed of a call. Hashes once per layer and once per step, since a hash takes as long as a small layer."""
         if layer not in self._layer_seeds:
@@ -251,6 +226,16 @@ class LayerCaller:
         if micro.step != self._step:
             self._step, self._step_seed = micro.step, derive_seed(self.seed, "forward", micro.step)
         return (self._step_seed + micro.global_micro * GOLDEN_RATIO_64) % (1 << 63) ^ self._layer_seeds[layer]
+
+
+@contextmanager
+def note_function(label: str, micro: MicroStep, function: Any) -> Iterator[None]:
+    """Adds a note with `label`, such as "the loss", to an exception in the block, in which the caller calls `function`."""
+    try:
+        yield
+    except Exception as error:
+        note_origin(error, f"{label} on microbatch {micro.micro}", function)
+        raise
 
 
 def call_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> None:
