@@ -340,7 +340,7 @@ class SavePreparation:
     def _delete_old(self, folder: Folder, keep: int, attempt: Attempt) -> None:
         """Deletes this run's checkpoints in `folder`, except the newest `keep` checkpoints and the newest checkpoint that was
         the best when it was saved. If the run has gone back to an earlier step, the checkpoints of the steps that it discarded
-        do not count, and those of later steps stay. Must be called after the newest checkpoint has been verified.
+        do not count, and stay until the run has `keep` newer ones. Must be called once the newest checkpoint is verified.
         """
         with suppress(Exception):  # a failed deletion must not fail the save
             names = reader.list_checkpoints(folder)
@@ -351,8 +351,8 @@ class SavePreparation:
             own_names = [name for name in names if name in self._lineages and attempt.is_writer_of(self._lineages[name][0])]
             usable = [name for name in own_names if attempt.shares_steps(*self._lineages[name][:2])]
             best = next((name for name in usable if self._lineages[name][2]), "")
-            for name in own_names[own_names.index(usable[0]) :]:
-                if name not in (*usable[:keep], best):
+            for name in own_names[own_names.index(usable[keep - 1]) + 1 :] if len(usable) >= keep else ():
+                if name != best:
                     folder.child(name).remove()
 
     def _collect_state(self, step: int) -> tuple[SavedRun | None, list[TensorPiece], dict[str, Any], str]:
