@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 import uuid
-from pathlib import Path
 
 import pytest
 
@@ -48,37 +47,6 @@ def test_program_has_its_environment_and_torch(program, tmp_path):
     assert started.stderr.read() == "True\n"
     assert started.wait(10) == started.poll() == 7
     assert "VALUE" not in os.environ
-
-
-KILLS_ITSELF = """
-import multiprocessing, os
-from pathlib import Path
-from sley_testing import processes
-from sley_testing.processes import ForkedProgram
-if __name__ == "__main__":
-    processes.forkserver_context = lambda: multiprocessing.get_context("forkserver")  # which imports no torch
-    started = ForkedProgram("child", [], cwd=Path.cwd(), env=dict(os.environ))
-    print(started.pid, started.stdout.readline(), flush=True)
-    os.kill(os.getpid(), 9)
-"""
-
-
-@pytest.mark.campaign
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel must signal the death of a parent")
-def test_program_ends_with_its_killed_parent(tmp_path):
-    (tmp_path / "child.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)")
-    (tmp_path / "killed.py").write_text(KILLS_ITSELF)
-    result = subprocess.run(
-        [sys.executable, "killed.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    pid, line = result.stdout.split()
-    assert (line, result.returncode) == ("here", -signal.SIGKILL)
-    for _ in range(100):
-        if not Path(f"/proc/{pid}").exists():
-            return
-        time.sleep(0.1)
-    os.kill(int(pid), signal.SIGKILL)
-    raise AssertionError("the program runs on")
 
 
 LAUNCHES = """

@@ -219,12 +219,15 @@ IMPORTED_BEFORE = (torch, Ranks, multiprocessing.popen_forkserver)
 
 HANGING = """
     import os, pathlib, time
+    from sley_testing.processes import ForkedProgram
 
     def hang(folder):
         pathlib.Path(folder, os.environ["RANK"]).touch()
         time.sleep(600)
 
     def test_hang(ranks, tmp_path):
+        (tmp_path / "program.py").write_text("import time; time.sleep(600)")
+        ForkedProgram("program", [], cwd=tmp_path, env=dict(os.environ))
         ranks(2, init=False)(hang, os.environ["FOLDER"])
 """
 
@@ -289,7 +292,7 @@ def test_killed_pytest_leaves_no_process(pytester):
             deadline = time.monotonic() + 50
             while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
                 time.sleep(0.02)
-            assert len(processes_with("SLEY_TEST_MARK", mark)) >= 4, "pytest, the fork server and two ranks"
+            assert len(processes_with("SLEY_TEST_MARK", mark)) >= 5, "pytest, the fork server, a program and two ranks"
         finally:
             killed.kill()
             killed.wait()
