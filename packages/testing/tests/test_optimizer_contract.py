@@ -45,14 +45,11 @@ def test_unusual_optimizers_match_plain_loop(name: str) -> None:
 
 
 BUGS = [
-    ("InnerOfItsOwn", "takes different steps after it resumes.*ignores the learning rate"),
     ("TensorsInAttribute", "takes different steps after it resumes from a checkpoint"),
     ("TensorsUnderOwnKey", "cannot resume from a checkpoint: .*the state 'means'"),
     ("LooksAtSizes", 'does not update each element from its own gradient alone.*`?scope = "matrix"'),
     ("LooksAtAll", "cannot update its parameters one by one|does not update each parameter from its own gradients alone"),
     ("KeepsItsRate", "ignores the learning rate"),
-    ("KeyOfTwoWords", "cannot resume from a checkpoint: .*'mean/square'"),
-    ("ObjectInState", "cannot resume from a checkpoint: .*Identity is not plain data"),
     ("CannotStep", "cannot step two small parameters.*only sparse gradients"),
 ]
 

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Plain(torch.optim.Optimizer):
@@ -121,15 +121,6 @@ class Averages(Plain):
 # With these, a run would not train like a plain loop.
 
 
-class InnerOfItsOwn(Plain):
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr, weight_decay)
-        self.inner = torch.optim.Adam([{"params": group["params"]} for group in self.param_groups], lr=lr)
-
-    def step(self, closure: Any = None) -> None:
-        self.inner.step()
-
-
 class TensorsInAttribute(Plain):
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr, weight_decay)
@@ -159,18 +150,6 @@ class LooksAtAll(Plain):
 class KeepsItsRate(Plain):
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         parameter.sub_(gradient, alpha=self.defaults["lr"])
-
-
-class KeyOfTwoWords(Plain):
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        self.state[parameter]["mean/square"] = gradient.square()
-        super().update(parameter, gradient, group)
-
-
-class ObjectInState(Plain):
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        self.state[parameter].setdefault("cache", nn.Identity())
-        super().update(parameter, gradient, group)
 
 
 class CannotStep(Plain):
