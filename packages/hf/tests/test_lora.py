@@ -121,15 +121,6 @@ def test_adapters_in_layouts_equal_those_of_one_process(base: Path, texts: Path,
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
-def test_stages_without_trainable_parameters_around_another(base: Path, texts: Path, ranks: Any, schedule: str) -> None:
-    tables = plan(base, adapters=LORA_TABLE | {"targets": ["blocks.1.*.q_proj"]})
-    results = ranks(4, 400)(record, changed(tables, parallel={"pp": 4, "dp": 1}, pipeline={"use": schedule}), 2, folder=texts)
-    assert [len(result.gradients[0]) for result in results] == [0, 0, 2, 0]
-    assert_parity_of_parts(record_reference(tables, 2, folder=texts), results, "fp64")
-
-
-@pytest.mark.campaign
 @pytest.mark.parametrize("names", [("dp sharded", "zb_h1", "wp"), ("dp bucketed", "1f1b", "sp", "recompute")])
 def test_layouts_equal_one_process(base: Path, texts: Path, ranks: Any, names: tuple[str, ...]) -> None:
     tables = plan(base)
