@@ -73,6 +73,7 @@ class Watch(SchedulerHook):
         self._leave()
 
     def before_backward(self, micro, output_gradient):
+        assert (micro.chunk, micro.micro) in self.pairs(), "the hook gets another action"
         self._look()
 
     def after_backward(self, micro, input_gradient):

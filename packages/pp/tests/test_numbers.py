@@ -3,7 +3,6 @@
 import math
 from functools import partial
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -15,28 +14,15 @@ from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as layers_of
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import assert_matches_plain_loop, assert_parity_of_parts, random_action_lists, record, running, weights
+from sley_testing.runs import assert_matches_plain_loop, random_action_lists, record, running, weights
 
 PLAN = small_plan(model__num_layers=4, model__tie_embeddings=True, run__steps=4, evaluation={"every": 2, "steps": 1})
-SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
 WIDE = {"factory": "pp_parts:chain", "options": {"widths": [4] * 7}}
 """Eight layers: two for each part of a model that four stages hold in two parts each."""
 
 
 def plan(schedule, pp, dp=1, **changes):
     return changed(PLAN, pipeline={"use": schedule}, parallel={"pp": pp, "dp": dp}, **changes)
-
-
-@pytest.mark.campaign  # the contract of schedules tests one microbatch and five on two stages
-@pytest.mark.parametrize(
-    ("pp", "micros", "precision"),
-    [*((pp, (1, 2, 3, 4, 6, 8, 12, 24), "fp64") for pp in (2, 3, 4)), (2, (2, 3), "fp32"), (2, (2,), "bf16")],
-)
-def test_any_number_of_micro_batches(compare_with_one_process, small, pp, micros, precision):
-    """They may be fewer than stages, or no multiple. Samples have different numbers of labels, so means of means differ."""
-    batches = [{"global_size": 24, "micro_size": 24 // number} for number in micros]
-    changes = {"model": WIDE, "precision__compute": precision}
-    compare_with_one_process(pp, [small(schedule, pp, batch=batch, **changes) for schedule in SCHEDULES for batch in batches])
 
 
 def predict_any_number(run):
@@ -120,28 +106,6 @@ def test_all_stages_name_the_stage_with_a_nan(ranks, own, small):
     assert "error[not-finite]: step 2: loss " in message
     assert f"; the gradient of '{NAME}' (stage 0) is not finite; samples " in message
     assert step == 3
-
-
-# -- on CUDA, with a device for each stage and on one that they share --------------------------------------------------
-
-
-TEXT = {"use": "data.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
-ON_CUDA = small_plan(run__device="cuda", model__num_layers=4, model__hidden=64, model__ffn_hidden=None, data=TEXT)
-
-
-def cuda_plan(schedule: str, **changes: Any) -> dict[str, Any]:
-    return changed(ON_CUDA, pipeline={"use": schedule}, parallel={"pp": 2}, **changes)
-
-
-@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_v"])
-@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu(2))])
-def test_two_stages_equal_one_process(ranks: Any, schedule: str, num_devices: int) -> None:
-    """Stages that share a device use the host, since gloo cannot send device tensors. Others use NCCL."""
-    if num_devices == 1 and torch.cuda.device_count() > 1:
-        pytest.skip("here each has its own")
-    reference = record(changed(ON_CUDA, model__tie_embeddings=True), 3)
-    layouts = ranks(2, timeout_s=180, init=False)(record, cuda_plan(schedule, model__tie_embeddings=True), 3)
-    assert_parity_of_parts(reference, layouts, ON_CUDA["precision"]["compute"])
 
 
 # -- what users write around linears -----------------------------------------------------------------------------------

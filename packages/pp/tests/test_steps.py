@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 
-from sley_core.actions.action import Kind
 from sley_core.comm.transport import Work
 from sley_core.comm.world import Group
 from sley_core.errors import RunError
@@ -134,56 +133,3 @@ def test_a_timeout_names_its_message(ranks, small, own, tmp_path):
     assert "receive of what stage 0 receives from stage 1, the gradient for microbatch 0 (backward" in told.replace("\n", " ")
     assert "pp[0, 1]" in told
     assert in_time
-
-
-# -- scheduler hooks ---------------------------------------------------------------------------------------------------
-
-
-CALLS = [f"{when}_{label}" for label in ("forward", "loss", "backward") for when in ("before", "after")]
-
-
-class Spy:
-    """Records (call, chunk, microbatch, phase) of each call. Recomputed layers are not recorded."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        if name not in CALLS:
-            raise AttributeError(name)
-
-        def record_call(micro, tensors):
-            if str(micro.phase) != "recompute":
-                self.calls.append((name, micro.chunk, micro.micro, str(micro.phase)))
-
-        return record_call
-
-
-def hook_calls(plans, folder):
-    """Returns the hook's calls in a step, and the expected calls by the schedule's list, for each plan."""
-    results = []
-    for tables in plans:
-        spy, expected = Spy(), []
-        with running(tables, folder) as run:
-            run.caller.hooks.append(spy)
-            run.step()
-            has_head = ["head" in [layer.name for layer in layers] for layers in run.stepper.executor.chunks]
-            lists = run.plan.pipeline.build().lists(run.topology.pp, run.store.state.num_microbatches)
-        for action in lists[run.groups["pp"].coord]:
-            label = "forward" if action.kind is Kind.FORWARD else "backward"
-            phase = "weights" if action.kind is Kind.WEIGHT_GRADIENT else "train"
-            labels = [label, "loss"] if label == "forward" and has_head[action.chunk] else [label]
-            expected += [
-                (f"{when}_{label}", action.chunk, action.micro, phase) for label in labels for when in ("before", "after")
-            ]
-        results.append((spy.calls, expected))
-    return results
-
-
-def test_hooks_get_every_action_in_the_order_of_the_schedule(ranks, small, own):
-    """They get forward, loss, backward and separate weight gradients."""
-    changes = {"batch": {"global_size": 6, "micro_size": 2}, "activations": {"use": "core.recompute", "fraction": 0.5}}
-    plans = [small(schedule, 2, **changes) for schedule in ("pp.interleaved", "pp.zero_bubble_v")]
-    for results in ranks(2)(hook_calls, plans, own):
-        for calls, expected in results:
-            assert calls == expected
