@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sley_core.comm.exchanges import Members
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import fake_tensors
 from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger
-from sley_estimate.bytes.fake_world import FakeTransport
 from sley_estimate.bytes.rank import run_rank
 from sley_testing.live_bytes import measure_bytes
 from sley_testing.plans import changed, small_plan
@@ -166,28 +164,3 @@ def test_layer_that_reads_values_is_reported(texts):
     with pytest.raises(RunError, match=message) as caught:
         run_rank(plan_from_dict(tables, texts), 0, 1)[0]
     assert caught.value.diagnostics[0].code == "estimate-layer"
-
-
-def test_sum_is_computed_once_at_its_wait_or_in_a_later_entry() -> None:
-    """The exchange stays pending until its wait."""
-    members, allocated = Members("dp", (0, 1), 0), list[int]()
-
-    def scratch(tensor: Tensor) -> None:
-        allocated.append(tensor.numel())
-
-    transport = FakeTransport(members, "reduce", lambda *_: lambda: None, lambda rows: 0, scratch)
-    first = transport.reduce_scatter([torch.ones(4, 3), torch.ones(2)], [], label="two")
-    second = transport.all_reduce(torch.ones(7), label="one")
-    assert not first.is_completed()
-    assert not second.is_completed()
-    assert not allocated
-    second.wait()
-    assert allocated == [4]
-    members.progress.step_progress.begin_entry("B0.1")
-    assert not first.is_completed()
-    assert allocated == [4, 6, 1]
-    for work in (first, second):
-        work.wait()
-        assert work.is_completed()
-        work.wait_sent()
-    assert allocated == [4, 6, 1]
