@@ -139,20 +139,8 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[MeasuredBytes]) -> 
     return max(errors, key=abs)
 
 
-OWN_LAYERS: Tables = {"factory": "test_estimated_bytes:layers", "options": {"depth": 6}}
-STAGES: Tables = {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.one_f_one_b"}}
-PIPELINED: Tables = {"parallel": {"pp": 4, "dp": 2, "wp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}}
 MUON: Tables = {"use": "optim.muon", "lr": 0.02, "adamw": {"lr": 3e-3}}
 BY_LAYER: Tables = {"use": "isp.communicator", "unit": "layer"}
-OFFLOADED = changed(
-    PLAN,
-    model=OWN_LAYERS,
-    batch={"global_size": 4, "micro_size": 1},
-    weights=BY_LAYER | {"ahead": 1},
-    activations={"use": "core.recompute"},
-    offload=[{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.5}],
-)
-"""Optimizer states exist twice during their first offload, after a step of several microbatches."""
 OWNED = changed(PLAN, batch={"global_size": 8, "micro_size": 1}, optimizer=MUON, precision={"compute": "bf16"})
 """The owner of a matrix has all of its states, and the whole matrix during the update."""
 SHARDS: Tables = {"gradient_handlers": [{"use": "dp.sharded"}]}
@@ -165,10 +153,6 @@ TINY = small_plan(
 FIXED: dict[str, Tables] = {
     # Padded shards and a tied weight.
     "sharded": changed(TINY, parallel={"wp": 2, "dp": 2}, model__tie_embeddings=True, weights=BY_LAYER),
-    # A large last stage, so that the next batch (6 KB) does not matter, which may exist at the peak or not.
-    "staged": changed(TINY, **STAGES, batch={"global_size": 8, "micro_size": 1}, model__vocab_size=1031),
-    "offloaded": changed(OFFLOADED, parallel={"dp": 2, "wp": 2}),
-    "offloaded, pipelined": changed(OFFLOADED, batch__global_size=16, **PIPELINED),
     "owned": changed(OWNED, parallel={"dp": 2}, **SHARDS),
     "owned, sharded": changed(OWNED, parallel={"dp": 4, "wp": 2}, weights=BY_LAYER, **SHARDS),
 }

@@ -252,23 +252,11 @@ def run_hosts(start: Start, port: int, *changes: str) -> list[Result]:
     return [program.finish() for program in programs]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("change", "messages", "code"),
-    [
-        ("optimizer.lr=0.5", ("rank 1 on", "`optimizer.lr` is 0.5, not 0.001"), 1),
-        ('data.files=["gone.txt"]', ("rank 1 on", "cannot start", "gone.txt"), 3),
-    ],
-    ids=["another plan", "no data"],
-)
-def test_hosts_that_differ_are_refused(
-    start: Start, plan: Path, port: int, change: str, messages: tuple[str, ...], code: int
-) -> None:
-    results = run_hosts(start, port, change)
+def test_hosts_that_differ_are_refused(start: Start, plan: Path, port: int) -> None:
+    results = run_hosts(start, port, "optimizer.lr=0.5")
     output = "\n".join(result.err for result in results)
-    assert all(result.code != 0 for result in results), output
-    assert code in {result.code for result in results}, output
-    assert all(message in output for message in (*messages, "hint:")), output
+    assert [result.code for result in results] == [1, 1], output
+    assert all(message in output for message in ("rank 1 on", "`optimizer.lr` is 0.5, not 0.001", "hint:")), output
     assert "Traceback" not in output
     assert not list(plan.parent.glob("runs/*/metrics.jsonl"))
 

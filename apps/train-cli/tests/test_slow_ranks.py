@@ -182,19 +182,10 @@ def is_named(case: Case, causes: tuple[Cause, ...]) -> bool:
     return (first.kind, first.ranks, first.location) == ("work", (case.rank,), LOCATIONS[case.kind])
 
 
-CASES = [
-    Case("pp 2", "backward", 0, 1, 0.06),
-    Case("dp 2", "data", 1, 0, 0.1),
-    Case("dp 2", "optimizer", 1, 0, 0.06),
-    Case("wp 2", "forward", 0, 2, 0.06),
-    Case("dp 2", "none"),
-]
-
-
-@pytest.mark.sample(1)
 @pytest.mark.flaky(reruns=2)  # real times, on a machine that other tests keep busy
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}, {case.kind}")
-def test_the_slow_part_is_named(run: JudgeRun, case: Case) -> None:
+def test_the_slow_part_is_named(run: JudgeRun) -> None:
+    """The campaign draws other parts and layouts, and runs without a slow part."""
+    case = Case("pp 2", "backward", 0, 1, 0.06)
     judgement = run(case)
     assert not judgement.no_cause_reason
     assert is_named(case, judgement.causes), "\n".join([*map(describe_cause, judgement.causes), *describe_work(judgement)])
