@@ -10,10 +10,10 @@ import pytest
 import torch
 import trained_runs
 from safetensors.torch import load_file, save_file
-from trained_runs import TOKENS
+from trained_runs import PLAN, TOKENS
 
 from sley_core.files import PLAN_FILE
-from sley_testing.plans import Tables, small_plan
+from sley_testing.plans import Tables, changed
 from sley_trainer.run import Run
 
 if find_spec("peft") is None:
@@ -42,10 +42,8 @@ def trained(texts: Path, folder: Path) -> Trained:
     """`trained(use, family, adapters)` trains for two steps. It returns the run folder, with a checkpoint, and the logits."""
 
     def train(use: str, family: str, adapters: Tables) -> tuple[Path, torch.Tensor]:
-        tables = small_plan(
-            data__sequence=16,
-            optimizer={"use": "core.adamw", "lr": 1e-2},
-            precision__compute="fp32",
+        tables = changed(
+            PLAN,
             model={"use": use, "weights": str(trained_runs.save_model(folder / "base", family, **CHANGES))},
             adapters={"use": "hf.lora", "rank": 4, "alpha": 8.0, **adapters},
             averaging={"use": "optim.ema", "decay": 0.5} if use == "hf.decoder" else None,

@@ -11,18 +11,12 @@ import pytest
 import torch
 import trained_runs
 from safetensors.torch import load_file, save_file
-from trained_runs import TOKENS, transformers_model
+from trained_runs import PLAN, TOKENS, transformers_model
 
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.plans import Tables, changed
 from sley_trainer.run import Run
 
-PLAN = small_plan(
-    data__sequence=16,
-    batch={"global_size": 4, "micro_size": 2},
-    optimizer={"use": "core.adamw", "lr": 1e-2},
-    precision__compute="fp32",
-)
 SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},

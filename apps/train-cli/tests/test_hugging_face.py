@@ -10,13 +10,13 @@ import pytest
 import torch
 import trained_runs
 from safetensors.torch import load_file, save_file
-from trained_runs import TOKENS, transformers_model
+from trained_runs import PLAN, TOKENS, transformers_model
 
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
-from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.plans import Tables, changed
 from sley_trainer.run import Run
 from train_cli.commands.export import write_config_files
 from train_cli.saved_run import load_run_plan
@@ -37,13 +37,7 @@ Trained = Callable[..., Path]
 
 
 def plan(model: Tables, **changes: Any) -> Tables:
-    tables = small_plan(
-        data__sequence=16,
-        batch={"global_size": 4, "micro_size": 2},
-        optimizer={"use": "core.adamw", "lr": 1e-2},
-        **{"precision__compute": "fp32", **changes},
-    )
-    return {**tables, "model": model}
+    return {**changed(PLAN, **changes), "model": model}
 
 
 def save_model(folder: Path, family: str, **changes: Any) -> Path:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sley_core.comm.world import World
 from sley_core.files import PLAN_FILE
 from sley_core.plan.load import plan_from_dict
-from sley_testing.plans import Tables
+from sley_testing.plans import Tables, small_plan
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 from train_cli.saved_run import copy_run_files
@@ -31,6 +31,12 @@ SIZES = {
     "eos_token_id": 255,
 }
 NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
+PLAN = small_plan(
+    data__sequence=16,
+    batch={"global_size": 4, "micro_size": 2},
+    optimizer={"use": "core.adamw", "lr": 1e-2},
+    precision__compute="fp32",
+)
 TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
