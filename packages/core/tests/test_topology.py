@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.comm.world import World
 from sley_core.errors import PluginError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.records import ProcessGroupRecord
 from sley_core.topology import AXES, GroupEntry, Topology
 from sley_testing.plans import small_plan
-from sley_trainer.assemble import assemble, list_plugin_groups
+from sley_testing.runs import running
+from sley_trainer.assemble import list_plugin_groups
 
 
 @st.composite
@@ -89,7 +89,7 @@ def sum_ones(folder: Path) -> Any:
     called = Plan.call
     listed = lists(ProcessGroupRecord("ends", ((0, 2),), ("up", "down")), ProcessGroupRecord("pairs", ((0, 1),)))
     Plan.call = lambda self, hook, /, **args: [*called(self, hook, **args), *listed(self, hook)]  # type: ignore[method-assign]
-    with World.join("cpu") as world, assemble(plan_from_dict(PLAN, folder), world) as run:
+    with running(PLAN, folder) as run:
         sums = {}
         for axis in ("ends", "pairs"):
             one, group = torch.ones(1), run.groups[axis]

@@ -10,13 +10,10 @@ import torch
 from hf_families import small_config, transformers_model
 
 from sley_core.api.data import DataInfo, Field
-from sley_core.comm.world import World
 from sley_core.errors import PlanError
-from sley_core.plan.load import plan_from_dict
 from sley_hf.plugin import DecoderConfig
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import assert_parity_of_parts, record, record_reference
-from sley_trainer.assemble import assemble
+from sley_testing.runs import assert_parity_of_parts, record, record_reference, running
 
 DATA = DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=256)
 SOURCE = {"use": "data.text", "files": ["text/*.txt"], "sequence": 24, "weight": 1}
@@ -42,7 +39,7 @@ def plan(model: Path, router_loss: float | None = None, **changes: Any) -> Table
 def test_a_row_has_the_loss_and_an_evaluation_leaves_it_out(model: Path, texts: Path) -> None:
     rows, held_out = {}, {}
     for factor in (None, 0.0, 0.5):
-        with assemble(plan_from_dict(plan(model, factor), texts), World.alone("cpu")) as run:
+        with running(plan(model, factor), texts) as run:
             held_out[factor] = run.evaluate()
             rows[factor] = run.step()
     assert held_out[None] == held_out[0.0] == held_out[0.5]

@@ -11,7 +11,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.comm.world import World
 from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
@@ -20,7 +19,7 @@ from sley_memory.plugin import SelectiveConfig
 from sley_memory.selective import ATTENTION_OPERATORS, SelectiveRecompute
 from sley_testing.habits import HABITS
 from sley_testing.plans import small_plan
-from sley_trainer.assemble import assemble
+from sley_testing.runs import running
 
 pytestmark = pytest.mark.timeout(120)
 SHARING = ("GRU", "unsafe_split", "views of both", "data", "detach", "next layer")
@@ -78,7 +77,7 @@ def test_habits_of_models(compare_with_keep: Any, policy: dict[str, Any], habit:
 def test_writes_to_saved_tensors_are_refused(own: Path, texts: Path, policy: dict[str, Any]) -> None:
     """Autograd does not check packed tensors, so the backward would silently use other numbers."""
     tables = small_plan(model=MODEL | {"options": {"in_place": True}}, activations=policy)
-    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+    with running(tables, texts) as run:
         with pytest.raises(RunError) as caught:
             run.step()
         assert caught.value.diagnostics[0].code == "saved-in-place"
@@ -93,7 +92,7 @@ def test_a_step_that_fails_leaves_nothing(own: Path, texts: Path, policy: dict[s
         return there.arena.num_lent_bytes if policy is HOST else there.stats.num_bytes
 
     tables = small_plan(model=MODEL, activations=policy)
-    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+    with running(tables, texts) as run:
         run.step()
         made = run.counts[policy["use"]].get("host_allocations")
         for _ in range(3):
@@ -117,7 +116,7 @@ def test_storages_leave_the_device_before_the_backward_and_come_back_ahead(own: 
     waits. Only the outputs of blocks, which the next block holds, stay.
     """
     tables = small_plan(model=MODEL | {"options": {"num_blocks": 4}}, activations=HOST, batch__global_size=2)
-    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+    with running(tables, texts) as run:
         run.step()
         policy, whole = run.caller.policy, run.stepper.executor.loss.loss
         sizes: list[tuple[int, bool]] = []
@@ -137,7 +136,7 @@ def test_a_storage_moves_once(own: Path, texts: Path) -> None:
     not copied.
     """
     tables = small_plan(model=MODEL | {"options": {"num_blocks": 1}}, activations=HOST, batch__global_size=2)
-    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+    with running(tables, texts) as run:
         keys: list[tuple[int, int]] = []
         policy = run.caller.policy
         prepared = policy._fits_budget
@@ -177,8 +176,9 @@ def test_chosen_layers(compare_with_keep: Any) -> None:
 
 
 def test_unknown_layers_are_refused(texts: Path) -> None:
-    with pytest.raises(PlanError, match=r"no layer matches `block\.1`") as caught:
-        assemble(plan_from_dict(small_plan(activations=HOST | {"layers": ["block.1"]}), texts), World.alone("cpu"))
+    tables = small_plan(activations=HOST | {"layers": ["block.1"]})
+    with pytest.raises(PlanError, match=r"no layer matches `block\.1`") as caught, running(tables, texts):
+        pass
     assert caught.value.diagnostics[0].code == "unknown-layer"
 
 
@@ -195,7 +195,7 @@ def test_writes_to_another_layers_saved_tensors_are_refused(texts: Path, kind: s
     """`core.keep` would use the written values, but the host has the saved ones. The next step starts without errors."""
     model = {"factory": "attending:spoiled", "options": {"kind": kind}}
     tables = small_plan(model=model, activations=HOST | {"layers": ["*"]})
-    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+    with running(tables, texts) as run:
         with pytest.raises(RunError, match="that shares its memory") as caught:
             run.step()
         assert caught.value.diagnostics[0].code == "saved-in-place"
@@ -234,7 +234,7 @@ def test_attention_is_computed_once(own: Path, texts: Path) -> None:
     found = {}
     for policy in ("core.keep", "core.recompute", "memory.selective"):
         tables = small_plan(model=MODEL, activations={"use": policy}, batch__global_size=2)
-        with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run, Attentions() as computed:
+        with running(tables, texts) as run, Attentions() as computed:
             run.step()
             found[policy] = computed.num, computed.num_others
     assert [found[policy][0] for policy in found] == [3, 6, 3]
@@ -243,7 +243,7 @@ def test_attention_is_computed_once(own: Path, texts: Path) -> None:
 
 def test_kept_attentions_are_freed_with_the_graph(own: Path, texts: Path) -> None:
     tables = small_plan(model=MODEL, activations=SELECTIVE)
-    with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+    with running(tables, texts) as run:
         for _ in range(2):
             run.step()
             tally = run.caller.policy.stats

@@ -4,21 +4,17 @@ import pytest
 import torch
 
 from sley_core.comm.device import CopyStream
-from sley_core.comm.world import World
 from sley_core.errors import StateError
-from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import small_plan
-from sley_testing.runs import weights
-from sley_trainer.assemble import assemble
+from sley_testing.runs import running, weights
 
 EVERYTHING = [{"use": "memory.everything", "bucket_mb": 0.004}]
 
 
 @pytest.fixture
 def run(texts):
-    plan = plan_from_dict(small_plan(precision__compute="bf16", offload=EVERYTHING), texts)
-    with World.join("cpu") as world, assemble(plan, world) as made:
+    with running(small_plan(precision__compute="bf16", offload=EVERYTHING), texts) as made:
         made.step()
         yield made
 
@@ -83,7 +79,7 @@ def evaluate_and_offload(tables, folder):
 
 
 def _evaluate_and_offload(tables, folder, fails):
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         run.evaluate()
 
@@ -115,7 +111,7 @@ def backward_by_hand(tables, folder):
     """Returns the gradients of backwards by hand, before and after an offload of the weights, and the error of a backward
     while they are away.
     """
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         run.store.begin_step()
         hidden = torch.stack([run.dataset[index]["tokens"] for index in range(2)])

@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from sley_core.comm.world import World
 from sley_core.memory import Where
-from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import record, record_reference, weights
-from sley_trainer.assemble import assemble
+from sley_testing.runs import record, record_reference, running, weights
 
 STEPS = 5
 
@@ -54,8 +51,7 @@ def test_weights_that_a_program_writes_reach_the_masters(compute, texts):
     """The program writes by `load_weights`, and to a parameter between two steps."""
     found = []
     for offload in ([], SMALL_BUCKETS):
-        plan = plan_from_dict(small_plan(precision__compute=compute, offload=offload or None), texts)
-        with World.join("cpu") as world, assemble(plan, world) as run:
+        with running(small_plan(precision__compute=compute, offload=offload or None), texts) as run:
             run.step()
             run.load_weights({name: value * 0.5 for name, value in weights(run).items() if "norm" not in name}, strict=False)
             run.step()
@@ -67,8 +63,7 @@ def test_weights_that_a_program_writes_reach_the_masters(compute, texts):
 
 
 def test_the_host_holds_only_two_buckets_of_gradients(texts):
-    plan = plan_from_dict(small_plan(precision__compute="bf16", offload=SMALL_BUCKETS), texts)
-    with World.join("cpu") as world, assemble(plan, world) as run:
+    with running(small_plan(precision__compute="bf16", offload=SMALL_BUCKETS), texts) as run:
         run.step()
         moved = run.memory.report
         trained = sum(param.numel for param in run.registry.trainable)

@@ -8,11 +8,9 @@ import pytest
 import torch
 from parking import run_three_variants
 
-from sley_core.comm.world import World
-from sley_core.plan.load import plan_from_dict
+from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import WEIGHTS, record, record_reference
-from sley_trainer.assemble import assemble
+from sley_testing.runs import WEIGHTS, record, record_reference, running
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -29,8 +27,7 @@ LARGE = small_plan(
 
 @pytest.fixture
 def run():
-    plan = plan_from_dict(LARGE)
-    with World.join("cuda") as world, assemble(plan, world) as made:
+    with running(LARGE) as made:
         made.step()
         yield made
 
@@ -73,7 +70,7 @@ PEAKS: dict[str, dict[str, Any]] = {
 def test_policies_lower_the_peak(own: Path, use: str) -> None:
     peaks = []
     for policy in ({"use": "core.keep"}, PEAKS[use]):
-        with World.alone("cuda") as world, assemble(plan_from_dict(changed(PLAN, activations=policy)), world) as run:
+        with running(changed(PLAN, activations=policy)) as run:
             for _ in range(3):
                 run.step()
             torch.cuda.reset_peak_memory_stats()
@@ -111,8 +108,7 @@ def test_moves_from_another_stream_change_no_bit(texts: Path) -> None:
     tables = on_gpu(precision__compute="bf16", offload=[{"use": "memory.everything", "bucket_mb": 0.004}])
     expected, moved = record(tables, 4, folder=texts), record(tables, 4, folder=texts, before_step=move)
     assert [row["loss"] for row in expected.rows] == [row["loss"] for row in moved.rows]
-    for name, weight in expected.weights.items():
-        assert torch.equal(weight, moved.weights[name]), name
+    assert_same_bits(expected.weights, moved.weights)
 
 
 @pytest.mark.parametrize("changes", [{"precision__compute": "bf16"}, {"batch__micro_size": 2}], ids=["bf16", "microbatches"])
@@ -139,8 +135,7 @@ def test_a_policy(policy: dict[str, Any], texts: Path) -> None:
     tables = on_gpu(precision__compute="bf16")
     wanted, found = (record(one, 5, folder=texts) for one in (tables, changed(tables, activations=policy)))
     assert [row["loss"] for row in wanted.rows] == [row["loss"] for row in found.rows]
-    for name, weight in wanted.weights.items():
-        assert torch.equal(weight, found.weights[name]), name
+    assert_same_bits(wanted.weights, found.weights)
 
 
 @pytest.mark.parametrize("compute", ["fp64", "fp32", "bf16"])

@@ -13,6 +13,7 @@ from sley_core.comm.world import Group, World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
+from sley_testing.contract import SQUARES, contract_plan
 from sley_trainer.assemble import assemble
 
 
@@ -145,15 +146,9 @@ def test_values_of_any_length_are_gathered(ranks):
     assert ranks(2)(gathered, values) == [values, values]
 
 
-PLAN = {
-    "run": {"name": "agree", "steps": 1, "device": "cpu"},
-    "model": {"factory": "sley_testing.contract:layers"},
-    "data": {"factory": "sley_testing.contract:Data"},
-    "loss": {"factory": "sley_testing.contract:Squares"},
-    "batch": {"global_size": 6, "micro_size": 1},
-    "optimizer": {"use": "core.sgd", "lr": 0.1},
-    "precision": {"compute": "fp64"},
-}
+PLAN = contract_plan(
+    "sley_testing.contract", loss=SQUARES, batch={"global_size": 6, "micro_size": 1}, optimizer={"use": "core.sgd", "lr": 0.1}
+)
 
 
 def started_without_pickles(tables):

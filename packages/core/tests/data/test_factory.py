@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -19,6 +20,7 @@ from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_text, replace_values
 from sley_core.plan.plan import Plan
+from sley_testing.plans import small_plan
 
 NOTHING = FactoryDataConfig()
 
@@ -129,23 +131,7 @@ def test_fields_that_mean_nothing_are_refused(field: dict[str, Any], message: st
         FactoryDataConfig.model_validate({"fields": {"x": {"dtype": "int64", **field}}})
 
 
-REST = """\
-plan = 1
-[run]
-name = "data"
-steps = 2
-[model]
-use = "models.llama"
-num_layers = 1
-hidden = 8
-heads = 1
-[optimizer]
-use = "core.adamw"
-lr = 0.1
-[batch]
-global_size = 2
-micro_size = 1
-"""
+REST = tomli_w.dumps({"plan": 1, **small_plan(data=None)}) + "\n"
 
 MODULE = """\
 import torch

@@ -1,6 +1,5 @@
 """Chunks of the head change no loss and no gradient, no tensor holds all logits, and what does not fit is refused by name."""
 
-from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.comm.world import World
 from sley_core.engine import reduction
 from sley_core.errors import PlanError, RunError
-from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import assert_parity, assert_same_run, record, record_reference
-from sley_trainer.assemble import assemble
-from sley_trainer.run import Run
+from sley_testing.runs import assert_parity, assert_same_run, record, record_reference, running
 
 MODEL = {"model": {"factory": "own_heads:layers"}}
 TOKENS, WIDTH = 2 * 24, 16
@@ -27,10 +22,6 @@ TOKENS, WIDTH = 2 * 24, 16
 
 def chunked(tables: Tables, size: int | str) -> Tables:
     return changed(tables, loss={"use": "core.cross_entropy"} | tables.get("loss", {}) | {"chunk_tokens": size})
-
-
-def open_run(tables: Tables, folder: Path) -> AbstractContextManager[Run]:
-    return assemble(plan_from_dict(tables, folder), World.alone("cpu"))
 
 
 @pytest.mark.sample(6)
@@ -61,7 +52,7 @@ def test_chunks_change_no_loss_and_no_gradient(texts: Path, changes: Tables, pre
 def test_chunks_without_labels_and_negative_labels(texts: Path) -> None:
     """All labels of the first chunks are ignored, and in the second step those of a microbatch."""
     tables = small_plan(**MODEL)
-    with open_run(tables, texts) as run:
+    with running(tables, texts) as run:
         batches = [run.feed.next() for _ in range(2)]
     for batch in batches:
         batch["labels"][0] = -100
@@ -112,7 +103,7 @@ class Shapes(TorchDispatchMode):
 def test_no_tensor_holds_the_logits_of_more_than_a_chunk(texts: Path) -> None:
     tables = small_plan(evaluation={"every": 9, "steps": 1})
     for size, most in ((None, TOKENS), (10, 10)):  # 48 tokens are five chunks
-        with open_run(tables if size is None else chunked(tables, size), texts) as run, Shapes() as seen:
+        with running(tables if size is None else chunked(tables, size), texts) as run, Shapes() as seen:
             run.step()
             run.evaluate()
         num_classes = run.layers[-1].module.output.out_features
@@ -124,7 +115,7 @@ def test_a_call_by_hand_and_predictions_return_logits(texts: Path) -> None:
     tables = small_plan()
     outputs = []
     for plan in (tables, chunked(tables, 7)):
-        with open_run(plan, texts) as run:
+        with running(plan, texts) as run:
             run.step()
             batch = {name: value[:2] for name, value in run.feed.next().items()}
             hidden = batch["tokens"]
@@ -138,7 +129,7 @@ def test_a_call_by_hand_and_predictions_return_logits(texts: Path) -> None:
 def test_other_changes_of_logits_are_refused(texts: Path, change: str) -> None:
     tables = small_plan(model={"factory": "own_heads:layers", "options": {"change": change}})
     with (
-        open_run(chunked(tables, 7), texts) as run,
+        running(chunked(tables, 7), texts) as run,
         pytest.raises(RunError, match="logits that only the loss computes") as error,
     ):
         run.step()
@@ -147,14 +138,14 @@ def test_other_changes_of_logits_are_refused(texts: Path, change: str) -> None:
 
 def test_two_linears_in_the_last_layer_are_refused(texts: Path) -> None:
     tables = chunked(small_plan(model={"factory": "own_heads:layers", "options": {"two": True}}), "auto")
-    with pytest.raises(PlanError, match=r"has `0`, `1\.output`") as error, open_run(tables, texts):
+    with pytest.raises(PlanError, match=r"has `0`, `1\.output`") as error, running(tables, texts):
         pass
     assert error.value.diagnostics[0].code == "head-chunks"
 
 
 def test_a_scaled_cross_entropy_is_refused(texts: Path) -> None:
     """The weight's gradient is accumulated before the loss is scaled, so it would be wrong."""
-    with open_run(chunked(small_plan(), 7), texts) as run:
+    with running(chunked(small_plan(), 7), texts) as run:
         run.stepper.executor.loss = own_heads.Halved(run.plan.loss.config)
         with pytest.raises(RunError, match="loss-scaled"):
             run.step()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.data.dataset import DataInfo
+from sley_testing.habits import Embed
 
 FAILS = [False]
 """Whether the next forward of a block fails in its middle."""
@@ -65,11 +66,6 @@ class Block(nn.Module):
             raise ValueError("asked to fail")
         hidden = hidden + self.dropout(context.transpose(1, 2).reshape(b, s, h)) * self.scale.to(hidden.dtype)
         return hidden + self.down(self.dropout(F.relu_(self.up(hidden)).sigmoid()))
-
-
-class Embed(nn.Embedding):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens)
 
 
 def layers(

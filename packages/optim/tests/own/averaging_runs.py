@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sley_core.checkpointing import WEIGHTS, checkpoint_files, load_plan_and_weights
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.contract import SQUARES, WIDTH, Squares, contract_plan
+from sley_testing.contract import SQUARES, WIDTH, Squares, TanhLinear, contract_plan
 from sley_testing.parity import full_tensors, tensor_bytes
 from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables
@@ -25,11 +25,6 @@ STEPS, SIZE, MICRO, HIDDEN = 6, 4, 2, 37
 LR, DECAY = 0.05, 0.75
 EMA = {"use": "optim.ema", "decay": DECAY}
 MEAN = {"use": "optim.mean", "last": 4}
-
-
-class Layer(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype)).tanh()
 
 
 class Middle(nn.Module):
@@ -45,7 +40,7 @@ class Middle(nn.Module):
 
 
 def layers(is_tied: bool = True) -> list[tuple[str, nn.Module]]:
-    first, last = Layer(WIDTH, WIDTH), Layer(WIDTH, WIDTH)
+    first, last = TanhLinear(WIDTH, WIDTH), TanhLinear(WIDTH, WIDTH)
     if is_tied:
         last.weight = first.weight
     return [("first", first), ("middle", Middle()), ("last", last)]
