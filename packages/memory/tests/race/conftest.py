@@ -19,45 +19,31 @@ from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
 NUM_STEPS = 3
-Prepare = Callable[[Run], None]
 
 
-def train_digest(
-    tables: Tables, folder: Path, order: int | None = None, prepare: Prepare | None = None, *, is_strict: bool = True
-) -> str:
+def train_digest(tables: Tables, folder: Path, order: int | None = None) -> str:
     """Returns a digest of this rank's weights, buffers, master weights and optimizer states after three steps.
 
-    order: the seed of the order of copies and of the moves between steps, or None for a plain CPU without moves. prepare:
-    called with the run before its first step.
+    order: the seed of the order of copies and of the moves between steps, or None for a plain CPU without moves.
     """
     if order is None:
-        return _train(tables, folder, None, random.Random(), prepare)
+        return _train(tables, folder, None, random.Random())
     takes_more = random.Random(order).random() < 0.5  # all ranks alike
     rank = dist.get_rank() if dist.is_initialized() else 0
     draw = random.Random(f"{order} {rank}")  # ranks need not make the same moves
-    device = DrawnDevice(copy_seed=random.Random(f"{order} {rank}").randrange(2**31), is_strict=is_strict)
+    device = DrawnDevice(copy_seed=random.Random(f"{order} {rank}").randrange(2**31))
     with device.watching():
-        found = _train(tables, folder, device, draw, prepare, takes_more=takes_more)
+        found = _train(tables, folder, device, draw, takes_more=takes_more)
         gc.collect()  # the run, and with it host memory whose copies nobody may have waited for
     return found
 
 
-def _train(
-    tables: Tables,
-    folder: Path,
-    device: DrawnDevice | None,
-    draw: random.Random,
-    prepare: Prepare | None,
-    *,
-    takes_more: bool = False,
-) -> str:
+def _train(tables: Tables, folder: Path, device: DrawnDevice | None, draw: random.Random, *, takes_more: bool = False) -> str:
     plan = plan_from_dict(tables, folder)
     with World.join(device or "cpu") as world, assemble(plan, world) as run:
         masters = run.stepper.update.masters
         for _, master in masters.named_tensors() if device and masters.device else ():
             device.mark_host_memory(master)
-        if prepare is not None:
-            prepare(run)
         for number in range(NUM_STEPS):
             if device is not None and number:
                 move(run, draw)
