@@ -86,12 +86,8 @@ def test_check_compares_with_transformers(family: str, tmp_path: Any) -> None:
 )
 def test_the_copy_has_each_kind_of_layer(family: str, changes: Any, num_layers: int) -> None:
     config = small_config(family, num_hidden_layers=6, **changes)
-    assert (
-        hf_families.shrink_config(
-            config, *hf_families.build_from_config(config, kernel="sdpa", experts="eager")
-        ).num_hidden_layers
-        == num_layers
-    )
+    model = hf_families.build_from_config(config, kernel="sdpa", experts="eager")
+    assert hf_families.shrink_config(config, *model).num_hidden_layers == num_layers
 
 
 def test_a_forward_that_needs_its_layers_is_refused(tmp_path: Any) -> None:
