@@ -26,11 +26,11 @@ KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 CLOSED = RunError("collective-failed", "connection closed by peer")
 BAD = RunError("bad-token", "token 999")
 LATE = RunError("collective-failed", "the exchange with rank 1 did not end within 5 s")
-STOPPED = "it is stopped, for example by SIGSTOP"
+SILENT, STOPPED, PLACE = " did not respond: ", "it is stopped, for example by SIGSTOP", "it was at own.py:13"
 
 
 def late(rank: int, code: str) -> FailedRank:
-    return reported(rank, RunError(code, "it was at own.py:13"), 13.0, 143)
+    return reported(rank, RunError(code, PLACE), 13.0, 143)
 
 
 @pytest.mark.parametrize(
@@ -46,18 +46,8 @@ def late(rank: int, code: str) -> FailedRank:
         ([reported(0, CLOSED, 10.0), reported(1, BAD, 4000.0)], {}, 1, ": token 999"),
         ([failure(1, 7, 1), failure(0, 143, 2)], {}, 1, " exited with code 7 and left no report"),
         ([reported(0, BAD, 5.0), failure(1, KILLED, 20)], {1: ""}, 0, ": token 999"),  # rank 1 hung, without a cause
-        (
-            [reported(0, LATE, 5.0), reported(1, LATE, 6.0), failure(3, KILLED, 20)],
-            {3: STOPPED},
-            3,
-            f" did not respond: {STOPPED}",
-        ),
-        (  # busy, and not waiting
-            [reported(0, LATE, 5.0), late(1, "rank-waiting"), late(2, "rank-late")],
-            {},
-            2,
-            " did not respond: it was at own.py:13",
-        ),
+        ([reported(0, LATE, 5.0), reported(1, LATE, 6.0), failure(3, KILLED, 20)], {3: STOPPED}, 3, SILENT + STOPPED),
+        ([reported(0, LATE, 5.0), late(1, "rank-waiting"), late(2, "rank-late")], {}, 2, SILENT + PLACE),  # busy
         ([reported(0, LATE, 5.0), late(1, "rank-waiting")], {}, 0, f": {LATE.diagnostics[0].message}"),
     ],
 )

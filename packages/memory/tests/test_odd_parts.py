@@ -61,17 +61,12 @@ def test_foreign_memory_stays_with_a_warning():
     assert run_steps(True) == run_steps(False)
 
 
-def states(run, *names):
-    """Returns the optimizer states of these parameters."""
-    of_name = {one.name: one.parameter for one in run.stepper.update.masters.local_params}
-    return [run.stepper.update.optimizer.state[of_name[name]] for name in names]
-
-
 def test_states_that_a_program_replaces_while_they_are_away():
     """The new tensors count, not the offloaded ones, as after an optimizer's `load_state_dict`."""
     with running({**PLAN, "offload": EVERYTHING}) as run:
         run.step()
-        (state,) = states(run, "second.across")
+        (parameter,) = [one.parameter for one in run.stepper.update.masters.local_params if one.name == "second.across"]
+        state = run.stepper.update.optimizer.state[parameter]
         run.memory.offload("optimizer_states")
         state["exp_avg"] = torch.full(state["exp_avg"].shape, 0.25)
         run.memory.onload()

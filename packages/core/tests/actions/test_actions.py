@@ -239,14 +239,8 @@ def test_a_loop_goes_round_and_a_v_turns():
         (lambda: Placement((0, 2)), "on each of the stages 0, 1, 2, ..., but has 1 on stage 0, 1 on stage 2"),
         (lambda: Placement((0, 1, 1)), "but has 1 on stage 0, 2 on stage 1"),
         (lambda: Placement((0, -1)), "but has 1 on stage -1, 1 on stage 0"),
-        (
-            lambda: Schedule(lambda *_: [], 2, lambda stages, chunks: loop(stages)).placement(4),
-            "1 chunks .* but the plan has 2 on each of 4",
-        ),
-        (
-            lambda: Schedule(lambda *_: [], 1, lambda stages, chunks: loop(2)).placement(4),
-            "each of 2 stages, but the plan has 1 on each of 4",
-        ),
+        (lambda: Schedule(list, 2, lambda stages, _: loop(stages)).placement(4), "1 chunks .* but the plan has 2 on each of 4"),
+        (lambda: Schedule(list, 1, lambda *_: loop(2)).placement(4), "each of 2 stages, but the plan has 1 on each of 4"),
     ],
 )
 def test_an_impossible_deal_is_refused(place, words):
@@ -304,12 +298,8 @@ def test_bytes_are_those_of_graphs_queues_and_buffers():
     """Stage 1 holds at most two graphs of 100, then one with a queue of 30, and its buffers of 7 for outputs."""
     placement = loop(2)
     costs = Costs(dict.fromkeys((F, B, D, W), (1.0, 1.0)), (0.0,), (1, 100), (1, 30), (7,))
-    later = [Action(F, 0, 0), Action(F, 0, 1), *(Action(kind, 0, micro) for kind in (D, W) for micro in (0, 1))]
-    held = simulate(
-        lower([sequential_actions(2)[:1] + sequential_actions(2)[2:3] + sequential_actions(2)[1::2], later], placement, 2),
-        placement,
-        costs,
-    ).peaks
+    lists = [words("F0.0 F0.1 B0.0 B0.1"), words("F0.0 F0.1 I0.0 I0.1 W0.0 W0.1")]
+    held = simulate(lower(lists, placement, 2), placement, costs).peaks
     assert held[1] == Peaks(pairs=2, graphs=2, receives=2, num_bytes=200)
     assert held[0].pairs == 2
 

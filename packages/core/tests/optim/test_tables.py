@@ -27,6 +27,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.table import Table
 from sley_testing.plans import small_plan
 
+ROOT = math.sqrt(0.5)
 NAMES = ["embed.weight", "blocks.0.norm.weight", "blocks.0.linear.weight", "blocks.0.linear.bias", "head.weight"]
 
 
@@ -109,11 +110,7 @@ def test_a_pattern_whose_names_are_all_taken_and_a_model_with_nothing_to_train_a
         (constant_factor, ConstantConfig(warmup_steps=4), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
         (decay_factor, LinearConfig(min_ratio=0.0), [1.0, 0.75, 0.5, 0.25, 0.0]),
         (decay_factor, LinearConfig(warmup_steps=2, min_ratio=0.5), [0.5, 1.0, 0.875, 0.75, 0.625, 0.5]),
-        (
-            decay_factor,
-            CosineConfig(min_ratio=0.1),
-            [1.0, 0.1 + 0.45 * (1 + math.sqrt(0.5)), 0.55, 0.55 - 0.45 * math.sqrt(0.5), 0.1],
-        ),
+        (decay_factor, CosineConfig(min_ratio=0.1), [1.0, 0.55 + 0.45 * ROOT, 0.55, 0.55 - 0.45 * ROOT, 0.1]),
         (
             warmup_stable_decay_factor,
             WarmupStableDecayConfig(warmup_steps=2, decay_steps=4, min_ratio=0.0),
