@@ -191,9 +191,8 @@ def build_a_billion() -> tuple[int, int, float]:
     """Builds a Llama on meta; returns its elements, the bytes by which this process grew, and the CPU seconds."""
     sizes = LlamaConfig(num_layers=16, hidden=2048, heads=32, kv_heads=8, ffn_hidden=8192, vocab_size=32000)
     data = DataInfo({"tokens": Field("int64")}, 32000)
-    build_meta_model(
-        lambda data: build_llama(sizes.model_copy(update={"num_layers": 1}), data), data
-    )  # the first time of anything
+    one_layer = sizes.model_copy(update={"num_layers": 1})
+    build_meta_model(lambda data: build_llama(one_layer, data), data)  # the first time of anything
     size, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     model = build_meta_model(lambda data: build_llama(sizes, data), data)
     seconds = time.process_time() - start

@@ -143,9 +143,7 @@ def test_ties_requires_grad_and_attributes_survive() -> None:
     assert first.noise.noise is first.noise.same_noise is second.noise.noise
     assert not first.frozen.weight.requires_grad
     assert first.conv.weight.requires_grad
-    first.rnn(
-        torch.zeros(2, 1, 8, dtype=torch.float64)
-    )  # the list of weights that it keeps beside its attributes was renewed too
+    first.rnn(torch.zeros(2, 1, 8, dtype=torch.float64))  # its list of weights beside its attributes was renewed too
 
 
 def test_init_weights_has_the_last_word_and_may_leave_modules_alone() -> None:

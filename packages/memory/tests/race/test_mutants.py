@@ -35,11 +35,7 @@ Named = tuple[str, str, int]
 
 IMPLIED: dict[Named, str] = {
     ("_start_onload", "wait_for", 0): "the device was held until each copy out was done, and the stream follows the device",
-    (
-        "begin",
-        "make_device_wait",
-        0,
-    ): "where no step failed, what left was awaited before it was let go, and what came where it was used",
+    ("begin", "make_device_wait", 0): "unless a step failed, what left was awaited before its release, what came at its use",
     ("_step", "wait_for_device", 1): "the host has waited for gradients, whose stream followed the device after the backward",
     ("_step", "make_device_wait", 0): "the host waits for the same copies, and gives the device's next work after that",
     ("host", "wait", 0): "a training reads states that are coming only after their copies out; `test_readers.py` reads earlier",
