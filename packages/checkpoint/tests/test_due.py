@@ -161,7 +161,7 @@ def test_a_save_does_not_read_the_base_model_again(texts, tmp_path):
         run.save_weights(base / "weights")
         (base / "plan.toml").write_text(run.resolved_plan.to_toml(), "utf-8")
     tables = plan(model={"use": "models.llama", "weights": str(base)}, checkpoint={"every_steps": 2})
-    run = train(tables, texts, tmp_path, lambda run: shutil.rmtree(base))
+    run = train(tables, texts, tmp_path, lambda run: run.listeners.append(lambda _: shutil.rmtree(base, True)))
     assert (run.counts["checkpoint"]["saved"], run.notes) == (3, [])
 
 

@@ -110,18 +110,7 @@ def build_stepper(
         sequence_communicator if has_values else None,
     )
     boundaries = StageBoundaries(stage.action_lists.placement, stage.action_lists.stage, link)
-    executor = Executor(
-        parts,
-        stage.chunks,
-        boundaries,
-        caller,
-        loss,
-        fields,
-        weight_communicator,
-        additivity,
-        whole_sequences,
-        plan.limits.data_timeout_s,
-    )
+    executor = Executor(parts, stage.chunks, boundaries, caller, loss, fields, weight_communicator, additivity, whole_sequences)
     compare = CopyComparison(parts, model.per_rank_buffers) if has_values else None
     stepper = Stepper(parts, executor, stage.action_lists, handlers, update, undo, compare, plan.model.config.attention)
     undo.callback(patch_layers(parts, splits_backwards=stage.action_lists.splits_backward(plan.num_microbatches(topology))))

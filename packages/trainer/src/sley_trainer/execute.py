@@ -18,17 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.profiler import record_function
 
-from sley_core.actions.action import (
-    INPUT_GRADIENT_KINDS,
-    Action,
-    Flow,
-    Kind,
-    LoweredList,
-    Placement,
-    StageChunk,
-    Transfer,
-    select_actions,
-)
+from sley_core.actions.action import Action, Flow, Kind, LoweredList, Placement, StageChunk, Transfer, select_actions
 from sley_core.data.dataset import SOURCE, Batch, Field
 from sley_core.engine.agreement import check_fields
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
@@ -79,10 +69,9 @@ class Executor:
 
     boundaries: moves values between chunks. caller: calls layers. communicator: gathers sharded weights. fields: the declared
     batch fields. position_check: checks the loss if ranks have slices of sequences. whole_sequences: gathers full sequences for
-    the loss. data_timeout_s: the time limit for a read of the dataset in another thread. sources: sums the losses by data
-    source. is_unfinished: whether a list is running or has failed, so that its exchanges may be in flight until the next list
-    begins. keeps_micro_losses: whether `run` returns the loss of each microbatch, [microbatches], instead of the sum of the
-    losses. has_loss: whether this rank holds the model's last chunk.
+    the loss. sources: sums the losses by data source. is_unfinished: whether a list is running or has failed, so that its
+    exchanges may be in flight until the next list begins. keeps_micro_losses: whether `run` returns the loss of each
+    microbatch, [microbatches], instead of the sum of the losses. has_loss: whether this rank holds the model's last chunk.
     """
 
     parts: Parts
@@ -94,7 +83,6 @@ class Executor:
     communicator: WeightCommunicator | None
     position_check: PositionAdditivity | None
     whole_sequences: WholeSequences | None
-    data_timeout_s: float
     sources: SourceSums | None = field(default=None, init=False)
     is_unfinished: bool = field(default=False, init=False)
 
@@ -119,7 +107,7 @@ class Executor:
         if run.tally is not None:
             run.tally.begin(run.total)
         actions = select_actions(entries)
-        wait_for_seeded_reads(self.data_timeout_s)
+        wait_for_seeded_reads(self.parts.limits.data_timeout_s)
         self.is_unfinished = True
         torch.clear_autocast_cache()  # in the program's `torch.autocast`, casts of old weights would be used again
         self.queue.clear()
@@ -158,7 +146,7 @@ class Executor:
                 nullcontext() if self.communicator is None else self.communicator.wrap_action(entry),
             ):
                 self._run_action(entry.kind, micro, run)
-            if run.store is not None and entry.kind in INPUT_GRADIENT_KINDS:
+            if run.store is not None:
                 run.store.backward_done()
             state.leave(entry)
             if last_of_chunk[entry.chunk, entry.micro] == entry:

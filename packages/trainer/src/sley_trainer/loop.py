@@ -125,6 +125,7 @@ class Loop:
                 profiler.before_step(step)
             if self._is_first_step:
                 self.parts.registry.check_complete(self.parts.layers)
+                _ = self._state.resolved_plan  # before the files that it names may change
             if outputs is not None:
                 outputs.micros = batch.micros
             batch = replace(batch, counts=reduce(BatchCounts.add, map(meter.count, batch.whole)))

@@ -10,6 +10,7 @@ ranks/<rank>/extra/<name>        the extra state of a module
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -46,8 +47,7 @@ T = TypeVar("T")
 class RunState(checkpointing.TrainingState):
     """Gives a checkpointer the state of a run on this rank, and restores it; implements `TrainingState`. components: the plan's
     components with their objects in the run. plan_values: the plan values that the run has determined, by their path in the
-    plan. notes: messages for the user. best: the best evaluation; None if the plan has no `keep_best`. resolved_plan: the plan
-    with the values that the run has determined, such as `dp` and the number of samples per epoch.
+    plan. notes: messages for the user. best: the best evaluation; None if the plan has no `keep_best`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RunState(checkpointing.TrainingState):
         notes: list[str],
     ) -> None:
         self.plan, self.parts, self.update, self.notes = plan, parts, update, notes
-        self._feed, self._memory = feed, memory
+        self._feed, self._memory, self._plan_values = feed, memory, plan_values
         self._per_rank_buffers = per_rank_buffers
         self.stateful_objects = {
             f"{format_path(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
@@ -79,11 +79,16 @@ class RunState(checkpointing.TrainingState):
         evaluation = plan.evaluation
         table = None if evaluation is None else evaluation.best
         self.best = None if evaluation is None or table is None else BestEvaluation(table, evaluation.patience)
-        values: dict[KeyPath, Any] = {**plan_values, ("parallel", "dp"): parts.topology.dp}
-        if feed is not None and feed.num_samples is not None:
-            values["data", "samples_per_epoch"] = feed.num_samples
-        # A save does not resolve the plan again, since the files that the plan names may have changed since then.
-        self.resolved_plan = replace_values(plan, values)
+
+    @cached_property
+    def resolved_plan(self) -> Plan:
+        """The plan with the values that the run has determined, such as `dp` and the number of samples per epoch, from
+        its first use, since the files that it names may change during the run.
+        """
+        values: dict[KeyPath, Any] = {**self._plan_values, ("parallel", "dp"): self.parts.topology.dp}
+        if self._feed is not None and self._feed.num_samples is not None:
+            values["data", "samples_per_epoch"] = self._feed.num_samples
+        return replace_values(self.plan, values)
 
     def agree(self, label: str) -> None:
         RankAgreement(self.parts.groups).begin(label).check()

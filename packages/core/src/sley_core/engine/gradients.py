@@ -320,7 +320,9 @@ class GradientStore:
                 self.free()
 
     def backward_done(self) -> None:
-        """Copies the gradients that autograd has set in this backward and that share memory with other tensors."""
+        """Copies the gradients that autograd has set in this step and that share memory with other tensors. Called after each
+        action.
+        """
         if self._unchecked:
             self._unchecked = [accumulator for accumulator in self._unchecked if not accumulator.copy_shared_grad()]
 
