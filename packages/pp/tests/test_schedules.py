@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pp_parts import write_csv
-from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from sley_core.actions.action import Action, Kind, Schedule, loop, v_placement
 from sley_core.actions.lower import lower
@@ -157,17 +156,6 @@ def test_blanks_and_overlapped_actions_are_read():
     assert lists == [[Action(kind, 0, micro) for kind, micro in words]]
 
 
-def test_a_schedule_of_torch_can_be_read_and_run():
-    """The schedule is DualPipeV, whose overlapped pairs run one after another. It is built without stages or groups."""
-    maker = object.__new__(ScheduleDualPipeV)
-    maker.__dict__.update(pp_group_size=4, n_local_stages=2, _n_microbatches=8, _num_stages=8, num_stages=8)
-    rows = [maker._calculate_single_rank_operations(rank) for rank in range(4)]
-    placement, lists = read_csv("\n".join(",".join(str(action or "") for action in row) for row in rows), "torch")
-    assert placement == v_placement(4)
-    makespan_s = simulate(lower(lists, placement, 8), placement, Costs.uniform(8)).timeline.makespan_s
-    assert 2 * 8 * 3 < makespan_s < 2 * 8 * 3 + 9
-
-
 def test_any_placement_is_read():
     placement, lists = read_csv("0F0,3F0,3B0,0B0\n2F0,2B0,1B0,1F0", "a.csv")
     assert placement.route == (0, 1, 1, 0)
@@ -183,8 +171,14 @@ def test_any_placement_is_read():
         ("0F0,0X0", "a.csv:1:5 contains `0X0`"),
         ("0F0,0B", "contains `0B`"),
         ("0F" + "9" * 5000, "contains `0F999"),
-        ("0F0,0B0\n2F0,2B0", "on exactly one rank (rank 0: [0]; rank 1: [2])"),
-        ("0F0,0B0\n0F1,0B1", "on exactly one rank (rank 0: [0]; rank 1: [0])"),
+        (
+            "0F0,0B0\n2F0,2B0",
+            "must place each chunk of the model, numbered from 0, on exactly one rank (rank 0: [0]; rank 1: [2])",
+        ),
+        (
+            "0F0,0B0\n0F1,0B1",
+            "must place each chunk of the model, numbered from 0, on exactly one rank (rank 0: [0]; rank 1: [0])",
+        ),
         ("0F0,0B0\n\n1F0,1B0", "the same number of chunks on every rank (rank 0: [0]; rank 1: []; rank 2: [1])"),
         ("", "a.csv has no actions"),
         (" , ,", "a.csv has no actions"),

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from sley_core.data.dataset import (
-    STATE_METHODS,
     TOKEN_FIELDS,
     AnyDataset,
     Batch,
@@ -35,6 +34,7 @@ from sley_core.data.dataset import (
     FactoryDataConfig,
     Field,
     Sample,
+    find_state_methods,
     is_stream,
 )
 from sley_core.errors import KeyPath, PlanError, RunError, format_cause
@@ -142,7 +142,7 @@ class _InfoWrapper:
         stream = self._dataset
         if not is_stream(stream):
             return stream[0]
-        names = next((names for names in STATE_METHODS if all(hasattr(stream, name) for name in names)), None)
+        names = find_state_methods(stream)
         state = None if names is None else deepcopy(getattr(stream, names[0])())
         sample = next(iter(stream), None)
         if names is not None:

@@ -136,8 +136,11 @@ class Stream(Protocol):
 
 AnyDataset: TypeAlias = Dataset | Stream
 
-STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))
-"""The pairs of methods that read and set the state of a stream. The first pair that a stream has is used."""
+
+def find_state_methods(stream: Any) -> tuple[str, str] | None:
+    """Returns the names of the methods that read and set the state of a stream; None if it has no state."""
+    pairs = (("state", "restore"), ("state_dict", "load_state_dict"))
+    return next((names for names in pairs if all(hasattr(stream, name) for name in names)), None)
 
 
 def is_stream(dataset: Any) -> bool:

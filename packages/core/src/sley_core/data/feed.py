@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from sley_core.data.batches import collate_function
-from sley_core.data.dataset import AnyDataset, Batch, Dataset, Order, Sample, Stream, is_stream
+from sley_core.data.dataset import AnyDataset, Batch, Dataset, Order, Sample, Stream, find_state_methods, is_stream
 from sley_core.errors import PlanError, RunError, format_cause, note_origin
 from sley_core.generators import comparable_state, derive_seed, use_seed
 from sley_core.json_text import encode_value
@@ -410,8 +410,7 @@ class StreamReader:
     def __init__(self, stream: Stream, read_sample: Callable[[int, Callable[[], Sample]], Sample]) -> None:
         self._read_sample = read_sample
         self._stream = stream
-        pairs = (("state", "restore"), ("state_dict", "load_state_dict"))
-        self._methods = next((names for names in pairs if all(hasattr(stream, name) for name in names)), None)
+        self._methods = find_state_methods(stream)
         self._epoch = 0
         self._start = self.position()
 
