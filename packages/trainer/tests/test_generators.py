@@ -17,7 +17,7 @@ from sley_core.model.layers import Layer
 from sley_testing.runs import assert_equal_replicas, assert_parity, record
 
 KINDS = [["numpy", "RandomState", "closure", "torch"], ["random", "normal", "torch generator", "Random"]]
-KINDS += [["Generator", "partial", "global", "of the class"]]
+KINDS += [["Generator", "partial", "global", "of the class"], ["function of a module", "name in a module"]]
 """Those of `own_draws.DRAWS`, some at a time."""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.errors import PlanError, RunError
+from sley_core.errors import PlanError, RunError, is_installed
 
 _USE_LOCK: Any = threading.RLock()
 """The lock that a thread holds within `use_seed`."""
@@ -182,7 +182,9 @@ def iterate_leaves(value: Any, visited: set[int], depth: int = 6) -> Iterator[An
 
 
 def _referenced_objects(value: Any) -> Iterator[Any]:
-    """Yields the objects to which `value` refers. A function's globals are included only if they may refer to generators."""
+    """Yields the objects to which `value` refers. A function's globals, and those of modules that it names, are included only
+    if they may refer to generators; functions of other modules only if these are not installed.
+    """
     if isinstance(value, Mapping):
         yield from list(value.values())
     elif isinstance(value, list | tuple | set | frozenset):
@@ -196,13 +198,23 @@ def _referenced_objects(value: Any) -> Iterator[Any]:
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # not filled yet
                 yield cell.cell_contents
-        for name in _code_names(value.__code__):
-            global_value = value.__globals__.get(name)
-            is_local = isinstance(global_value, FunctionType) and global_value.__module__ == value.__module__
-            if is_local or isinstance(global_value, list | tuple | dict) or _is_random_generator(global_value):
-                yield global_value
+        names = list(_code_names(value.__code__))
+        values = [value.__globals__.get(name) for name in names]
+        modules = [each for each in values if isinstance(each, ModuleType) and not _is_installed(each.__dict__.get("__file__"))]
+        values += [vars(module).get(name) for module in modules for name in names]
+        for each in values:
+            is_searched = isinstance(each, FunctionType) and (
+                each.__module__ == value.__module__ or not _is_installed(each.__code__.co_filename)
+            )
+            if is_searched or isinstance(each, list | tuple | dict) or _is_random_generator(each):
+                yield each
     else:
         yield from list(getattr(value, "__dict__", {}).values())
+
+
+@cache
+def _is_installed(file: str | None) -> bool:
+    return file is None or is_installed(file)
 
 
 def _code_names(code: CodeType) -> Iterator[str]:

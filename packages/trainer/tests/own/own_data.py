@@ -10,6 +10,12 @@ from sley_core.data.dataset import IGNORE_INDEX, DataContext, DataInfo, Field
 
 VOCABULARY = 16
 SEQUENCE = 12
+GENERATOR = torch.Generator()
+
+
+def draw_numbers(size: int) -> Tensor:
+    """Draws uniform numbers [size] from a generator that only this module names."""
+    return torch.rand(size, generator=GENERATOR)
 
 
 class Rows:

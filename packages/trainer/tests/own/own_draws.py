@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import own_data
 import torch
-from own_data import Rows, Stream
+from own_data import Rows, Stream, draw_numbers
 from own_models import Named, around
 from torch import Tensor, nn
 
@@ -43,6 +44,8 @@ DRAWS: dict[str, Callable[[nn.Module, int], Any]] = {
     "closure": lambda own, size: own.enclosed(size),
     "global": lambda own, size: _of_global(size),
     "of the class": lambda own, size: own.shared.random(size),
+    "function of a module": lambda _, size: draw_numbers(size),
+    "name in a module": lambda _, size: own_data.draw_numbers(size),
 }
 
 
