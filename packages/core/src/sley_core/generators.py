@@ -199,21 +199,23 @@ def _referenced_objects(value: Any) -> Iterator[Any]:
             with suppress(ValueError):  # not filled yet
                 yield cell.cell_contents
         names = list(_code_names(value.__code__))
-        values = [value.__globals__.get(name) for name in names]
-        modules = [each for each in values if isinstance(each, ModuleType) and not _is_installed(each.__dict__.get("__file__"))]
-        values += [vars(module).get(name) for module in modules for name in names]
-        for each in values:
-            is_searched = isinstance(each, FunctionType) and (
-                each.__module__ == value.__module__ or not _is_installed(each.__code__.co_filename)
+        candidates = [value.__globals__.get(name) for name in names]
+        modules = [vars(candidate) for candidate in candidates if isinstance(candidate, ModuleType)]
+        modules = [module for module in modules if not _is_installed(module.get("__file__"))]
+        candidates += [module.get(name) for module in modules for name in names]
+        for candidate in candidates:
+            is_searched = isinstance(candidate, FunctionType) and (
+                candidate.__module__ == value.__module__ or not _is_installed(candidate.__code__.co_filename)
             )
-            if is_searched or isinstance(each, list | tuple | dict) or _is_random_generator(each):
-                yield each
+            if is_searched or isinstance(candidate, list | tuple | dict) or _is_random_generator(candidate):
+                yield candidate
     else:
         yield from list(getattr(value, "__dict__", {}).values())
 
 
 @cache
 def _is_installed(file: str | None) -> bool:
+    """Returns whether `file`, the file of a module, is not the user's own. None is the file of a built-in module."""
     return file is None or is_installed(file)
 
 

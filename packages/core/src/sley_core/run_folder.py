@@ -28,8 +28,8 @@ from sley_core.protocols import MetricsWriter
 
 
 def use_copied_files(document: Document, folder: Path) -> Document:
-    """Returns a copy of the plan's document that names the copied files in the run's `folder` instead of the originals. Sources
-    of a mixture whose files differ from those of the first source keep their own files, of which there are no copies.
+    """Returns a copy of the plan's document that names the copied files in the run's `folder` instead of the originals. A run
+    copies only the files of a mixture's first source, so a source with other files keeps the originals.
     """
     tables: dict[str, Any] = deepcopy(dict(document.tables))
     for (table, key), name in COPIED_FILES.items():

@@ -371,8 +371,8 @@ class WeightStore:
     @torch.no_grad()
     def restore_places(self) -> None:
         """Moves each parameter whose `.data` a program has replaced back to its place in a buffer, with its new values."""
-        own_memory = {storage_id(buffer.data) for buffer in self.buffers}
         moved = [(parameter, place, parameter.detach()) for parameter, place in self.moved_parameters()]
+        own_memory = {storage_id(buffer.data) for buffer in self.buffers} if moved else set()
         # A value in a buffer, such as the transpose of the old value, is copied before it is overwritten.
         values = [value.clone() if storage_id(value) in own_memory else value for _, _, value in moved]
         for (parameter, place, _), value in zip(moved, values, strict=True):
