@@ -266,22 +266,11 @@ def _detach_output(output: Any, layer: str, *, clone: bool) -> Any:
 
 @dataclass(eq=False, slots=True)
 class ChunkInput:
-    """One input of a chunk: its tensor until the forward, and its gradient after the backward. leaf: describes the tensor."""
+    """One input of a chunk, without its tensor: its gradient after the backward. leaf: describes the tensor."""
 
     leaf: Leaf
     device: torch.device
-    tensor: Tensor | None
     gradient: Tensor | None = None
-
-    def pop_tensor(self) -> Tensor:
-        """Returns the tensor and drops the reference to it. A tensor that needs a gradient starts the chunk's graph."""
-        assert self.tensor is not None, "the tensor was already taken"
-        if self.leaf.has_gradient and torch.is_grad_enabled():
-            tensor: Tensor = _GraphStart.apply(_ROOT, self)  # type: ignore[no-untyped-call]
-        else:
-            tensor = self.tensor.detach()
-        self.tensor = None
-        return tensor
 
     def pop_gradient(self) -> Tensor:
         """Returns the gradient, or zeros if the backward did not reach the input, and drops the reference to it."""
@@ -292,7 +281,7 @@ class ChunkInput:
 
 
 class _GraphStart(torch.autograd.Function):
-    """The root of a chunk's autograd graph. The forward returns the tensor of `entry`; the backward stores its gradient in
+    """The root of a chunk's autograd graph. The forward returns an alias of `tensor`; the backward stores its gradient in
     `entry`.
 
     A graph cannot start at a leaf, since layers write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf
@@ -301,17 +290,16 @@ class _GraphStart(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, _root: Tensor, entry: ChunkInput) -> Tensor:
-        assert entry.tensor is not None, entry.leaf
+    def forward(ctx: Any, _root: Tensor, tensor: Tensor, entry: ChunkInput) -> Tensor:
         ctx.entry = entry
-        return entry.tensor.detach()
+        return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         entry: ChunkInput = ctx.entry
         (gradient,) = gradients
         entry.gradient = gradient if entry.gradient is None else entry.gradient + gradient
-        return None, None
+        return None, None, None
 
 
 _ROOT = torch.empty(0, requires_grad=True)  # makes autograd record `_GraphStart`
@@ -333,14 +321,16 @@ class ChunkState:
     def build_input(self, description: Description, tensors: Sequence[Tensor]) -> Any:
         """Returns the chunk's input, rebuilt from the received `tensors`, at which the chunk's autograd graph then starts."""
         self.description = description
-        self.inputs = [
-            ChunkInput(leaf, tensor.device, tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True)
-        ]
         tensors_in_graph: list[Tensor] = []
-        for entry in self.inputs:
-            same_as = entry.leaf.same_as
-            tensors_in_graph.append(entry.pop_tensor() if same_as is None else tensors_in_graph[same_as])
-            if entry.leaf.overlaps:
+        for leaf, tensor in zip(description.leaves, tensors, strict=True):
+            self.inputs.append(ChunkInput(leaf, tensor.device))
+            if leaf.same_as is not None:
+                tensors_in_graph.append(tensors_in_graph[leaf.same_as])
+            elif leaf.has_gradient and torch.is_grad_enabled():
+                tensors_in_graph.append(_GraphStart.apply(_ROOT, tensor, self.inputs[-1]))  # type: ignore[no-untyped-call]
+            else:
+                tensors_in_graph.append(tensor.detach())
+            if leaf.overlaps:
                 self._watched.append((tensors_in_graph[-1], version_of(tensors_in_graph[-1])))
         return unflatten(tensors_in_graph, description.structure)
 
