@@ -29,7 +29,7 @@ from sley_core.engine.reduction import reduction_class
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.shards import SHARD_AXIS, Shards, check_hooks, plan_shards, refuse_unregistered, shard_on_meta
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
-from sley_core.losses.chunked_head import HeadChunks
+from sley_core.losses.chunked_head import HeadChunks, LogitsHead
 from sley_core.memory import DevicePool, OffloadManager
 from sley_core.model.attention import KERNELS, find_attention_kernel
 from sley_core.model.build import HostModel, build_on_meta, evaluation_notes, set_train_mode
@@ -323,8 +323,6 @@ def find_head(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
     config = plan.loss.config
     if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
         return None
-    from sley_core.losses.chunked_head import HeadChunks, LogitsHead  # loaded only by the runs that need it
-
     return HeadChunks.find(layers, None if config.chunk_tokens == "auto" else config.chunk_tokens, *LogitsHead.refusal)
 
 

@@ -23,6 +23,7 @@ from sley_core.engine.registry import check_no_parameters, parameter_roles
 from sley_core.engine.step_batch import BatchSplitter, PositionAdditivity, WholeSequences, needs_whole_sequences
 from sley_core.engine.weights import MasterWeights, MatrixOwners, OptimizerParam
 from sley_core.errors import PlanError
+from sley_core.losses.chunked_head import patch_head
 from sley_core.memory import MemoryInventory, OffloadManager, Part
 from sley_core.model.layers import Model
 from sley_core.optim.config import scope_of
@@ -115,8 +116,6 @@ def build_stepper(
     stepper = Stepper(parts, executor, stage.action_lists, handlers, update, undo, compare, plan.model.config.attention)
     undo.callback(patch_layers(parts, splits_backwards=stage.action_lists.splits_backward(plan.num_microbatches(topology))))
     if parts.head is not None:
-        from sley_core.losses.chunked_head import patch_head  # loaded only by the runs that need it
-
         undo.callback(patch_head(parts, parts.head))
     parts.store.install_hooks()
     return stepper
