@@ -266,10 +266,6 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
     """Attaches the offload managers, after all other parts, and returns the run's memory. Closing `undo` detaches them."""
     update, boundaries = stepper.update, stepper.executor.boundaries
 
-    def buffers() -> NamedTensors:
-        for layer in parts.layers:
-            yield from layer.module.named_buffers(layer.name)
-
     def states() -> NamedTensors:
         """Yields the optimizer's states in the order of the parameters, then all other states, then averages of weights."""
         names = {id(entry.parameter) for entry in update.masters.optimizer_params}
@@ -284,23 +280,17 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
     def states_of(optimizer_param: OptimizerParam) -> NamedTensors:
         return _prefix_names(optimizer_param.name, optimizer_states(update, optimizer_param))
 
-    def handler_tensors() -> NamedTensors:
-        for handler in stepper.handlers:
-            list_tensors: Callable[[], NamedTensors] | None = getattr(handler, "named_tensors", None)
-            if list_tensors is not None:
-                yield from list_tensors()
-
     def trim() -> int:
         trim_link: Callable[[], int] = getattr(boundaries.link, "trim", lambda: 0)
         return trim_link() + parts.pool.trim()
 
     sources: dict[Part, Callable[[], Iterable[tuple[str, torch.Tensor]]]] = {
         "weights": lambda: ((param.name, param.parameter) for param in parts.registry),
-        "buffers": buffers,
+        "buffers": lambda: (pair for layer in parts.layers for pair in layer.module.named_buffers(layer.name)),
         "masters": update.masters.named_tensors,
         "optimizer_states": states,
         "gradients": parts.store.named_tensors,
-        "handlers": handler_tensors,
+        "handlers": lambda: (pair for handler in stepper.handlers for pair in getattr(handler, "named_tensors", tuple)()),
         "pools": parts.pool.named_tensors,
     }
     device = parts.world.device
