@@ -219,7 +219,7 @@ class Loop:
                 row |= self._evaluate_sets()
                 if self.best is not None and self.best.add(pending.step, row):
                     self._checkpointer.request_save()
-                self._restart_timer()
+                self._start_time = self.device.moment()
         finally:  # the step has run, even if its evaluation fails
             for writer in self.writers:
                 writer.write(row)
@@ -267,10 +267,7 @@ class Loop:
         if self._checkpointer.is_due(self.num_steps_done):
             self.parts.weights.settle()
             self._checkpointer.start_save(self.num_steps_done)
-            self._restart_timer()
-
-    def _restart_timer(self) -> None:
-        self._start_time = self.device.moment()
+            self._start_time = self.device.moment()
 
     def _call_hook(self, hook: str, **arguments: Any) -> None:
         """Calls `hook` in each plugin that implements it, in the plan's order. Raises PluginError if a call fails."""

@@ -71,7 +71,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                 self._has_listeners = self.parts.weights.can_arrive_late and any(
                     control.gather_objects(has_listeners, label="who listens to steps")
                 )
-                self._restart_timer()
+                self._start_time = self.device.moment()
                 self.was_stopped = False
                 with self.parts.weights.settle_on_error():
                     while self.num_steps_done < self.plan.run.steps and not (self.was_stopped or self.stopped_early):
@@ -117,7 +117,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         with self.device.on_stream():
             self._finish_pending()
             with self._track_outcome():
-                self._restart_timer()
+                self._start_time = self.device.moment()
                 with self.parts.weights.settle_on_error():
                     pending = self.launch(batch, outputs)
                 self.parts.weights.settle()
