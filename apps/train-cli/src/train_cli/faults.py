@@ -230,7 +230,7 @@ class RankErrorReporter(AbstractContextManager["RankErrorReporter"]):
         raise SystemExit(fault.exit_code) from error
 
 
-_SIGNAL_EXIT_CODES = frozenset(
+SIGNAL_EXIT_CODES = frozenset(
     {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNING_SIGNALS), -signal.SIGTERM, -signal.SIGINT}
 )  # the exit codes of ranks that ended because a signal told them to
 
@@ -282,7 +282,7 @@ def find_cause(ranks: Sequence[FailedRank], world_size: int, killed_states: Mapp
     assert ranks, "no rank failed"
     hung_ranks = [rank for rank in ranks if rank.has_code(_BUSY_CODE, _WAITING_CODE)]
     active_ranks = [rank for rank in ranks if rank not in hung_ranks and (rank.fault or rank.rank not in killed_states)]
-    failed_ranks = [rank for rank in active_ranks if rank.fault or rank.exit_code not in _SIGNAL_EXIT_CODES]
+    failed_ranks = [rank for rank in active_ranks if rank.fault or rank.exit_code not in SIGNAL_EXIT_CODES]
     waiting_ranks = [rank for rank in failed_ranks if rank.has_code(*_PEER_FAILURE_CODES)]
     causes = [rank for rank in failed_ranks if rank not in waiting_ranks and rank.exit_code != -signal.SIGABRT]
     aborted_ranks = [rank for rank in failed_ranks if not rank.fault and rank.exit_code == -signal.SIGABRT]

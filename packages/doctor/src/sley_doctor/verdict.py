@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from sley_core.actions.action import describe_action
-from sley_core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from sley_core.run_folder import METRICS_FILE, read_rows
 from sley_doctor.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport
 from sley_doctor.work_record import WorkRecord
+from train_cli.faults import SIGNAL_EXIT_CODES
 from train_cli.run_folder import FolderInUseError, check_unlocked
 from train_cli.saved_run import SUMMARY
-from train_cli.stopping import WARNING_SIGNALS
 
 DivergenceType = Literal["size", "left out", "too many", "other", "not started"]
 
@@ -52,13 +51,6 @@ class Divergence:
     ranks: tuple[int, ...]
     exchanges: tuple[ExchangeRecord, ...]
     description: str
-
-
-def find_divergence(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns how the ranks diverged: they started different exchanges, or they wait for each other in different exchanges.
-    Returns None if neither is the case. by_rank: the reports by rank.
-    """
-    return _find_mismatch(by_rank) or _find_missing_start(by_rank)
 
 
 def is_same_exchange(first: ExchangeRecord, second: ExchangeRecord) -> bool:
@@ -301,9 +293,6 @@ _SHARED_CODES = frozenset(
 )
 """Codes of errors that another rank may have caused."""
 
-_EXPECTED_EXIT_CODES = frozenset(  # the exit codes of ranks that the launcher or the user has stopped
-    {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNING_SIGNALS), -signal.SIGTERM, -signal.SIGINT}
-)
 _ABORT_CODE = -signal.SIGABRT  # the exit code of a process that native code aborted
 _STUCK = "stuck"  # the kind of a report of a rank that could not end when asked to
 
@@ -375,7 +364,7 @@ def _find_launch_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchRepor
     codes = {
         rank: code
         for rank, code in sorted(launch.codes.items())
-        if rank not in by_rank and rank not in launch.silent and code not in _EXPECTED_EXIT_CODES
+        if rank not in by_rank and rank not in launch.silent and code not in SIGNAL_EXIT_CODES
     }
     # A rank that native code aborted is named only if no other rank ended unexpectedly.
     for rank, code in sorted(codes.items(), key=lambda item: (item[1] == _ABORT_CODE, item[0] != launch.first)):
@@ -402,7 +391,7 @@ def _find_busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 def _find_divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
     """Returns the verdict on ranks that started, or wait in, different exchanges; None if there are none."""
-    divergence = find_divergence(by_rank)
+    divergence = _find_mismatch(by_rank) or _find_missing_start(by_rank)
     if divergence is None:
         return None
     if divergence.ranks:
