@@ -146,7 +146,7 @@ def test_held_out_conversations_are_not_trained_on(table: Any, tmp_path: Path) -
     assert "trained on" in describe_overlap(config.model_copy(update={"held_out": 0.0}), config)
     (tmp_path / "evaluated.jsonl").write_text(json.dumps(chat("question 7", "b")), "utf-8")
     config = table(rows, held_out=0.0, held_out_files=[str(tmp_path / "evaluated.jsonl")])
-    assert load(config).data_notes == ["2 conversations in `files` are also in `held_out_files`: training excludes them"]
+    assert load(config).data_notes == ["2 of 200 documents in `files` are also in `held_out_files`: training excludes them"]
     assert load(config, "held_out").stats.documents == 1
 
 

@@ -20,7 +20,7 @@ from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict, plan_from_text
-from sley_data.documents import read_documents, read_split
+from sley_data.documents import read_documents
 from sley_data.files import find_document_files
 from sley_data.mixture import Interleaving, to_integer_shares
 from sley_data.sources import build_source_component
@@ -371,8 +371,8 @@ def test_chats_that_one_source_holds_out_none_trains_on(tmp_path: Path) -> None:
 
     def asked(number: int, split: Split) -> set[str]:
         chats: Any = build_source_component(config, number).config
-        pairs = read_split(chats, split, find_document_files(chats, split)[0])
-        return {each.messages[0]["content"] for each, is_chosen in pairs if is_chosen}
+        chosen = read_documents(find_document_files(chats, split)[0], chats, split)
+        return {each.messages[0]["content"] for each in chosen}
 
     trained, held_out = ([asked(number, split) for number in range(3)] for split in ("train", "held_out"))
     assert trained[0] == trained[1] == trained[2]

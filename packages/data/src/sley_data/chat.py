@@ -16,7 +16,7 @@ from sley_core.errors import PlanError
 from sley_core.records import Problem
 from sley_data.chat_template import ChatTemplate
 from sley_data.datasets import MAX_CHECK_BYTES, LazyDataset, check_vocabulary, report_errors
-from sley_data.documents import Conversation, read_conversations, read_split
+from sley_data.documents import Conversation, read_conversations, read_documents
 from sley_data.files import DataFile, find_document_files, find_split_files
 from sley_data.formats import IntegerArray
 from sley_data.plugin import ChatConfig
@@ -163,39 +163,25 @@ class ChatDataset(LazyDataset):
             find_cache_folder(config, files, held_out, ("chat", 7, digest, *options, split)) if digest else None,
             "uint32",
             sum(file.num_bytes for file in files),
-            partial(self._read, files),
+            partial(read_documents, files, config, split, self.data_notes),
             partial(encode_conversations, self.template, config),
-            self._summarize,
+            partial(self._summarize, files),
         )
         self.stats = ChatStats(**summary["stats"])
-        self.data_notes += summary["notes"]
+        self.data_notes[:] = summary["notes"]
         return stream
 
-    def _read(self, files: Sequence[DataFile]) -> Iterator[Conversation]:
-        """Yields the conversations of the split. Counts the conversations of `files` that only `held_out_files` excludes."""
-        self._first_conversation: Conversation | None = None
-        self._num_excluded = 0
-        for conversation, is_selected in read_split(self.config, self.context.split, files):
-            assert isinstance(conversation, Conversation), conversation
-            if is_selected:
-                self._first_conversation = self._first_conversation or conversation
-                yield conversation
-            elif self.context.split == "train" and not self.config.max_held_out:
-                self._num_excluded += 1
-
-    def _summarize(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
+    def _summarize(self, files: Sequence[DataFile], stats: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns a dict with the sum of `stats` and notes. Raises PlanError "data-short", "held-out" or "chat-mask"."""
-        total = ChatStats()
+        total, split = ChatStats(), self.context.split
         for values in stats:
             total.add(ChatStats(**values))
-        if self._first_conversation is None:
-            raise _empty_split_error(self.context.split)
+        if not total.documents:
+            raise _empty_split_error(split)
         is_all_trained = total.trained == total.tokens - total.samples
         if not total.samples or (self.config.train_on != "all" and is_all_trained):
-            raise self._build_mask_error(self._first_conversation, total)
-        notes = self.template.list_notes()
-        if self._num_excluded:
-            notes.append(f"{self._num_excluded} conversations in `files` are also in `held_out_files`: training excludes them")
+            raise self._build_mask_error(next(read_documents(files, self.config, split)), total)
+        notes = [*self.template.list_notes(), *self.data_notes]
         for reason, count in total.dropped.items():
             action = "cut" if reason == CUT_REASON else "dropped"
             notes.append(f"{count} samples are {action}, the first in `{total.first_dropped[reason]}`: {reason}")

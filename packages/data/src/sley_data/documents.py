@@ -66,17 +66,9 @@ class Conversation:
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @cached_property
-    def _content(self) -> bytes:  # identifies the conversation
+    def content(self) -> bytes:
+        """The messages and tools as JSON."""
         return json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode()
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self._content)
-
-    @property
-    def digest(self) -> bytes:
-        """The SHA-256 of the messages and tools."""
-        return sha256(self._content).digest()
 
 
 class TextDocument(NamedTuple):
@@ -85,18 +77,9 @@ class TextDocument(NamedTuple):
     name: str
     content: bytes
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.content)
-
-    @property
-    def digest(self) -> bytes:
-        """The SHA-256 of the content."""
-        return sha256(self.content).digest()
-
 
 Document: TypeAlias = TextDocument | Conversation
-"""A document of `data.text` or `data.chat`."""
+"""A document of `data.text` or `data.chat`. The SHA-256 of its `content` identifies it."""
 
 _PIECE_BYTES = 1 << 10  # the size in bytes of each piece of a held-out token file that is searched for in the training files
 
@@ -151,34 +134,27 @@ def _read_pieces(file: DataFile) -> list[bytes]:
 _MAX_COMPARE_BYTES = 1 << 30  # the maximum number of bytes that are read only to compare documents, which takes about a second
 
 
-def read_split(config: DocumentsConfig, split: Split, files: Sequence[DataFile]) -> Iterator[tuple[Document, bool]]:
-    """Yields each document in `files`, the files of a split, and whether the document belongs to the split. Yields nothing for
-    a held-out split if the table holds nothing out. Raises PlanError with all problems of the held-out files, or PlanError
-    "data-json" for the first row that is not a document.
+def read_documents(
+    files: Sequence[DataFile], config: DocumentsConfig, split: Split, notes: list[str] | None = None
+) -> Iterator[Any]:
+    """Yields each document of a split, in the order of `files`, the files of the split. Excludes documents of other splits. If
+    only `held_out_files` excludes documents, finally sets `notes` to a sentence with their number, unless it is None. Yields
+    nothing for a held-out split if the table holds nothing out. Raises PlanError with all problems of the held-out files, or
+    PlanError "data-json" for the first row that is not a document.
     """
     if split == "held_out" and not (config.held_out or config.held_out_files):
         return
     is_selected = build_split_filter(config, split)
-    for document in chain.from_iterable(read_file(config, file) for file in files):
-        yield document, is_selected(document.digest)
-
-
-def read_documents(
-    files: Sequence[DataFile], config: TextConfig, split: Split, notes: list[str] | None = None
-) -> Iterator[TextDocument]:
-    """Yields each document of a split, in the order of `files`, the files of the split. Excludes documents of other splits. If
-    only `held_out_files` excludes documents, finally appends a sentence with their number to `notes`, unless it is None.
-    """
     count = num_excluded = 0
-    for document, is_selected in read_split(config, split, files):
-        assert isinstance(document, TextDocument), document
+    for document in chain.from_iterable(read_file(config, file) for file in files):
         count += 1
-        if is_selected:
+        if is_selected(sha256(document.content).digest()):
             yield document
         else:
             num_excluded += 1
     if num_excluded and not config.max_held_out and notes is not None:
-        notes.append(f"{num_excluded} of {count} documents in `files` are also in `held_out_files`: training excludes them")
+        excluded = f"{num_excluded} of {count} documents in `files` are also in `held_out_files`"
+        notes[:] = [f"{excluded}: training excludes them"]
 
 
 def _read_split_digests(config: DocumentsConfig, split: Split) -> list[bytes]:
@@ -186,7 +162,7 @@ def _read_split_digests(config: DocumentsConfig, split: Split) -> list[bytes]:
     files, problems = find_document_files(config, split)
     if problems:
         raise build_plan_error(problems)
-    return [document.digest for document, is_selected in read_split(config, split, files) if is_selected]
+    return [sha256(document.content).digest() for document in read_documents(files, config, split)]
 
 
 def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> str:

@@ -169,18 +169,13 @@ def load_text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | No
     whose content is replaced with sentences for the user. Raises PlanError with all missing and empty files, or with the first
     unreadable document.
     """
-
-    def read() -> Iterator[TextDocument]:
-        notes.clear()
-        return read_documents(files, config, split, notes)
-
     files, held_out = find_split_files(config, split)
     options = (config.separator, config.field, config.end_of_document, config.held_out, config.max_held_out, split)
     stream, summary = load_tokens(
         find_cache_folder(config, files, held_out, (6, tokenizer and tokenizer.digest, *options)),
         "uint8" if tokenizer is None else "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
         sum(file.num_bytes for file in files),
-        read,
+        partial(read_documents, files, config, split, notes),
         partial(_encode_documents, tokenizer),
         lambda _: {"notes": notes},
     )
@@ -194,7 +189,7 @@ def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[TextDocum
     tokens, lengths = array("B"), array("q")
     for document in documents:
         tokens.frombytes(document.content)
-        lengths.append(document.num_bytes)
+        lengths.append(len(document.content))
     return tokens, lengths, None
 
 
@@ -310,7 +305,7 @@ def _split_parts(documents: Iterable[D]) -> Iterator[tuple[list[D], int]]:
     num_bytes = 0
     for document in documents:
         part.append(document)
-        num_bytes += document.num_bytes
+        num_bytes += len(document.content)
         if num_bytes >= MIN_PART_BYTES:
             yield part, num_bytes
             part, num_bytes = [], 0
