@@ -85,27 +85,19 @@ def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
     a regular file, a pattern without a match, and a file without read permission.
     """
     files: dict[str, DataFile] = {}
-    problems = []
+    problems: list[Problem] = []
     for number, pattern in enumerate(patterns):
         try:
             for file in _match_files(str(pattern)):
                 if not os.access(file.path, os.R_OK):
-                    raise _BadPathError("data-missing", f"`{file.path}` is not readable", "change its permissions")
+                    raise PlanError("data-missing", f"`{file.path}` is not readable", hint="change its permissions")
                 files.setdefault(os.path.realpath(file.path), file)
-        except _BadPathError as error:
-            problems.append(Problem((*key, number), error.message, error.hint, error.code))
+        except SleyError as error:
+            problems += [Problem((*key, number), d.message, d.hint, d.code) for d in error.diagnostics]
         except (OSError, ValueError) as error:
             message = f"`{_unescape(str(pattern))}` cannot be read: {error}"
             problems.append(Problem((*key, number), message, None, "data-missing"))
     return list(files.values()), problems
-
-
-class _BadPathError(Exception):
-    """Raised for a problem with a path or pattern. code, message, hint: the fields of the plan problem to report."""
-
-    def __init__(self, code: str, message: str, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.message, self.hint = code, message, hint
 
 
 _ESCAPED = re.compile(r"\[([*?\[])\]")  # matches a wildcard in brackets, which stands only for itself
@@ -120,13 +112,9 @@ def _has_wildcard(pattern: str) -> bool:
 
 
 def _match_files(pattern: str) -> Iterator[DataFile]:
-    """Yields the files that a path or pattern names, sorted for a pattern. Raises `_BadPathError` if none has content."""
+    """Yields the files that a path or pattern names, sorted for a pattern. Raises PlanError if none has content."""
     if pattern.startswith("hf:/"):
-        try:
-            pattern = download_files(pattern)
-        except SleyError as error:
-            (diagnostic,) = error.diagnostics
-            raise _BadPathError(diagnostic.code, diagnostic.message, diagnostic.hint) from None
+        pattern = download_files(pattern)
     path = Path(_unescape(pattern))
     if not _has_wildcard(pattern) or path.exists():
         yield from _list_saved_dataset(path) if (path / _STATE_NAME).is_file() else [_stat_file(path)]
@@ -140,9 +128,9 @@ def _match_files(pattern: str) -> Iterator[DataFile]:
     if not sizes:
         hint = "use `**` for folders of any depth, `*` for a part of a name, and `[[]` for a bracket in a name"
         hint = hint if root.exists() else f"the folder `{root}` does not exist"
-        raise _BadPathError("data-missing", f"`{path}` matches no file", hint)
+        raise PlanError("data-missing", f"`{path}` matches no file", hint=hint)
     if not any(sizes.values()):
-        raise _BadPathError("data-empty", f"every file that `{path}` matches is empty")
+        raise PlanError("data-empty", f"every file that `{path}` matches is empty")
     yield from (DataFile(match.relative_to(root).as_posix(), match, size) for match, size in sizes.items() if size)
 
 
@@ -179,29 +167,29 @@ _STATE_NAME = "state.json"  # the file in a folder of `save_to_disk` that names 
 
 
 def _list_saved_dataset(folder: Path) -> list[DataFile]:
-    """Returns the data files in a folder that `save_to_disk` from `datasets` has written. Raises `_BadPathError`."""
+    """Returns the data files in a folder that `save_to_disk` from `datasets` has written. Raises PlanError."""
     try:
         state = json.loads((folder / _STATE_NAME).read_text("utf-8"))
         names = [data_file["filename"] for data_file in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         message = f"`{folder / _STATE_NAME}` does not name the files of the dataset: {error!r}"
-        raise _BadPathError("data-missing", message) from None
+        raise PlanError("data-missing", message) from None
     return [replace(_stat_file(folder / name), name=f"{folder.name}/{name}") for name in names]
 
 
 def _stat_file(path: Path) -> DataFile:
-    """Returns the file at a path without wildcards. Raises `_BadPathError` if it is missing, empty or not a regular file."""
+    """Returns the file at a path without wildcards. Raises PlanError if it is missing, empty or not a regular file."""
     if not path.exists():
         hint = "a relative path starts at the plan's folder"
-        raise _BadPathError("data-missing", f"the file `{path}` does not exist", hint)
+        raise PlanError("data-missing", f"the file `{path}` does not exist", hint=hint)
     stat = path.stat()
     if S_ISDIR(stat.st_mode):
         content = "splits" if (path / "dataset_dict.json").is_file() else "files"
-        raise _BadPathError("data-missing", f"`{path}` is a folder", f"name its {content}: `{path.name}/*`")
+        raise PlanError("data-missing", f"`{path}` is a folder", hint=f"name its {content}: `{path.name}/*`")
     if not S_ISREG(stat.st_mode):
-        raise _BadPathError("data-missing", f"`{path}` is not a regular file")
+        raise PlanError("data-missing", f"`{path}` is not a regular file")
     if not stat.st_size:
-        raise _BadPathError("data-empty", f"`{path}` is empty")
+        raise PlanError("data-empty", f"`{path}` is empty")
     return DataFile(path.name, path, stat.st_size)
 
 
@@ -324,8 +312,8 @@ def find_token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
     files, problems = find_files(patterns, ("data", key))
     try:
         files = list({os.path.realpath(file.path): file for file in map(_add_index, files)}.values())
-    except _BadPathError as error:
-        return files, [*problems, Problem(("data", key), error.message, error.hint, error.code)]
+    except PlanError as error:
+        return files, [*problems, *(Problem(("data", key), d.message, d.hint, d.code) for d in error.diagnostics)]
     files = [replace(file, format=formats.detect_format(file.path)) for file in files]
     compressed = formats.Format(unsupported=("compressed", "unpack it, since token files are memory-mapped"))
     files = [replace(file, format=compressed) if file.format.is_compressed else file for file in files]
@@ -345,7 +333,7 @@ def find_token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
 
 
 def _add_index(file: DataFile) -> DataFile:
-    """Returns a token file, with its index if an index exists. file: the token file, or its index. Raises `_BadPathError` if
+    """Returns a token file, with its index if an index exists. file: the token file, or its index. Raises PlanError if
     the index cannot be read or is wrong, or if the token file is missing.
     """
     index, tokens = file.path.with_suffix(".idx"), file
@@ -358,6 +346,6 @@ def _add_index(file: DataFile) -> DataFile:
         return replace(tokens, index=formats.read_index(index, tokens.num_bytes))
     except ValueError as error:
         hint = f"rename it if it is not the index of `{tokens.path}`"
-        raise _BadPathError("data-format", f"`{index}` {error}", hint) from None
+        raise PlanError("data-format", f"`{index}` {error}", hint=hint) from None
     except OSError as error:
-        raise _BadPathError("data-missing", f"`{index}` cannot be read: {error}") from None
+        raise PlanError("data-missing", f"`{index}` cannot be read: {error}") from None
