@@ -32,7 +32,7 @@ from sley_estimate.layers.operators import LayerWork
 from sley_estimate.layers.times import LayerSeconds
 from sley_estimate.layers.trace import trace_layer
 from sley_estimate.machine import MachineFile, collective_cost, machine_from_dict, message_cost
-from sley_estimate.step.simulate import Await, Begin, Compute, Exchange
+from sley_estimate.step.simulate import Await, Compute, Exchange
 from sley_estimate.testing import simulate_without_plan
 from sley_pp.schedules import one_f_one_b
 
@@ -213,11 +213,11 @@ def predictor(logs: np.ndarray) -> Callable[[GPTRow], float]:
             message_cost(middle.output_bytes, stage * row.dp, (stage + 1) * row.dp, machine.links)
             for stage in range(row.pp - 1)
         ]
-        final_instructions: dict[int, list[Begin | Await | Compute]] = {}
+        final_instructions: dict[int, list[Exchange | Await | Compute]] = {}
         for stage, (cost, number) in enumerate(zip(sums, numbers, strict=True)):
             summed = Exchange(stage, "sum", (stage,), *cost)
             update_s = number * UPDATE_BYTES / machine.device.memory_bandwidth + step_s
-            final_instructions[stage] = [Begin(summed), Await(summed.key), Compute(update_s)]
+            final_instructions[stage] = [summed, Await(summed.key), Compute(update_s)]
         lists = lower_one_f_one_b(row.pp, row.micros)
         return simulate_without_plan(lists, loop(row.pp), layers, between, final_instructions).seconds
 

@@ -37,7 +37,7 @@ from sley_estimate.machine import (
     slowest_message_cost,
 )
 from sley_estimate.step.estimate import estimate_plan
-from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, ProgramSimulator
+from sley_estimate.step.simulate import Await, Compute, Exchange, ProgramSimulator
 from sley_estimate.testing import simulate_without_plan, small_machine, timed_layers
 from sley_testing.plans import small_plan
 from sley_testing.runs import random_action_lists
@@ -72,16 +72,16 @@ def simulate_ends(*programs):
 
 def test_exchanges_share_a_link():
     first, second = (Exchange(key, f"channel {key}", (rank,), 0.0, 2.0, links=("card",)) for rank, key in enumerate("ab"))
-    assert simulate_ends([Begin(first), Await("a")], [Begin(second), Await("b")]) == [4.0, 4.0]
+    assert simulate_ends([first, Await("a")], [second, Await("b")]) == [4.0, 4.0]
     other_link = second._replace(links=("other card",))
-    assert simulate_ends([Begin(first), Await("a")], [Begin(other_link), Await("b")]) == [2.0, 2.0]
+    assert simulate_ends([first, Await("a")], [other_link, Await("b")]) == [2.0, 2.0]
 
 
 def test_exchange_waits_for_its_channel_and_for_all_members():
     exchange = Exchange("x", "channel", (0, 1), 0.0, 1.0)
     earlier = Exchange("y", "channel", (0,), 0.0, 5.0)
     equal = exchange._replace(transfer_s=1.01)  # another stage has a few more bytes in the totals of a step
-    programs = [Begin(earlier), Begin(exchange), Await("x")], [Compute(2.0), Begin(equal), Await("x")]
+    programs = [earlier, exchange, Await("x")], [Compute(2.0), equal, Await("x")]
     assert simulate_ends(*programs) == [6.0, 6.0]
 
 
@@ -89,7 +89,7 @@ def test_exchange_waits_for_its_channel_and_for_all_members():
 def test_waiting_member_works_for_the_part_without_overlap(computing, end):
     """Two of three seconds overlap with computing. The second member does not wait and does not work."""
     exchange = Exchange("x", "channel", (0, 1), *Cost(0.0, 3.0).split_overlap(2 / 3))
-    simulator = ProgramSimulator([[Begin(exchange), Compute(computing), Await("x")], [Begin(exchange)]])
+    simulator = ProgramSimulator([[exchange, Compute(computing), Await("x")], [exchange]])
     simulator.run()
     assert simulator.ends_s == pytest.approx([end, 0.0])
     (wait,) = simulator.exposed_waits
@@ -99,15 +99,15 @@ def test_waiting_member_works_for_the_part_without_overlap(computing, end):
 def test_endless_wait_is_refused():
     exchange = Exchange("x", "channel", (0, 1), 0.0, 1.0)
     with pytest.raises(PlanError, match="program 0 waits for x"):
-        simulate_ends([Begin(exchange), Await("x")], [Compute(1.0)])
+        simulate_ends([exchange, Await("x")], [Compute(1.0)])
 
 
 def test_exchange_waits_for_the_exchange_before_it():
     """The earlier exchange has another channel. It may have ended before the later one begins."""
     earlier = Exchange("out", "to_host", (0,), 0.0, 2.0)
     later = Exchange("in", "to_device", (0,), 0.0, 3.0, after="out")
-    assert simulate_ends([Begin(earlier), Begin(later), Await("in"), Compute(1.0)]) == [6.0]
-    assert simulate_ends([Begin(earlier), Await("out"), Begin(later), Await("in")]) == [5.0]
+    assert simulate_ends([earlier, later, Await("in"), Compute(1.0)]) == [6.0]
+    assert simulate_ends([earlier, Await("out"), later, Await("in")]) == [5.0]
 
 
 CPU = torch.device("cpu")

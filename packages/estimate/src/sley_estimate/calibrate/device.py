@@ -27,11 +27,8 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.machine import EngineTable
-from sley_trainer.assemble import assemble
+from sley_trainer.assemble import DTYPES, assemble
 from sley_trainer.run import Run
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""The dtypes of the matrix products to measure, by their names in a machine file."""
 
 SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}  # the edges of the square matrices to multiply
 

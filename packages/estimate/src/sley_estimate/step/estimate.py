@@ -28,7 +28,7 @@ from sley_estimate.layers import times
 from sley_estimate.layers.operators import Operator
 from sley_estimate.machine import Cost, MachineFile, copy_cost, slowest_cost, slowest_message_cost
 from sley_estimate.step.record import BeginEvent, ComputeEvent, Events, Queue, RankRecord, WaitEvent, expand_step
-from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepTime, simulate_programs
+from sley_estimate.step.simulate import Await, Compute, Exchange, Instruction, StepTime, simulate_programs
 from sley_trainer.assemble import Draft
 
 MeasuredSeconds = Mapping[tuple[int, int], Sequence[times.LayerSeconds]]  # the times of a chunk's layers, by (stage, chunk)
@@ -81,11 +81,11 @@ class _ProgramBuilder:
         exchanges: dict[Queue, list[Exchange]] = defaultdict(list)
         counts: Counter[str] = Counter()
 
-        def begin(event: BeginEvent) -> Begin:
+        def begin(event: BeginEvent) -> Exchange:
             previous = exchanges[event.after.queue][-event.after.distance] if event.after is not None else None
             exchange = self._make_exchange(event, stage, counts, previous)
             exchanges[event.queue].append(exchange)
-            return Begin(exchange)
+            return exchange
 
         def instructions(events: Events, action: Action | None) -> Iterator[Instruction]:
             scale = self._action_scale(events, stage, action)
@@ -201,7 +201,7 @@ def list_instructions(
                 (("sends", sender), ("receives", receiver)),
                 message_cost(min(message.position, message.source_position)),
             )
-            yield Begin(Exchange(message, channel, (sender, receiver), *cost, links=ports))
+            yield Exchange(message, channel, (sender, receiver), *cost, links=ports)
         elif entry.kind is not Kind.CHUNK_DONE:
             delivery = placement.input_of(entry, placement.position(stage, entry.chunk))
             if delivery is not None and placement.holder(delivery.source_position).stage != stage:

@@ -34,10 +34,11 @@ class Compute(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """An exchange between the programs `members`. It starts when all members have begun it and the earlier exchanges on its
-    channel have ended. latency_s: the latency, which other exchanges do not affect. transfer_s: the time to transfer its bytes
-    over otherwise idle links. member_work_s: the time that each waiting member works on it at the end. links: the links that it
-    uses, and may share. after: the key of an exchange that must end before this one starts, or None.
+    """An exchange between the programs `members`, and the instruction to become ready for it and to continue without waiting.
+    It starts when all members are ready and the earlier exchanges on its channel have ended. latency_s: the latency, which
+    other exchanges do not affect. transfer_s: the time to transfer its bytes over otherwise idle links. member_work_s: the time
+    that each waiting member works on it at the end. links: the links that it uses, and may share. after: the key of an exchange
+    that must end before this one starts, or None.
     """
 
     key: Hashable
@@ -50,19 +51,13 @@ class Exchange(NamedTuple):
     after: Hashable | None = None
 
 
-class Begin(NamedTuple):
-    """An instruction to become ready for an exchange. The rank continues without waiting."""
-
-    exchange: Exchange
-
-
 class Await(NamedTuple):
     """An instruction to wait for the exchange `key`, which the rank has begun before."""
 
     key: Hashable
 
 
-Instruction = Compute | Begin | Await
+Instruction = Compute | Exchange | Await
 Program = Sequence[Instruction]
 
 
@@ -140,8 +135,8 @@ class ProgramSimulator:
                     self._schedule_event(end_s, partial(self._run_rank, rank))
                     return
                 continue
-            if isinstance(instruction, Begin):
-                self._begin_exchange(instruction.exchange, rank, now_s)
+            if isinstance(instruction, Exchange):
+                self._begin_exchange(instruction, rank, now_s)
             elif (exchange := self._completed.get(instruction.key)) is None:
                 self._waits[instruction.key].append((rank, now_s))
                 return
