@@ -92,7 +92,7 @@ def test_layers_of_slices_are_scaled_from_full_sequences(texts: Path) -> None:
     scaled = [[{**table, **dict.fromkeys(times, seconds)} for table in tables] for seconds in (0.5, 1.0)]
     estimates = estimate_on(plan, 2, *(make_machine(layers=tables) for tables in scaled))
     assert [layer.source for layer in estimates[0].layers] == ["in proportion"] * 4
-    assert estimates[1].step.computing_s[0] == pytest.approx(2 * estimates[0].step.computing_s[0], rel=1e-3)
+    assert estimates[1].step.timeline.computing_s[0] == pytest.approx(2 * estimates[0].step.timeline.computing_s[0], rel=1e-3)
     assert estimates[0].step.updating_s == pytest.approx(estimates[1].step.updating_s)
     swaps = [estimate.step.exposed_s(0)["swap"] for estimate in estimates]
     assert swaps[0] == pytest.approx(swaps[1])

@@ -166,7 +166,7 @@ def seconds_lines(estimate: "PlanEstimate", machine: MachineFile) -> Iterator[st
     host_wait_s = step.seconds - step.devices_s
     waiting = f", of which devices wait {host_wait_s:.4g} s for a host" if host_wait_s else ""
     yield f"a step takes {step.seconds:.4g} s{waiting}"
-    for stage, computing_s in enumerate(step.computing_s):
+    for stage, computing_s in enumerate(step.timeline.computing_s):
         waits_s: dict[str, float] = defaultdict(float)
         for span in step.exposed_waits:
             if span.rank == stage:
@@ -203,7 +203,7 @@ def seconds_data(estimate: "PlanEstimate") -> dict[str, Any]:
         "step": step.seconds,
         "stages": [
             {"computes": computing_s, "idle": step.timeline.idle_share(stage), "waits": step.exposed_s(stage), "host": host_s}
-            for stage, (computing_s, host_s) in enumerate(zip(step.computing_s, step.host_s, strict=True))
+            for stage, (computing_s, host_s) in enumerate(zip(step.timeline.computing_s, step.host_s, strict=True))
         ],
         "layers": [
             {"name": layer.name, "source": layer.source, **(asdict(layer.seconds) if layer.seconds else {})}

@@ -309,13 +309,11 @@ def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links:
     is_swap, rounds = collective == "swap", (2 if collective == "sum" else 1) * (size - 1)
     link_costs: list[tuple[Cost, float]] = []  # cost and overlap of each link
     if per_host > 1:
-        link = _require_link(links, "same_host")
-        table = getattr(link, collective) or link
+        link, table = _require_link(links, "same_host", collective)
         share = (per_host - 1 if is_swap else rounds) / size * (links.ranks_per_host if link.shared else 1)
         link_costs.append((Cost(table.latency_s, num_bytes * share / table.bandwidth), table.overlap))
     if num_hosts > 1:
-        link = _require_link(links, "other_host")
-        table = getattr(link, collective) or link
+        link, table = _require_link(links, "other_host", collective)
         if is_swap:
             share = (size - per_host) / size * (links.ranks_per_host if link.shared else 1)
         else:
@@ -329,17 +327,16 @@ def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links:
 def message_cost(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
     """Returns the cost of a message while all ranks of its host send. Raises PlanError "machine-links" for a missing link."""
     is_local = sender // links.ranks_per_host == receiver // links.ranks_per_host
-    link = _require_link(links, "same_host" if is_local else "other_host")
-    table = link.send or link
+    link, table = _require_link(links, "same_host" if is_local else "other_host", "send")
     cost = Cost(table.latency_s, num_bytes * (links.ranks_per_host if link.shared else 1) / table.bandwidth)
     return cost.split_overlap(table.overlap)
 
 
-def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -> LinkTable:
-    """Returns the link `name`. Raises PlanError "machine-links" if the machine file does not have it."""
+def _require_link(links: LinksTable, name: Literal["same_host", "other_host"], kind: str) -> tuple[LinkTable, ExchangeTable]:
+    """Returns the link `name` and its figures for exchanges of `kind`. Raises PlanError "machine-links" for a missing link."""
     link: LinkTable | None = getattr(links, name)
     if link is not None:
-        return link
+        return link, getattr(link, kind) or link
     if name == "same_host":
         reason, hint = "ranks of one host exchange tensors", "use `train-cli calibrate --ranks 2` to measure it"
     else:

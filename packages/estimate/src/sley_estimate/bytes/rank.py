@@ -39,7 +39,7 @@ from sley_core.model.tensors import assume_device_type, estimate_bytes
 from sley_core.plan.check import check_plan
 from sley_core.plan.plan import Plan, iterate_values
 from sley_core.topology import Topology
-from sley_estimate.bytes.fake_tensors import Allocation, FakeTensors, Ledger, StepPosition
+from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger, StepPosition
 from sley_estimate.bytes.fake_world import FakeDevice, StepSimulation, meta_outputs
 from sley_estimate.layers.operators import imitate_cuda
 from sley_estimate.layers.trace import layer_keys
@@ -133,7 +133,9 @@ def _run_steps(
         peak, position, allocations = ledger.peak()
         alive = Counter({"batch": batch_bytes} if batch_bytes else {})
         for allocation in allocations:
-            alive[allocation.owner or classify_allocation(allocation)] += allocation.num_bytes
+            # Memory that no part of the run holds is temporary if it is freed in the entry in which it is allocated.
+            is_temporary = allocation.free_position is not None and allocation.free_position[:2] == allocation.position[:2]
+            alive[allocation.owner or ("temporary buffers" if is_temporary else "activations")] += allocation.num_bytes
         memory = RankBytes(
             rank=rank,
             stage=run.topology.coordinates(rank).stage,
@@ -190,12 +192,6 @@ def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
                 ledger.exclude(tensor)
             elif (allocation := ledger.live_allocation(tensor)) is not None:
                 allocation.owner = allocation.owner or part
-
-
-def classify_allocation(allocation: Allocation) -> str:
-    """Returns "temporary buffers" for memory that was freed in the entry in which it was allocated, else "activations"."""
-    is_temporary = allocation.free_position is not None and allocation.free_position[:2] == allocation.position[:2]
-    return "temporary buffers" if is_temporary else "activations"
 
 
 def min_equivalent_microbatches(lists: ActionLists, num_microbatches: int) -> int:

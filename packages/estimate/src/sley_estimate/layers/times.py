@@ -29,7 +29,7 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import ActivationPolicy
 from sley_estimate.layers.operators import PHASES, LayerWork, Operator
 from sley_estimate.layers.trace import TracedLayers, layer_keys, trace_layers
-from sley_estimate.machine import DeviceTable, LayerTable, MachineFile, MatmulTable, missing_host_error
+from sley_estimate.machine import DeviceTable, MachineFile, MatmulTable, missing_host_error
 from sley_estimate.search.layouts import Choice, list_choices
 from train_cli.meta_model import meta_micro_batch
 
@@ -52,11 +52,6 @@ class LayerSeconds:
     host_backward: float = 0.0
     host_input_gradient: float = 0.0
     host_weight_gradient: float = 0.0
-
-    @classmethod
-    def from_table(cls, table: LayerTable) -> "LayerSeconds":
-        """Returns the times in a `[[layers]]` table of a machine file."""
-        return cls(**{entry.name: getattr(table, entry.name) for entry in fields(cls)})
 
     @classmethod
     def from_operators(cls, work: LayerWork, device: DeviceTable, *, with_host: bool = False) -> "LayerSeconds":
@@ -213,7 +208,8 @@ class LayerTimes:
 
     @cached_property
     def _measured_seconds(self) -> dict[str, LayerSeconds]:
-        return {table.key: LayerSeconds.from_table(table) for table in self.machine.layers}
+        names = [entry.name for entry in fields(LayerSeconds)]
+        return {table.key: LayerSeconds(*(getattr(table, name) for name in names)) for table in self.machine.layers}
 
     @memoize
     def policy(self, choice: Choice) -> ActivationPolicy:

@@ -236,15 +236,14 @@ class ProgramSimulator:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A simulated step. exposed_waits: the time spans in which stages wait for exchanges or work on them. computing_s: the time
-    that each stage computes. updating_s: the part of `computing_s` outside the action list, such as the norm and the update.
-    devices_s: the time at which all devices are done. host_s: the time that the host of each stage needs to launch the step, or
-    0 if hosts do not run ahead. Times are in seconds.
+    """A simulated step. exposed_waits: the time spans in which stages wait for exchanges or work on them. updating_s: the part
+    of `timeline.computing_s` outside the action list, such as the norm and the update. devices_s: the time at which all devices
+    are done. host_s: the time that the host of each stage needs to launch the step, or 0 if hosts do not run ahead. Times are
+    in seconds.
     """
 
     timeline: Timeline
     exposed_waits: tuple[ExposedWait, ...]
-    computing_s: tuple[float, ...]
     updating_s: tuple[float, ...]
     devices_s: float
     host_s: tuple[float, ...]
@@ -281,4 +280,4 @@ def simulate_programs(programs: Sequence[Program]) -> StepTime:
     timeline = replace(
         Timeline.from_spans(len(programs), spans.values()), end_s=max((devices_s, *host_s)), computing_s=tuple(computing)
     )
-    return StepTime(timeline, tuple(simulator.exposed_waits), tuple(computing), tuple(updating), devices_s, host_s)
+    return StepTime(timeline, tuple(simulator.exposed_waits), tuple(updating), devices_s, host_s)
