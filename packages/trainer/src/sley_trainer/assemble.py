@@ -37,7 +37,7 @@ from sley_core.model.layers import Layer, Model
 from sley_core.model.tensors import matches_any
 from sley_core.optim.learning_rate import factor_digest, learning_rate_factor
 from sley_core.optim.optimizers import avoid_compiler_import, frozen_names
-from sley_core.plan.check import check_plan
+from sley_core.plan.check import require_valid
 from sley_core.plan.loader import Plugin
 from sley_core.plan.plan import Plan, format_values
 from sley_core.plugin import CrossEntropyConfig
@@ -65,8 +65,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: "Dr
     undo = ExitStack()  # detaches all parts from the model when the run closes
     with ExitStack() as on_error:
         on_error.callback(undo.close)
-        if problems := check_plan(plan, world.size):
-            raise PlanError.from_diagnostics(problems)
+        require_valid(plan, world.size)
         if not plan.model.config.compile:
             avoid_compiler_import()
         topology = plan.topology(world.size)

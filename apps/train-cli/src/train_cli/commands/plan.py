@@ -13,7 +13,7 @@ from sley_core.actions.action import Kind
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Timeline, simulate
 from sley_core.errors import KeyPath, PlanError, SleyError, UsageError
-from sley_core.plan.check import check_plan, has_tie_handler
+from sley_core.plan.check import has_tie_handler, require_valid
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan, format_value, iterate_values
 from sley_core.records import GradientHandlerRecord
@@ -58,8 +58,7 @@ def _check_plan(path: Path, overrides: list[str], world_size: int | None, *, cal
     """Checks a plan, and returns notes. world_size: None for the number in the plan. Raises SleyError with all problems."""
     plan = load_plan(path, overrides)
     world_size = plan.world_size(world_size) if world_size is None else world_size
-    if problems := check_plan(plan, world_size):
-        raise PlanError.from_diagnostics(problems)
+    require_valid(plan, world_size)
     if calls_model:
         from train_cli.meta_model import check_model
 

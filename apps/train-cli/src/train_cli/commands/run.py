@@ -25,8 +25,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, UsageError
-from sley_core.plan.check import check_plan
+from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, UsageError
+from sley_core.plan.check import require_valid
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from train_cli import console, saved_run
@@ -84,7 +84,7 @@ def run(
         start = resume or (saved_run.RESTART if is_restarted else None)
         resolved = load_plan(plan, overrides)
         size = int(os.environ["WORLD_SIZE"]) if is_rank else nproc or resolved.world_size(count_devices(resolved))
-        check_world_size(resolved, size)
+        require_valid(resolved, size)
         if start is not None and start != saved_run.AUTO and not is_restarted:  # else it resumes from its own checkpoints
             saved_run.check_checkpoint_path(resolved, start)
         folder = saved_run.run_folder(resolved)
@@ -142,12 +142,6 @@ def check_launcher_variables(environ: Mapping[str, str]) -> None:
             )
 
 
-def check_world_size(plan: Plan, world_size: int) -> None:
-    """Raises PlanError with all problems of `plan` on `world_size` ranks, if there are any."""
-    if problems := check_plan(plan, world_size):
-        raise PlanError.from_diagnostics(problems)
-
-
 def count_devices(plan: Plan) -> int | None:
     """Returns the number of CUDA devices, or None if there are none or if the plan does not take one rank per device."""
     if plan.parallel.dp != "auto" or plan.run.device == "cpu":
@@ -182,7 +176,7 @@ def verify(
     overrides = overrides or []
     resolved = load_plan(plan, overrides)
     world_size = world_size or resolved.world_size(count_devices(resolved))
-    check_world_size(resolved, world_size)
+    require_valid(resolved, world_size)
     if world_size == 1 and not saved_run.has_layout(resolved):
         hint = "use a layout such as `--set parallel.dp=2`, or `--world 2` if the plan does not set the number of ranks"
         raise UsageError("nothing-to-verify", "the plan has one process, so there is nothing to compare", hint=hint)

@@ -40,6 +40,12 @@ def check_plan(plan: Plan, world_size: int) -> list[Diagnostic]:
     return sort_by_place(diagnostics)
 
 
+def require_valid(plan: Plan, world_size: int) -> None:
+    """Raises PlanError with all problems of `plan` on `world_size` ranks, if there are any."""
+    if problems := check_plan(plan, world_size):
+        raise PlanError.from_diagnostics(problems)
+
+
 NEEDED_TABLES = {
     "pp": ("pipeline", "a schedule", '`use = "pp.one_f_one_b"`'),
     "wp": ("weights", "a weight communicator", '`use = "isp.communicator"` from sley-isp'),

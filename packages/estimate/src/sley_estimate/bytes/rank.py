@@ -32,11 +32,11 @@ from sley_core.actions.action import Action, Kind, Step
 from sley_core.actions.simulate import Costs, Peaks, compute_peaks
 from sley_core.comm.exchanges import BEGINNING
 from sley_core.comm.world import World
-from sley_core.errors import PlanError, RunError, SleyError
+from sley_core.errors import RunError, SleyError
 from sley_core.memory import PARTS
 from sley_core.model.layers import Layer
 from sley_core.model.tensors import assume_device_type, estimate_bytes
-from sley_core.plan.check import check_plan
+from sley_core.plan.check import require_valid
 from sley_core.plan.plan import Plan, iterate_values
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger, StepPosition
@@ -233,8 +233,7 @@ class StageTooLargeError(Exception):
 
 def build_rank0_draft(plan: Plan, world_size: int) -> Draft:
     """Returns rank 0's draft: model and stages. Raises PlanError for each failed check, and the errors of `build_draft`."""
-    if problems := check_plan(plan, world_size):
-        raise PlanError.from_diagnostics(problems)
+    require_valid(plan, world_size)
     with World.fake(0, world_size) as world:
         return build_draft(plan, world)
 

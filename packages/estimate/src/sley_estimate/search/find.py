@@ -37,7 +37,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.layers import Layer
 from sley_core.optim.optimizers import set_training_mode
-from sley_core.plan.check import MAX_FORWARDS, check_plan
+from sley_core.plan.check import MAX_FORWARDS, require_valid
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
 from sley_core.records import GradientHandlerRecord, WeightCommunicatorRecord, steps_on_host
@@ -459,8 +459,7 @@ def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Lay
 def _check_layout(layout: Layout, space: Layouts, result: SearchResult) -> bool:
     """Returns whether the layout passes the checks of a plan. Counts it as invalid in `result` if it does not."""
     try:
-        if problems := check_plan(layout.apply(space.plan, space.world_size), space.world_size):
-            raise PlanError.from_diagnostics(problems)
+        require_valid(layout.apply(space.plan, space.world_size), space.world_size)
     except SleyError as error:
         result.count_refusal(error)
         return False
