@@ -81,12 +81,6 @@ def processes_with(variable: str, value: str) -> list[Process]:
     return result
 
 
-def set_process_name(env: Mapping[str, str]) -> None:
-    """Sets the name of this process to the value of MARK in `env`, if any, so that `processes_with` finds it and its forks."""
-    if sys.platform == "linux" and MARK in env:
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, env[MARK][-_NAME_LENGTH:].encode(), 0, 0, 0)
-
-
 def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_s: float = 1.0) -> None:
     """Calls `find` until it returns no process. Raises AssertionError with the remaining processes after `within_s` seconds."""
     deadline = time.monotonic() + within_s
@@ -261,7 +255,8 @@ def run_module(
     """
     os.environ.clear()
     os.environ.update(env)
-    set_process_name(env)
+    if sys.platform == "linux" and MARK in env:  # the name by which `processes_with` finds this process and its forks
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, env[MARK][-_NAME_LENGTH:].encode(), 0, 0, 0)
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), encoding="utf-8")
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), encoding="utf-8", line_buffering=True)
     sys.path[:] = [*first_paths, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *last_paths]

@@ -268,10 +268,9 @@ def assert_matches_plain_loop(
     *,
     micro_size: int,
     first: Mapping[str, Tensor] | None = None,
-    tolerance: float = 1e-9,
 ) -> None:
     """Trains a plain loop on `batches`, one per step, and asserts that losses, norms, gradients and weights match `recorded`
-    within the relative `tolerance`. named: new layers by name, which are converted to the dtype of the run. make_optimizer:
+    within a relative tolerance of 1e-9. named: new layers by name, which are converted to the dtype of the run. make_optimizer:
     builds an optimizer of the trained parameters. micro_size: the samples per microbatch. first: the initial weights of the
     full model, if `recorded` has only a part of the model.
     """
@@ -285,9 +284,9 @@ def assert_matches_plain_loop(
     loop = PlainLoop(named, CrossEntropy(CrossEntropyConfig()), optimizer=make_loop_optimizer)
     loop.load(start)
     for batch, row, gradients in zip(batches, recorded.rows, recorded.gradients, strict=True):
-        assert_step(loop.step(split_batch(batch, micro_size)), row, gradients, {}, tolerance)
+        assert_step(loop.step(split_batch(batch, micro_size)), row, gradients, {})
     weights = loop.weights
-    assert_close_gradients({name: weights[name] for name in recorded.weights}, recorded.weights, tolerance)
+    assert_close_gradients({name: weights[name] for name in recorded.weights}, recorded.weights, 1e-9)
 
 
 def fail_once(run: Run, microbatch: int = 0, *, in_forward: bool = False) -> None:
