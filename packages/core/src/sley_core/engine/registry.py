@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards
 from sley_core.errors import PlanError, RunError, shorten_names
 from sley_core.generators import iterate_leaves
-from sley_core.model.layers import Layer
+from sley_core.model.layers import Layer, parameter_locations
 from sley_core.plan.plan import Component
 from sley_core.records import OptimizerRecord, ParameterRole
 
@@ -130,7 +130,7 @@ class ParameterRegistry:
         local_layers = {layer.name for layers in chunks for layer in layers}
         for chunk, layers in enumerate(chunks):
             for layer in layers:
-                for name, holder, parameter in _named_holders(layer, chunk):
+                for name, module, attribute, parameter in parameter_locations(layer.name, layer.module):
                     param = params_by_id[id(parameter)]
                     if not param.holders:
                         param.index = len(self.params)
@@ -140,7 +140,7 @@ class ParameterRegistry:
                         self.params.append(param)
                     if name != param.name:
                         param.aliases.append(name)
-                    param.holders.append(holder)
+                    param.holders.append(Holder(module, attribute, chunk))
         self._by_name = {name: param for param in self.params for name in (param.name, *param.aliases)}
 
     def check_complete(self, layers: Iterable[Layer]) -> None:
@@ -202,20 +202,13 @@ def _index_parameters(stages: Stages) -> dict[int, Param]:
     params: dict[int, Param] = {}
     for stage, layers in stages:
         for layer in layers:
-            for name, holder, parameter in _named_holders(layer, 0):
-                decays = parameter.ndim >= 2 and not is_norm(holder.module)
+            for name, module, _, parameter in parameter_locations(layer.name, layer.module):
+                decays = parameter.ndim >= 2 and not is_norm(module)
                 new_param = Param(name, tuple(parameter.shape), [], decays=decays, stages=())
                 param = params.setdefault(id(parameter), new_param)
                 param.stages = tuple(sorted({*param.stages, stage}))
                 param.layers = tuple(dict.fromkeys((*param.layers, layer.name)))
     return params
-
-
-def _named_holders(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder, nn.Parameter]]:
-    """Yields the name, holder and parameter for each place of a parameter in `layer`; tied parameters have several."""
-    for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
-        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield f"{prefix}.{attribute}", Holder(module, attribute, chunk), parameter
 
 
 def parameter_roles(optimizer: Component, layers: Sequence[Layer]) -> Mapping[str, ParameterRole] | None:

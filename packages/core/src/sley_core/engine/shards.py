@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import Diagnostic, PlanError, RunError
-from sley_core.model.layers import MODEL, Layer, Model, parameter_like
+from sley_core.model.layers import MODEL, Layer, Model, parameter_like, parameter_locations
 
 if TYPE_CHECKING:
     from sley_core.comm.world import Group, Groups
@@ -96,9 +96,8 @@ def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Parameter
     """
     places: dict[nn.Parameter, list[ParameterPlace]] = {}
     for layer in layers if group.size > 1 else ():
-        for module in layer.module.modules():
-            for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                places.setdefault(parameter, []).append((module, attribute))
+        for _, module, attribute, parameter in parameter_locations(layer.name, layer.module):
+            places.setdefault(parameter, []).append((module, attribute))
     shards = {}
     for parameter, holders in places.items():
         if parameter.ndim and (dim := shard_dim(holders)) is not None:
@@ -110,12 +109,10 @@ def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
     """Replaces the parameters of `layers` that are in `shards` with meta parameters of the shards' shapes, for an estimate."""
     small_parameters: dict[int, nn.Parameter] = {}
     for layer in layers:
-        for module in layer.module.modules():
-            for attribute, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                if (shard := shards.get(id(parameter))) is not None:
-                    meta_shard = torch.empty(shard.local_shape, device="meta", dtype=parameter.dtype)
-                    small = small_parameters.setdefault(id(parameter), parameter_like(parameter, meta_shard))
-                    setattr(module, attribute, small)
+        for _, module, attribute, parameter in parameter_locations(layer.name, layer.module):
+            if (shard := shards.get(id(parameter))) is not None:
+                meta_shard = torch.empty(shard.local_shape, device="meta", dtype=parameter.dtype)
+                setattr(module, attribute, small_parameters.setdefault(id(parameter), parameter_like(parameter, meta_shard)))
 
 
 def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]:

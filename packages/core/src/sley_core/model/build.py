@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sley_core.errors import PlanError, PluginError, SleyError, format_cause, shorten_names
 from sley_core.generators import find_function_generators, use_program_seed
-from sley_core.model.layers import MODEL, Layer, Model, as_model, parameter_like, set_fields
+from sley_core.model.layers import MODEL, Layer, Model, as_model, parameter_like, parameter_locations, set_fields
 from sley_core.model.tensors import check_references, checksum, matches_any, select_buffer_dtype, select_parameter_dtype
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class HostModel:
         # The first location of each parameter on meta, by id. A reference to the parameter keeps its id from being reused.
         self._first_locations: dict[int, tuple[Layer, str, nn.Parameter]] = {}
         for layer in model.layers:
-            for name, _, _, parameter in _parameter_locations(layer.name, layer.module):
+            for name, _, _, parameter in parameter_locations(layer.name, layer.module):
                 self._first_locations.setdefault(id(parameter), (layer, name, parameter))
 
     def factory_module(self, layer: Layer) -> nn.Module:
@@ -297,8 +297,8 @@ class HostModel:
         for layer in self.model.layers:
             if layer.name not in layer_names:
                 continue
-            meta_locations, module = _parameter_locations(layer.name, layer.module), self.build_module(layer)
-            host_locations = _parameter_locations(layer.name, module)
+            meta_locations, module = parameter_locations(layer.name, layer.module), self.build_module(layer)
+            host_locations = parameter_locations(layer.name, module)
             for (name, _, _, meta), (_, owner, attribute, real) in zip(meta_locations, host_locations, strict=True):
                 if id(meta) not in parameters:
                     value = self._initial_value(layer, name, meta, real)
@@ -322,9 +322,9 @@ class HostModel:
         """Drops the values of all layers except `layer_names`, but keeps `parameters`, returned by the last `load_values`."""
         for layer in self.model.layers:
             if layer.name not in layer_names:
-                on_meta = [meta for _, _, _, meta in _parameter_locations(layer.name, layer.module)]
+                on_meta = [meta for _, _, _, meta in parameter_locations(layer.name, layer.module)]
                 for module in (layer.module, self.factory_module(layer)):  # other layers may refer to the factory's module
-                    for meta, (_, owner, attribute, _) in zip(on_meta, _parameter_locations(layer.name, module), strict=False):
+                    for meta, (_, owner, attribute, _) in zip(on_meta, parameter_locations(layer.name, module), strict=False):
                         setattr(owner, attribute, parameters.get(id(meta), meta))
                 layer.unreadable = {}
 
@@ -334,7 +334,7 @@ class HostModel:
         """
         first_layer, first_name, _ = self._first_locations[id(meta)]
         if first_layer is not layer:
-            locations = _parameter_locations(first_layer.name, self.build_module(first_layer))
+            locations = parameter_locations(first_layer.name, self.build_module(first_layer))
             real = next(parameter for path, _, _, parameter in locations if path == first_name)
         value = real.detach()
         if not value.is_meta and not value.isnan().any():
@@ -353,15 +353,6 @@ class HostModel:
         unregistered = check_references(modules)
         for name in modules:
             self.model[name].unreadable = {entry.attribute: entry.tensor for entry in unregistered.get(name, ())}
-
-
-def _parameter_locations(name: str, module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Returns the name, module, attribute and parameter of each registration of a parameter in `module`; ties have several."""
-    return [
-        (f"{path}.{attribute}", owner, attribute, parameter)
-        for path, owner in module.named_modules(prefix=name, remove_duplicate=False)
-        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
-    ]
 
 
 @contextmanager
@@ -390,7 +381,7 @@ def _check_structure(model: Model, modules: Mapping[str, nn.Module]) -> None:
         if first.get(name) != second.get(name):
             raise _differs_error(f"{name!r} is first {first.get(name, 'missing')}, then {second.get(name, 'missing')}")
     for layer in layers if model.adapt is None else ():
-        locations = (_parameter_locations(layer.name, module) for module in (layer.module, modules[layer.name]))
+        locations = (parameter_locations(layer.name, module) for module in (layer.module, modules[layer.name]))
         for (name, _, _, meta), (_, _, _, real) in zip(*locations, strict=True):
             if name not in declared_ties and meta.requires_grad and not real.requires_grad:
                 message = (

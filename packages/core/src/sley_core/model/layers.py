@@ -326,6 +326,15 @@ def _field_error(layer: Layer, fault: str, hint: str) -> Diagnostic:
     return Diagnostic("model-field", message, path=MODEL, hint=hint)
 
 
+def parameter_locations(name: str, module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Returns the name, module, attribute and parameter of each registration of a parameter in `module`; ties have several."""
+    return [
+        (f"{path}.{attribute}", owner, attribute, parameter)
+        for path, owner in module.named_modules(prefix=name, remove_duplicate=False)
+        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+
+
 def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """Returns a new parameter over `data` with the `requires_grad`, hooks and Python attributes of `parameter`."""
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
