@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache
 
 from torch import Tensor
 
@@ -56,7 +55,7 @@ class Offers:
         if complete is not None:
             self._open_offers[number] = complete
         table = (ctypes.c_int64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-        text = _mark_text(mark)
+        text = ctypes.create_string_buffer(mark.encoded_text)
         self._buffers[slot] = table, text  # keeps them alive, since peers may read them
         self._marks[slot] = mark
         mark_fields = (mark.checksum, mark.num_bytes, ctypes.addressof(text), len(text))
@@ -146,9 +145,3 @@ class Offers:
         with suppress(RunError):
             self.connection.read(peer, [local], [MemorySpan(offer.text, offer.text_bytes)], "a mark")
         return text.raw.rstrip(b"\0").decode("utf-8", "replace")
-
-
-@lru_cache(maxsize=4096)
-def _mark_text(mark: Mark) -> ctypes.Array[ctypes.c_char]:
-    """Returns the text of `mark` in a buffer that peers can read."""
-    return ctypes.create_string_buffer(mark.encoded_text)

@@ -163,10 +163,6 @@ class AllReduce(Work):
         self._queue.wait_until(lambda: self._is_reduced, lambda: self._queue.inputs.late_offerer(self._number), self._turn)
         self._queue.wait_until(lambda: self._is_complete, self._late_peer, self._turn)
 
-    def release(self) -> None:
-        """Completes the sum, since peers need this rank's slice."""
-        self.wait()
-
     def wait_sent(self) -> None:
         """Waits until the sum is complete and the peers have read this rank's data. Advances other sums meanwhile."""
         self.wait()
@@ -254,10 +250,6 @@ class _Exchange(_PeerRead):
 
     def is_completed(self) -> bool:
         return not self._is_open or self._offers.late_offerer(self._number) is None
-
-    def release(self) -> None:
-        """Gives up the result, but completes the exchange, since peers wait until this rank has read their tensors."""
-        self.wait()
 
     def wait_sent(self) -> None:
         self.release()

@@ -275,7 +275,7 @@ class Mark(NamedTuple):
         describes the content, and is equal on all ranks. checksum: a further value that must be equal on all ranks.
         """
         pieces = [(tensor.nbytes, str(tensor.dtype)) for tensor in tensors]
-        crc = zlib.crc32(f"{checksum} {pieces}".encode(), _checksum_label(operation, label))
+        crc = zlib.crc32(f"{operation}\0{label}\0{checksum} {pieces}".encode())
         return cls(label, crc & 0x7FFFFFFF, sum(num_bytes for num_bytes, _ in pieces))
 
     def mismatch_error(self, rank: int, peer_exchange: str, peer: int) -> RunError:
@@ -308,11 +308,6 @@ def mark_from_header(header: torch.Tensor) -> Mark:
 def checksum(names: Iterable[str]) -> int:
     """Returns a 32-bit checksum of `names` in their order. The checksum is equal in all processes."""
     return zlib.crc32("\0".join(names).encode())
-
-
-@lru_cache(maxsize=4096)
-def _checksum_label(operation: str, label: str) -> int:
-    return zlib.crc32(f"{operation}\0{label}".encode())
 
 
 @lru_cache(maxsize=4096)
