@@ -158,8 +158,8 @@ def number_microbatches(symbols: Iterable[Symbol]) -> list[Action]:
     return actions
 
 
-def one_f_one_b(num_stages: int, num_chunks: int, num_microbatches: int) -> list[list[Action]]:
-    """Returns the 1F1B lists: one forward, then one backward (arXiv 2006.09503), with one chunk per stage.
+def one_f_one_b(num_stages: int, num_chunks: int, num_microbatches: int, backward: Symbol = B) -> list[list[Action]]:
+    """Returns the 1F1B lists: one forward, then one `backward` (arXiv 2006.09503), with one chunk per stage.
 
         stage 0  F0-F1-F2-F3-..................B0====...B1====...B2====...B3====
         stage 1  ...F0-F1-F2-............B0====F3-B1====...B2====...B3====......
@@ -171,7 +171,7 @@ def one_f_one_b(num_stages: int, num_chunks: int, num_microbatches: int) -> list
     lists = []
     for stage in range(num_stages):
         warmup = min(num_stages - 1 - stage, num_microbatches)
-        lists.append(number_microbatches([F] * warmup + [F, B] * (num_microbatches - warmup) + [B] * warmup))
+        lists.append(number_microbatches([F] * warmup + [F, backward] * (num_microbatches - warmup) + [backward] * warmup))
     return lists
 
 
@@ -288,10 +288,7 @@ def zero_bubble_h1(num_stages: int, num_chunks: int, num_microbatches: int) -> l
     stage 0 in 1F1B. If F, I and W stand for the times of these actions, the bubble is (P - 1)(F + I - W), provided that W <= F
     and W <= I. If all three times are equal, this is a third of the bubble of 1F1B.
     """
-    lists = []
-    for stage in range(num_stages):
-        warmup = min(num_stages - 1 - stage, num_microbatches)
-        lists.append(number_microbatches([F0] * warmup + [F0, I0] * (num_microbatches - warmup) + [I0] * warmup))
+    lists = one_f_one_b(num_stages, num_chunks, num_microbatches, backward=I0)
     return insert_weight_gradients(lists, loop(num_stages), max_inputs=num_stages)
 
 
