@@ -181,7 +181,7 @@ class Link:
             if not fault:
                 for target, tensor in zip(message.tensors, tensors, strict=True):
                     target.copy_(tensor)
-            handles = self._channels.send(message.pieces, transfer.peer, f"what {label}")
+            handles = self._channels.start_message("send", message.pieces, transfer.peer, f"what {label}")
             self._sends.append((handles, message))
             for handle in handles if fault else ():
                 handle.wait()
@@ -231,13 +231,13 @@ class Link:
                 description = self._gradients_to_receive.get((transfer.chunk, transfer.micro))
             label = f"what {self._label(transfer)}"
             self._walk_check.start_receive(transfer.peer, label)
-            if description is None or not self._walk_check.is_confirmed(transfer.peer):
+            if description is None or transfer.peer not in self._walk_check.confirmed_peers:
                 return  # later posts wait too, since both ends use a communicator in the same order
             queue.popleft()
             message, pending = None, []
             if description.leaves:
                 message = self._message_pool.lease(messages.message_layout(description.leaves))
-                pending = self._channels.receive(message.pieces, transfer.peer, label)
+                pending = self._channels.start_message("receive", message.pieces, transfer.peer, label)
                 if self._fake_description is not None:  # in a fake world no message arrives, so write the expected header
                     message.write_header(self._walk_check.num_walks, transfer.micro, description.flags)
             self._receives[transfer] = _PendingReceive(message, pending, description)

@@ -93,34 +93,23 @@ class Channels:
                 operation = self.group.send if sender == self.stage else self.group.receive
                 operation(byte, direction_of(sender, receiver), peer, label=label).wait()
 
-    def send(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
-        """Starts to send the `pieces` of a message to stage `peer`, and returns a handle for each, in the same order. The last
-        piece is the body, which is not sent if it is empty. The caller must not write to `pieces` before the handles are done.
+    def start_message(self, operation: Operation, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
+        """Starts to send the `pieces` of a message to stage `peer`, or to receive a message from it into `pieces` of the sent
+        sizes. Returns a handle for each piece, in the same order. The last piece is the body, which is not sent if it is empty.
+        The caller must not write to sent pieces before the handles are done.
         """
-        self.sent.add_message(sum(piece.nbytes for piece in pieces))
-        return self._start_message("send", pieces, peer, label)
-
-    def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
-        """Starts to receive a message from stage `peer` into `pieces` of the sent sizes, and returns a handle for each."""
-        return self._start_message("receive", pieces, peer, label)
-
-    def send_host(self, tensor: Tensor, peer: int, label: str) -> Work:
-        """Starts to send a host `tensor` to stage `peer`, and returns the handle."""
-        return self._start("send", tensor, peer, label, on_host=True)
-
-    def receive_host(self, tensor: Tensor, peer: int, label: str) -> Work:
-        """Starts to receive into `tensor` the tensor that stage `peer` sends with `send_host`, and returns the handle."""
-        return self._start("receive", tensor, peer, label, on_host=True)
-
-    def _start_message(self, operation: Operation, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
+        if operation == "send":
+            self.sent.add_message(sum(piece.nbytes for piece in pieces))
         *headers, body = pieces
-        pending = [self._start(operation, header, peer, label, on_host=True) for header in headers]
+        pending = [self.start(operation, header, peer, label) for header in headers]
         if body.numel():
-            pending.append(self._start(operation, body, peer, label, on_host=self.uses_host))
+            pending.append(self.start(operation, body, peer, label, on_host=self.uses_host))
         return pending
 
-    def _start(self, operation: Operation, tensor: Tensor, peer: int, label: str, *, on_host: bool) -> Work:
-        """Starts to send or receive `tensor`; returns the handle. on_host: whether it travels on the host."""
+    def start(self, operation: Operation, tensor: Tensor, peer: int, label: str, *, on_host: bool = True) -> Work:
+        """Starts to send `tensor` to stage `peer`, or to receive it; returns the handle. on_host: whether it travels on the
+        host.
+        """
         sender, receiver = (self.stage, peer) if operation == "send" else (peer, self.stage)
         if on_host and self.separate_header:
             group, channel, coord = self._control, "main", self._control.ranks.index(self.group.ranks[peer])
@@ -135,7 +124,8 @@ class WalkCheck:
 
     At the start of a walk, each stage sends a digest of its microbatches to its neighbours. A stage compares the digest of a
     neighbour with its own before it receives messages from the neighbour. Without this check, stages that differ could wait
-    forever, or take one message for another. num_walks: the number of walks so far.
+    forever, or take one message for another. num_walks: the number of walks so far. confirmed_peers: the stages whose digests
+    are equal to this stage's digest.
     """
 
     def __init__(self, channels: Channels) -> None:
@@ -143,7 +133,7 @@ class WalkCheck:
         self._channels = channels
         self._sends: dict[int, Work] = {}
         self._receives: dict[int, tuple[Work, Tensor]] = {}
-        self._confirmed_peers: set[int] = set()
+        self.confirmed_peers: set[int] = set()
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
         """Starts to send the digest of a new walk to the stages `peers`, without blocking. keys: the key of each microbatch."""
@@ -153,25 +143,22 @@ class WalkCheck:
         self._digest = torch.frombuffer(bytearray(sha256(self._description.encode()).digest()), dtype=torch.uint8)
         for peer in peers:
             label = f"the microbatches of stage {self._channels.stage}, to stage {peer}"
-            self._sends[peer] = self._channels.send_host(self._digest, peer, label)
+            self._sends[peer] = self._channels.start("send", self._digest, peer, label)
 
     def start_receive(self, peer: int, label: str) -> None:
         """Starts to receive the digest of stage `peer`, unless an earlier call did. label: the next transfer."""
         if peer not in self._receives:
             digest = torch.empty_like(self._digest)
-            self._receives[peer] = self._channels.receive_host(digest, peer, label), digest
-
-    def is_confirmed(self, peer: int) -> bool:
-        return peer in self._confirmed_peers
+            self._receives[peer] = self._channels.start("receive", digest, peer, label), digest
 
     def confirm_peer(self, peer: int, label: str) -> None:
         """Waits for the digest of the stage `peer`. Raises RunError `stages-differ` if this stage's digest differs. label:
         describes the exchange that waits, for errors.
         """
-        if peer in self._confirmed_peers:
+        if peer in self.confirmed_peers:
             return
         if not self._channels.group.has_peers:
-            self._confirmed_peers.add(peer)
+            self.confirmed_peers.add(peer)
             return
         self.start_receive(peer, label)
         pending, digest = self._receives[peer]
@@ -181,7 +168,7 @@ class WalkCheck:
             raise stages_differ_error(
                 f"stage {peer} is not running the {self._description[:500]} of stage {self._channels.stage}"
             )
-        self._confirmed_peers.add(peer)
+        self.confirmed_peers.add(peer)
 
     def finish(self) -> None:
         """Waits until this stage has sent its digest and compared the digests of all peers. Raises `confirm_peer`'s errors."""
@@ -193,7 +180,7 @@ class WalkCheck:
         """Drops all digests, without waiting for digests in flight, and forgets which peers were confirmed."""
         self._sends.clear()
         self._receives.clear()
-        self._confirmed_peers.clear()
+        self.confirmed_peers.clear()
 
 
 def stages_differ_error(fault: str) -> RunError:
@@ -309,15 +296,15 @@ def send_description(channels: Channels, description: Description, peer: int, la
     leaves = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.has_gradient] for leaf in description.leaves]
     json_text = json.dumps({"leaves": leaves, "structure": description.structure})
     content = torch.frombuffer(bytearray(json_text.encode()), dtype=torch.uint8)
-    return [channels.send_host(tensor, peer, label) for tensor in (torch.tensor([content.numel()]), content)]
+    return [channels.start("send", tensor, peer, label) for tensor in (torch.tensor([content.numel()]), content)]
 
 
 def receive_description(channels: Channels, peer: int, label: str) -> Description:
     """Blocks until the next description from stage `peer` has arrived, and returns it."""
     size = torch.zeros(1, dtype=torch.int64)
-    channels.receive_host(size, peer, label).wait()
+    channels.start("receive", size, peer, label).wait()
     content = torch.empty(int(size), dtype=torch.uint8)
-    channels.receive_host(content, peer, label).wait()
+    channels.start("receive", content, peer, label).wait()
     output = json.loads(content.numpy().tobytes())
     leaves = tuple(Leaf(getattr(torch, name), tuple(shape), gradient) for name, shape, gradient in output["leaves"])
     return Description(leaves, output["structure"])
