@@ -40,26 +40,23 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
         hint = 'use `device = "auto"` for the available device'
         message = "the plan asks for CUDA, but torch finds no CUDA device"
         raise plan.add_locations(RunError("no-device", message, path=("run", "device"), hint=hint))
-    with World.fake(0, world) as fake:
-        try:
-            with assemble(plan, fake) as run:
-                dataset = run.dataset
-                notes = [format_parameters(run.num_parameters, run.num_trained), *run.notes, *_describe_sharding(plan, run)]
-            if calls_layers:
-                model = build_meta_model(plan, dataset.info)
-                on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
-                notes += _describe_host_memory(model, min(world, torch.cuda.device_count()) if on_gpus else world)
-                record = plan.model.record
-                if isinstance(record, ModelRecord) and record.compare is not None:
-                    notes.append(record.load(record.compare)(plan.model.config))
-                positions = build_stage(plan, run.topology, 0, model, count_layer_parameters(model)).layers_by_position
-                note = check_layers(plan, model, dataset, {layers[-1].name for _, layers in positions[:-1]})
-                notes += [note] if note else []
-            # Ranks open the dataset again in their own processes, so its workers must end here.
-            if world > 1 and callable(close := getattr(dataset, "close", None)):
-                close()
-        except SleyError as error:
-            raise plan.add_locations(error) from error.__cause__
+    with World.fake(0, world) as fake, plan.document.locate_errors():
+        with assemble(plan, fake) as run:
+            dataset = run.dataset
+            notes = [format_parameters(run.num_parameters, run.num_trained), *run.notes, *_describe_sharding(plan, run)]
+        if calls_layers:
+            model = build_meta_model(plan, dataset.info)
+            on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
+            notes += _describe_host_memory(model, min(world, torch.cuda.device_count()) if on_gpus else world)
+            record = plan.model.record
+            if isinstance(record, ModelRecord) and record.compare is not None:
+                notes.append(record.load(record.compare)(plan.model.config))
+            positions = build_stage(plan, run.topology, 0, model, count_layer_parameters(model)).layers_by_position
+            note = check_layers(plan, model, dataset, {layers[-1].name for _, layers in positions[:-1]})
+            notes += [note] if note else []
+        # Ranks open the dataset again in their own processes, so its workers must end here.
+        if world > 1 and callable(close := getattr(dataset, "close", None)):
+            close()
     return notes
 
 

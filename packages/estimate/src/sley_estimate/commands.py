@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sley_core.actions.action import Delivery, describe_action
-from sley_core.errors import EXIT_OK, PlanError, SleyError, UsageError
+from sley_core.errors import EXIT_OK, PlanError, UsageError
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan, plan_sections
 from sley_estimate.machine import MachineFile, load_machine, machine_text
@@ -85,14 +85,12 @@ def estimate(
     from sley_estimate.step.estimate import estimate_plan
 
     estimate = None
-    try:
+    with resolved.document.locate_errors():
         if machine_file is None:
             stages: Sequence[RankBytes] = stage_bytes(resolved, size, num_cores())
         else:
             estimate = estimate_plan(resolved, size, machine_file, num_cores(), all_stages=True)
             stages = estimate.stage_bytes
-    except SleyError as error:
-        raise resolved.add_locations(error) from error.__cause__
     if limit is None and machine_file is not None:
         limit = machine_file.device.memory
     if form is console.OutputFormat.json:
@@ -151,10 +149,8 @@ def draw_step(plan: Plan, world_size: int, machine: MachineFile) -> Iterator[str
     """Yields a drawing of the estimated step, then `seconds_lines`. Adds locations in the plan to errors of `estimate_plan`."""
     from sley_estimate.step.estimate import estimate_plan
 
-    try:
+    with plan.document.locate_errors():
         estimate = estimate_plan(plan, world_size, machine, num_cores())
-    except SleyError as error:
-        raise plan.add_locations(error) from error.__cause__
     yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {world_size} x {machine.device.name}, estimated"
     yield draw_timeline(estimate.step.timeline)
     yield from seconds_lines(estimate, machine)
@@ -242,7 +238,7 @@ def search(
     limit = None if memory is None else parse_size(memory)
     resolved = load_plan(plan, overrides or [])
     machine_file = load_machine(machine)
-    try:
+    with resolved.document.locate_errors():
         # Reports faults such as missing files first, since they would exclude every layout.
         problems = check_data(resolved.data, resolved.model, evaluates=resolved.evaluation is not None)
         if located := [resolved.diagnostic(problem.code, problem.message, problem.path, problem.hint) for problem in problems]:
@@ -257,8 +253,6 @@ def search(
 
             cores = num_cores()
             result = search_layouts(space, machine_file, max_bytes=limit, top=top, cores=cores, report_progress=report_progress)
-    except SleyError as error:
-        raise resolved.add_locations(error) from error.__cause__
     typer.echo("\n".join(result_lines(result, choices.skip_reasons, limit)))
     if not result.fastest_layouts:
         raise typer.Exit(1)

@@ -28,7 +28,7 @@ from sley_core.engine.parts import Parts, StepNumbers, StepState, Waits
 from sley_core.engine.reduction import reduction_class
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.shards import SHARD_AXIS, Shards, check_hooks, plan_shards, refuse_unregistered, shard_on_meta
-from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
+from sley_core.errors import KeyPath, PlanError, PluginError
 from sley_core.losses.chunked_head import HeadChunks, LogitsHead
 from sley_core.memory import DevicePool, OffloadManager
 from sley_core.model.attention import KERNELS, find_attention_kernel
@@ -197,10 +197,8 @@ def build_groups(plan: Plan, world: World, topology: Topology, model: Model, sta
     groups = world.make_groups(topology, plan.limits.collective_timeout_s, extra, cross_memory=cross_memory)
     if world.simulation is not None:
         return groups
-    try:
+    with plan.document.locate_errors():
         num_samples = count_samples_per_epoch(dataset, plan.data.config)
-    except SleyError as error:
-        raise plan.add_locations(error) from error.__cause__
     tensors = sha256()  # a factory may build different models on different ranks
     for layer in model.layers:
         for named_tensors in (layer.module.named_parameters, layer.module.named_buffers):

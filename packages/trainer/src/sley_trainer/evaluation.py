@@ -20,7 +20,7 @@ from sley_core.engine.agreement import check_agreement
 from sley_core.engine.boundary import tensors_in
 from sley_core.engine.parts import Parts
 from sley_core.engine.step_batch import BatchSplitter, StepBatch, WholeSequences
-from sley_core.errors import PlanError, RunError, SleyError
+from sley_core.errors import PlanError, RunError
 from sley_core.model.tensors import version_of
 from sley_core.plan.plan import EvaluationSet, Plan
 from sley_core.plan.tables import BEST_MODES, KeepBestTable, parse_metric
@@ -202,10 +202,8 @@ def build_evaluation_feeds(
         feeds[""] = EvaluationFeed(feed, plan.evaluation.steps * size, size, feed.rows.start, info.fields)
     info_by_set: dict[str, str] = {}
     for name, evaluation_set in plan.evaluation_sets.items():
-        try:
+        with plan.document.locate_errors():
             dataset, num_samples = _open_evaluation_set(name, evaluation_set, plan, parts, info)
-        except SleyError as error:
-            raise plan.add_locations(error) from error.__cause__
         info_by_set[f"samples of the set {name}:"] = str(num_samples)
         if hasattr(dataset, "data_digest"):
             info_by_set[f"data of the set {name}, with the digest"] = str(dataset.data_digest)
@@ -280,13 +278,11 @@ def _build_custom_metric(plan: Plan) -> Metric:
     assert plan.evaluation is not None
     assert plan.evaluation.metric is not None
     table, path = plan.evaluation.metric, ("evaluation", "metric")
-    try:
+    with plan.document.locate_errors():
         metric = call_factory(table.factory, path, plan.folder, table.options, {})
         if not callable(metric):
             message = f"`{table.factory}` must return a function `(output, batch)`, but returns a {type(metric).__name__}"
             raise PlanError("metric-result", message, path=(*path, "factory"))
-    except SleyError as error:
-        raise plan.add_locations(error) from error.__cause__
     return cast("Metric", metric)
 
 

@@ -138,10 +138,8 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     schedule = plan.pipeline.build()
     placement = schedule.placement(topology.pp)
     lists = ActionLists(lambda micros: schedule.lists(topology.pp, micros), placement, stage_index)
-    try:
+    with plan.document.locate_errors():
         boundaries = plan.partition.build()(costs, placement.num_positions)
-    except PlanError as error:
-        raise plan.add_locations(error) from None
     positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
     layers_by_position = [(placement.holder(position).stage, layers) for position, layers in enumerate(positions)]
     stage = Stage(lists, layers_by_position)

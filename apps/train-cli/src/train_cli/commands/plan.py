@@ -165,11 +165,9 @@ def _format_timeline(plan: Plan, topology: Topology) -> Iterator[str]:
         raise PlanError("no-pipeline", "the plan has no [pipeline], so there is no timeline to draw", hint=hint)
     schedule = plan.pipeline.build()
     num_microbatches = plan.num_microbatches(topology)
-    try:
+    with plan.document.locate_errors():
         placement = schedule.placement(topology.pp)
         lists = lower(schedule.lists(topology.pp, num_microbatches), placement, num_microbatches)
-    except PlanError as error:
-        raise plan.add_locations(error) from None
     simulation = simulate(lists, placement, Costs.uniform(placement.num_positions))
     sizes = f"{format_count(topology.pp, 'stage')}, {format_count(num_microbatches, 'microbatch', 'es')}"
     yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"

@@ -5,7 +5,8 @@ Later code works on the data. To report a problem, it asks the document for the 
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -83,6 +84,15 @@ class Document:
                 place = key_span.key if at == "key" and length == len(path) else key_span.value
                 return place, printable_line(self.lines[place.line - 1])
         return Place(self.file), None
+
+    @contextmanager
+    def locate_errors(self) -> Iterator[None]:
+        """In a `with` block, adds places to the diagnostics of the block's error that have only a path."""
+        try:
+            yield
+        except SleyError as error:
+            add_locations(error, self)
+            raise
 
     def _find_override(self, path: KeyPath) -> Override | None:
         """Returns the last override that sets `path`, a table around it or, if the file lacks `path`, a key in it; or None."""

@@ -53,28 +53,22 @@ class Component:
 
     def load(self) -> Any:
         """Imports and returns the code that `build` calls. Raises the same errors as `build`."""
-        try:
+        with self.document.locate_errors():
             if self.record:
                 assert self.plugin, self.name
                 return self.plugin.load_builder(self.record)
             return import_factory(self.table.build or self.name, self.path, self.document.folder)
-        except SleyError as error:
-            add_locations(error, self.document)
-            raise
 
     def build(self, *args: Any) -> Any:
         """Returns the part: the result of the record's builder for the config and `args`, or of the factory for its options.
         Raises PlanError with a place if the user's code fails, and PluginError if the plugin's builder cannot be imported.
         """
-        try:
+        with self.document.locate_errors():
             if self.record or self.table.build:
                 return self.load()(self.config, *args)
             assert isinstance(self.config, FactoryTable), self.config
             arguments = {self.table.factory_argument: args[0]} if self.table.factory_argument else {}
             return call_factory(self.name, self.path, self.document.folder, self.config.options, arguments)
-        except SleyError as error:
-            add_locations(error, self.document)
-            raise
 
 
 @dataclass(frozen=True)
