@@ -39,7 +39,7 @@ def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
     ]
     ties = [("embed.tokens.weight", "head.output.weight")] if config.tie_embeddings else []
     if config.weights is None:
-        return Model(builders, _NormalInitializer(config), ties=ties)
+        return Model(builders, partial(_draw_values, config), ties=ties)
     from sley_models.hf import FileInitializer  # only `weights` needs its libraries
 
     return Model(builders, FileInitializer(config), ties=ties)
@@ -69,24 +69,18 @@ def _resolve_vocab_size(config: LlamaConfig, data: DataInfo) -> int:
     return config.vocab_size
 
 
-class _NormalInitializer:
+def _draw_values(config: LlamaConfig, module: nn.Module, name: str) -> None:
     """Draws normally distributed weights. Projections into the residual stream have a smaller deviation (Radford et al. 2019).
     Each block adds two projections to the stream. With the deviation std / sqrt(2 x num_layers), the variance of the stream
     does not grow with the number of blocks.
     """
-
-    def __init__(self, config: LlamaConfig) -> None:
-        self.std = config.init_std
-        self.residual_std = config.init_std / math.sqrt(2 * config.num_layers)
-
-    def __call__(self, module: nn.Module, name: str) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            is_residual = name.endswith((".attention.output", ".feed_forward.down"))
-            nn.init.normal_(module.weight, std=self.residual_std if is_residual else self.std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-        if isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
+    if isinstance(module, nn.Linear | nn.Embedding):
+        is_residual = name.endswith((".attention.output", ".feed_forward.down"))
+        nn.init.normal_(module.weight, std=config.init_std / math.sqrt(2 * config.num_layers if is_residual else 1))
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.RMSNorm):
+        nn.init.ones_(module.weight)
 
 
 class Embed(nn.Module):

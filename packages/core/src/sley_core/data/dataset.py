@@ -279,9 +279,6 @@ class Order:
     def _permute(self, value: int) -> int:
         left, right = divmod(value, self._side)
         for number in range(NUM_ROUNDS):
-            left, right = right, (left + self._hash_round(number, right)) % self._side
+            digest = blake2b(right.to_bytes(8, "little"), digest_size=8, key=self._key, salt=bytes([number])).digest()
+            left, right = right, (left + int.from_bytes(digest, "little")) % self._side
         return left * self._side + right
-
-    def _hash_round(self, number: int, value: int) -> int:
-        digest = blake2b(value.to_bytes(8, "little"), digest_size=8, key=self._key, salt=bytes([number])).digest()
-        return int.from_bytes(digest, "little")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sley_core.data.dataset import BOUNDARY_FIELDS
 from sley_core.errors import PlanError, RunError
 from sley_core.model.tensors import device_kind, uniform_items
 from sley_core.plugin import CrossEntropyConfig
@@ -185,10 +186,6 @@ def row_chunks(logits: Tensor) -> Iterator[slice]:
     return uniform_items(slice(first, first + num_rows) for first in range(0, len(logits), num_rows))
 
 
-NON_TOKEN_FIELDS = frozenset({"positions", "cu_seqlens"})
-"""Batch fields whose integers are not token ids."""
-
-
 def check_shifted(batch: Mapping[str, Tensor], labels_name: str, has_weight: Tensor) -> None:
     """Raises RunError "labels-not-shifted" if the labels of `batch` are certainly not shifted.
 
@@ -201,7 +198,7 @@ def check_shifted(batch: Mapping[str, Tensor], labels_name: str, has_weight: Ten
     if labels.ndim < 2 or int(has_weight.sum()) < 2:
         return
     for name, tokens in batch.items():
-        if name == labels_name or name in NON_TOKEN_FIELDS or tokens.shape != labels.shape or tokens.dtype != labels.dtype:
+        if name == labels_name or name in BOUNDARY_FIELDS or tokens.shape != labels.shape or tokens.dtype != labels.dtype:
             continue
         if _is_equal(labels, tokens, has_weight) and not any(
             _is_shifted(labels, tokens, has_weight, dim) for dim in range(labels.ndim)

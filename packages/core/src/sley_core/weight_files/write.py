@@ -46,8 +46,6 @@ DTYPES = {  # the safetensors name of each dtype that can be written
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 """The keys of `DTYPES`, by their names in safetensors."""
 
-_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}  # the size of one element
-
 Item = TypeVar("Item")
 
 
@@ -67,7 +65,7 @@ class Spec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * _BYTES[self.dtype]
+        return prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
 def split_by_size(items: Iterable[Item], size_of: Callable[[Item], float], cap: float) -> list[list[Item]]:
@@ -93,7 +91,7 @@ def build_header(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[by
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     starts: dict[str, int] = {}
     end = 0
-    for spec in sorted(specs, key=lambda spec: -_BYTES[spec.dtype]):
+    for spec in sorted(specs, key=lambda spec: -BY_NAME[spec.dtype].itemsize):
         assert spec.name not in starts, f"{spec.name} twice in one file"
         starts[spec.name], end = end, end + spec.num_bytes
         header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [starts[spec.name], end]}
