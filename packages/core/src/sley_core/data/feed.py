@@ -441,26 +441,29 @@ class StreamReader:
         return (self._read_sample(number, partial(next, samples)) for number in count(start))
 
     def _repeat_epochs(self, *, is_resumed: bool) -> Iterator[Sample]:
-        """Yields the samples of all epochs. Adds a note to errors of the stream; raises RunError "data-sample" instead of
-        SystemExit, and PlanError "data-empty" for an empty epoch, except the first epoch of a resumed stream, whose state may
-        be just before the end.
+        """Yields the samples of all epochs. Raises PlanError "data-empty" for an empty epoch, except the first epoch of a
+        resumed stream, whose state may be just before the end.
         """
         while True:
             set_epoch(self._stream, self._epoch)
             is_empty = True
-            try:
-                for sample in self._stream:
-                    is_empty = False
-                    yield sample
-            except SystemExit as error:  # would end this process without a message
-                raise RunError("data-sample", f"the stream failed: {format_cause(error)}") from error
-            except Exception as error:
-                note_origin(error, "the stream of the dataset", self._stream)
-                raise
+            for sample in self._read_epoch():
+                is_empty = False
+                yield sample
             if is_empty and not is_resumed:
                 raise PlanError("data-empty", "the stream ended without a sample", path=("data",))
             is_resumed = False
             self._epoch += 1
+
+    def _read_epoch(self) -> Iterator[Sample]:
+        """Yields the samples of one epoch. Adds a note to errors; raises RunError "data-sample" instead of SystemExit."""
+        try:
+            yield from self._stream
+        except SystemExit as error:  # would end this process without a message
+            raise RunError("data-sample", f"the stream failed: {format_cause(error)}") from error
+        except Exception as error:
+            note_origin(error, "the stream of the dataset", self._stream)
+            raise
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
