@@ -8,13 +8,12 @@ every layout. A resumed run compares digests of samples, to detect whether the d
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from itertools import count, islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 import torch
@@ -40,44 +39,55 @@ class PrefetchThread:
     def __init__(self, items: "Iterator[_PrefetchedBatch]", reads_ahead: Callable[[], bool]) -> None:
         self._items = items
         self._reads_ahead = reads_ahead
-        self._requests: SimpleQueue[Future[_PrefetchedBatch] | None] = SimpleQueue()
-        self._next_item: Future[_PrefetchedBatch] | None = None  # the request for the next item, if any
-        self._thread = threading.Thread(target=self._read_items, name="sley-data", daemon=True)
+        self._ready: SimpleQueue[_PrefetchedBatch | BaseException] = SimpleQueue()
+        self._permits = threading.Semaphore(0)  # one for each item that the thread may read
+        self._is_requested = False  # whether there is a permit for the next item
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._produce_items, name="sley-data", daemon=True)
         self._thread.start()
 
-    def _read_items(self) -> None:
-        """Reads an item, or an error, for each request until the request None. Runs in the thread."""
-        while (request := self._requests.get()) is not None:
-            try:
-                request.set_result(next(self._items))
-            except BaseException as error:
-                request.set_exception(error)
-            del request  # so that the caller may free the item
+    def _produce_items(self) -> None:
+        """Puts one item into the queue for each permit, and an error when `items` raises or ends. Runs in the thread."""
+        try:
+            while True:
+                self._permits.acquire()
+                if self._is_closing:
+                    return
+                self._ready.put(next(self._items))
+        except BaseException as error:
+            self._ready.put(error)
 
-    def _request_item(self) -> "Future[_PrefetchedBatch]":
-        request = self._next_item = Future[_PrefetchedBatch]()
-        self._requests.put(request)
-        return request
+    def _request_item(self) -> None:
+        if not self._is_requested:
+            self._is_requested = True
+            self._permits.release()
 
     def get(self, timeout_s: float, *, is_last: bool) -> "_PrefetchedBatch":
-        """Waits for the next item and returns it. Raises the error of a read, again in each later call, and RunError
-        "data-timeout" if there is no item within `timeout_s` seconds. is_last: whether to read no item ahead.
+        """Waits for the next item and returns it. Raises the error that ended the thread, again in each later call, and
+        RunError "data-timeout" if there is no item within `timeout_s` seconds. is_last: whether to read no item ahead.
         """
-        request = self._next_item or self._request_item()
-        wait([request], timeout_s)
-        if not request.done():
+        if self._error is not None:
+            raise self._error
+        self._request_item()
+        try:
+            result = self._ready.get(timeout=timeout_s)
+        except Empty:
             message = f"the dataset returned no batch within {timeout_s:g} s"
             hint = "check the dataset's `__getitem__` or `__iter__`; if it needs more time, increase [limits] data_timeout_s"
-            raise RunError("data-timeout", message, hint=hint)
-        result = request.result()
-        self._next_item = None
+            raise RunError("data-timeout", message, hint=hint) from None
+        if isinstance(result, BaseException):
+            self._error = result
+            raise result
+        self._is_requested = False
         if not is_last and self._reads_ahead():
             self._request_item()
         return result
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread after its current item. Raises RunError "data-timeout" if this takes longer than `timeout_s`."""
-        self._requests.put(None)
+        self._is_closing = True
+        self._permits.release()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise RunError("data-timeout", f"the dataset returned no batch within {timeout_s:g} s after the feed was closed")
