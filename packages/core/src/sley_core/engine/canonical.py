@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sley_core.comm.exchanges import SentBytes
 from sley_core.comm.world import Group, Groups
@@ -28,7 +28,7 @@ from sley_core.engine.direct import is_plain_embedding, is_plain_linear
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import StepState
 from sley_core.engine.reduction import Accumulator, Reduction, Sums, Totals, add_at
-from sley_core.engine.registry import Param, ParameterRegistry, Stages
+from sley_core.engine.registry import Param, Stages
 from sley_core.errors import Diagnostic, PlanError, RunError
 from sley_core.model.layers import MODEL
 from sley_core.topology import DEFAULT_CHANNEL
@@ -274,25 +274,37 @@ class CanonicalAccumulator(Accumulator):
 FAST_HINT = 'set [parallel] reduction = "fast"'  # the hint for gradients whose sum has no fixed order
 
 
+class ParameterUse(NamedTuple):
+    """A use of a parameter by a module: the parameter's name in the module, the module, and the module's stage."""
+
+    name: str
+    module: nn.Module
+    stage: int
+
+
 def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
     """Yields a diagnostic for each tied parameter whose gradient cannot be summed in a fixed order."""
-    for param in ParameterRegistry([layers for _, layers in stages], stages):
-        name, num_layers = param.name, len(param.layers)
-        if num_layers == 1:
+    uses: dict[int, dict[str, list[ParameterUse]]] = {}  # the uses of each parameter, by layer
+    for stage, layers in stages:
+        for layer in layers:
+            for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
+                for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                    by_layer = uses.setdefault(id(parameter), {})
+                    by_layer.setdefault(layer.name, []).append(ParameterUse(f"{prefix}.{attribute}", module, stage))
+    for by_layer in uses.values():
+        if len(by_layer) == 1:
             continue
-        unsupported = [
-            (path, type(holder.module).__name__)
-            for path, holder in zip((param.name, *param.aliases), param.holders, strict=True)
-            if not (is_plain_linear(holder.module) or is_plain_embedding(holder.module))
-        ]
+        all_uses = [use for layer_uses in by_layer.values() for use in layer_uses]
+        name = all_uses[0].name
+        unsupported = [use for use in all_uses if not (is_plain_linear(use.module) or is_plain_embedding(use.module))]
         if unsupported:
-            other_name, class_name = unsupported[0]
+            other_name, class_name = unsupported[0].name, type(unsupported[0].module).__name__
             message = f"the weight {name!r} is also {other_name!r} of a {class_name}, so the order of its gradient sum varies"
             hint = f"{FAST_HINT}, or tie only weights of plain nn.Linear and nn.Embedding"
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=hint)
-        elif len(param.stages) > 1 and num_layers > 2:
+        elif len({use.stage for use in all_uses}) > 1 and len(by_layer) > 2:
             message = (
-                f"{num_layers} layers on several stages share {name!r}, but each stage sums its gradients in its own order"
+                f"{len(by_layer)} layers on several stages share {name!r}, but each stage sums its gradients in its own order"
             )
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=f"{FAST_HINT}, or set `pp = 1`")
 
