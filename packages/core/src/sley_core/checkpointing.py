@@ -87,6 +87,13 @@ class Rectangle(NamedTuple):
         dims = zip(self.offsets, outer.offsets, self.sizes, strict=True)
         return tuple(slice(offset - start, offset - start + size) for offset, start, size in dims)
 
+    def shift(self, dim: int, distance: int, size: int) -> "Rectangle":
+        """Returns this rectangle shifted by `distance` elements along `dim`, with the new `size` along `dim`."""
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        offsets[dim] += distance
+        sizes[dim] = size
+        return Rectangle(tuple(offsets), tuple(sizes))
+
 
 def split_into_rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
     """Yields rectangles that together cover the elements [first, last) of the flattened tensor of `shape`. The rectangles are
@@ -159,9 +166,7 @@ class Region(NamedTuple):
             dim = self.shard.dim
             size = min(rectangle.sizes[dim], self.shard.unpadded_size - rectangle.offsets[dim])
             if size > 0:
-                offsets, sizes = list(rectangle.offsets), list(rectangle.sizes)
-                offsets[dim], sizes[dim] = offsets[dim] + self.shard.index * self.shard.size, size
-                yield Rectangle(tuple(offsets), tuple(sizes)), view.narrow(dim, 0, size)
+                yield rectangle.shift(dim, self.shard.index * self.shard.size, size), view.narrow(dim, 0, size)
 
     def _split_shard(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """Yields each rectangle of the padded shard that `shard` holds, with the view of `shard` that has its values."""

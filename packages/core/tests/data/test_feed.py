@@ -336,7 +336,9 @@ def test_what_a_dataset_raises_reaches_the_caller_with_its_traceback() -> None:
             assert "in breaks_at_three" in text
             assert "in sample 3 of the dataset" in text
         assert feed.state() == {"samples": 2}
-    assert not data_threads()
+        for thread in data_threads():
+            thread.join(timeout=10)
+        assert not data_threads()  # a thread would keep the error, its frames and their tensors until the feed is closed
 
 
 def test_closing_leaves_no_thread_and_loses_nothing() -> None:
@@ -349,6 +351,26 @@ def test_closing_leaves_no_thread_and_loses_nothing() -> None:
     assert not data_threads()
     assert feed.next()["x"].tolist() == [2, 3]
     feed.close()
+
+
+def test_closing_a_feed_closes_the_iterator_of_a_stream() -> None:
+    closed = []
+
+    class Kept(Stream):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            self.iterator = self.samples()
+            return self.iterator
+
+        def samples(self) -> Iterator[dict[str, Tensor]]:
+            try:
+                yield from super().__iter__()
+            finally:
+                closed.append(True)
+
+    with Feed(Kept(6), seed=1, batch_size=2, rows=range(2), shuffle=False) as feed:
+        feed.next()
+        assert not closed
+    assert closed
 
 
 class Waits(Numbers):
