@@ -138,7 +138,7 @@ def read_documents(
     files: Sequence[DataFile], config: DocumentsConfig, split: Split, notes: list[str] | None = None
 ) -> Iterator[Any]:
     """Yields each document of a split, in the order of `files`, the files of the split. Excludes documents of other splits. If
-    only `held_out_files` excludes documents, finally sets `notes` to a sentence with their number, unless it is None. Yields
+    only `held_out_files` excludes documents, a sentence with their number finally replaces the content of `notes`. Yields
     nothing for a held-out split if the table holds nothing out. Raises PlanError with all problems of the held-out files, or
     PlanError "data-json" for the first row that is not a document.
     """

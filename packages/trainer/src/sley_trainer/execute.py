@@ -266,7 +266,7 @@ def _detach_output(output: Any, layer: str, *, clone: bool) -> Any:
 
 @dataclass(eq=False, slots=True)
 class ChunkInput:
-    """One input of a chunk, without its tensor: its gradient after the backward. leaf: describes the tensor."""
+    """The gradient of one input of a chunk, which the backward sets. leaf: describes the input. device: the input's device."""
 
     leaf: Leaf
     device: torch.device
