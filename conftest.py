@@ -7,15 +7,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 
 CAMPAIGN_S = 1200.0
 """More than twice what the longest takes on two cores; `faulthandler_timeout` in pyproject.toml is for all other tests."""
-
-WORKER = "PYTEST_XDIST_WORKER"
-"""The variable with the name of a process of pytest-xdist, such as gw1."""
 
 _stderr = pytest.StashKey[int]()
 
@@ -53,15 +49,6 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """Lets every other process of pytest-xdist import folders backwards: of two, each compiles half of the tests of a clone."""
-    report: Any = yield
-    if isinstance(collector, pytest.Directory) and int(os.environ.get(WORKER, "gw0")[2:]) % 2:
-        report.result.reverse()
-    return report
-
-
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Sets the alarm of a campaign's test anew; pytest, which has set it for all tests, takes it back at the end."""
@@ -73,8 +60,6 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `sample(n)` keeps n cases; the rest are a campaign's."""
-    if WORKER in os.environ:  # all processes need the same order
-        items.sort(key=lambda item: str(item.path))
     cases: dict[tuple[pytest.Item | None, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sample") and not item.get_closest_marker("campaign"):
