@@ -41,9 +41,9 @@ def module_names() -> Iterator[str]:
 
 
 def _submodule_names(package: ModuleType) -> Iterator[str]:
-    # `onerror` skips packages that cannot be imported. No rank draws a report, so none needs matplotlib.
+    # `onerror` skips packages that cannot be imported.
     modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None)
-    return (module.name for module in modules if not module.name.endswith(("__main__", "report_page")))
+    return (module.name for module in modules if not module.name.endswith("__main__"))
 
 
 def assemble_once() -> None:
