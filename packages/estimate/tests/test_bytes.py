@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import fake_tensors
-from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger
+from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger, StageTooLargeError
 from sley_estimate.bytes.rank import run_rank
 from sley_testing.live_bytes import measure_bytes
 from sley_testing.plans import changed, small_plan
@@ -135,6 +135,18 @@ def test_cuda_has_no_scratch_of_cpu_operators(texts):
     pairs = list(zip(on_device.curve, on_cpu.curve, strict=True))
     assert all(device[1] <= cpu[1] for device, cpu in pairs)
     assert any(device[1] < cpu[1] for device, cpu in pairs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("offload", [None, "memory.host_optimizer"])
+def test_rank_that_needs_more_bytes_than_allowed_is_reported(texts, device, offload):
+    """An update on the host keeps states there, which do not count on CUDA."""
+    plan = plan_from_dict(changed(PLAN, run__device=device, offload=[{"use": offload}] if offload else []), texts)
+    estimate = run_rank(plan, 0, 1)[0]
+    assert run_rank(plan, 0, 1, max_bytes=estimate.peak)[0] == estimate
+    for max_bytes in (estimate.peak - 1, estimate.peak // 2):
+        with pytest.raises(StageTooLargeError):
+            run_rank(plan, 0, 1, max_bytes=max_bytes)
 
 
 def test_owners_and_curve_contain_peak(texts):

@@ -4,6 +4,7 @@ Only `calibrate` needs a device: it measures this machine, in its own process or
 """
 
 import json
+import math
 import os
 import sys
 from collections import Counter, defaultdict
@@ -251,8 +252,10 @@ def search(
             def report_progress(done: int, total: int) -> None:
                 progress.update(task, description="verifying the best layouts", completed=done, total=total)
 
-            cores = num_cores()
-            result = search_layouts(space, machine_file, max_bytes=limit, top=top, cores=cores, report_progress=report_progress)
+            cores, max_bytes = num_cores(), math.inf if limit is None else limit
+            result = search_layouts(
+                space, machine_file, max_bytes=max_bytes, top=top, cores=cores, report_progress=report_progress
+            )
     typer.echo("\n".join(result_lines(result, choices.skip_reasons, limit)))
     if not result.fastest_layouts:
         raise typer.Exit(1)

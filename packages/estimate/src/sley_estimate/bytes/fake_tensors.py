@@ -8,6 +8,7 @@ result is new memory, a view of an argument, or an argument itself. A call is no
 argument is neither a fake tensor without values nor plain, or if it changes a shape in place.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -54,13 +55,19 @@ class Allocation:
     owner: str = ""
 
 
+class StageTooLargeError(Exception):
+    """Raised for a stage that needs more bytes than allowed. Its argument is the memory that it needs at least, in bytes."""
+
+
 class Ledger:
     """Records the memory of storages. locate: a function that returns the current position. allocations: all allocations so
     far, in order. current_bytes: the size of all live allocations. num_events: the number of allocations and frees so far.
+    max_bytes: the limit of `current_bytes`, beyond which an allocation raises StageTooLargeError.
     """
 
     def __init__(self, locate: Callable[[], StepPosition] = lambda: START) -> None:
         self.locate = locate
+        self.max_bytes = math.inf
         self.allocations: list[Allocation] = []
         self.current_bytes = 0
         self.num_events = 0
@@ -120,6 +127,8 @@ class Ledger:
             self._live_allocations[key] = allocation = Allocation(num_bytes, self.num_events, self.locate())
             self.allocations.append(allocation)
             self.current_bytes += num_bytes
+            if self.current_bytes > self.max_bytes:
+                raise StageTooLargeError(self.current_bytes)
 
     def record_scratch(self, num_bytes: int) -> None:
         """Records that an operator allocates `num_bytes` bytes and frees them before it ends."""

@@ -9,6 +9,7 @@ All ranks of a stage need the same amount of memory. Stages with equal work shar
 """
 
 import gc
+import math
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from sley_core.model.tensors import assume_device_type, estimate_bytes
 from sley_core.plan.check import require_valid
 from sley_core.plan.plan import Plan, iterate_values
 from sley_core.topology import Topology
-from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger, StepPosition
+from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger, StageTooLargeError, StepPosition
 from sley_estimate.bytes.fake_world import FakeDevice, StepSimulation, meta_outputs
 from sley_estimate.layers.operators import imitate_cuda
 from sley_estimate.layers.trace import layer_keys
@@ -85,19 +86,24 @@ class RankBytes:
     curve: Sequence[tuple[str, int]]
 
 
-def run_rank(plan: Plan, rank: int, world_size: int, draft: Draft | None = None) -> tuple[RankBytes, RankRecord]:
+def run_rank(
+    plan: Plan, rank: int, world_size: int, draft: Draft | None = None, max_bytes: float = math.inf
+) -> tuple[RankBytes, RankRecord]:
     """Runs steps of rank `rank` in a fake world, without devices or peers. Returns the memory of the rank and the record of its
     last step. draft: the plan's model and stages, which the run consumes; if None, they are built. Raises PlanError for each
-    failed check of the plan, and RunError `estimate-layer` for a layer that needs values.
+    failed check of the plan, RunError `estimate-layer` for a layer that needs values, and StageTooLargeError for a rank that
+    needs more than `max_bytes` bytes.
     """
-    memory, record, is_exact = _run_steps(plan, rank, world_size, draft, is_first_full=False)
+    memory, record, is_exact = _run_steps(plan, rank, world_size, draft, max_bytes, is_first_full=False)
     if memory.position.step == 1 and not is_exact:
-        memory, record, _ = _run_steps(plan, rank, world_size, None, is_first_full=True)
+        memory, record, _ = _run_steps(plan, rank, world_size, None, max_bytes, is_first_full=True)
+    if memory.peak > max_bytes:
+        raise StageTooLargeError(memory.peak)
     return memory, record
 
 
 def _run_steps(
-    plan: Plan, rank: int, world_size: int, draft: Draft | None, *, is_first_full: bool
+    plan: Plan, rank: int, world_size: int, draft: Draft | None, max_bytes: float, *, is_first_full: bool
 ) -> tuple[RankBytes, RankRecord, bool]:
     """Runs `STEPS` steps. Returns the memory, the last step's record, and whether the first step was full, that is, had as many
     microbatches as the last. If it was not full, pools are counted from the start of the first step, since in a long run they
@@ -115,6 +121,9 @@ def _run_steps(
         is_cuda = plan.run.device == "cuda"
         # An optimizer on the host keeps its master weights and states there. On a CPU, the host's memory is the device's.
         on_host = OPTIMIZER_PARTS if is_cuda and run.stepper.update.masters.device is not None else frozenset[str]()
+        batch_bytes = 0 if is_cuda else BATCHES * num_plan_microbatches * sum(value.nbytes for value in batch.values())
+        if not on_host:  # otherwise `_set_owners` excludes memory that the ledger has counted
+            ledger.max_bytes = max_bytes - batch_bytes
         kernels = imitate_cuda(recording.record_kernel) if is_cuda else nullcontext()
         starts = []
         with estimate_bytes(lambda: ledger.current_bytes), kernels:
@@ -129,7 +138,6 @@ def _run_steps(
             record = recording.end(run)
             # In a long run, pools are full at the start of a step, but first steps with few microbatches do not fill them.
             ledger.backdate(["pools"], starts[0] if num_first < num_last else starts[-1], StepPosition(STEPS, BEGINNING, ""))
-        batch_bytes = 0 if is_cuda else BATCHES * num_plan_microbatches * sum(value.nbytes for value in batch.values())
         peak, position, allocations = ledger.peak()
         alive = Counter({"batch": batch_bytes} if batch_bytes else {})
         for allocation in allocations:
@@ -227,10 +235,6 @@ T = TypeVar("T")
 MAX_UNFORKED_STAGES = 2  # up to this number of stages run in this process, since forking takes longer
 
 
-class StageTooLargeError(Exception):
-    """Raised for a stage that needs more bytes than allowed. Its argument is the peak of that stage in bytes."""
-
-
 def build_rank0_draft(plan: Plan, world_size: int) -> Draft:
     """Returns rank 0's draft: model and stages. Raises PlanError for each failed check, and the errors of `build_draft`."""
     require_valid(plan, world_size)
@@ -247,7 +251,7 @@ def stage_bytes(plan: Plan, world_size: int, cores: int = 1) -> list[RankBytes]:
 
 
 def run_stages(
-    plan: Plan, world_size: int, stages: Sequence[int], draft: Draft, cores: int, *, max_bytes: int | None = None
+    plan: Plan, world_size: int, stages: Sequence[int], draft: Draft, cores: int, *, max_bytes: float = math.inf
 ) -> list[tuple[RankBytes, RankRecord]]:
     """Runs the steps of the first rank of each stage in `stages`. Returns the memory and the record of each rank, in order.
     draft: the draft of rank 0, which is not consumed. cores: the number of parallel processes. Raises the errors of `run_rank`
@@ -258,14 +262,10 @@ def run_stages(
     def estimate_stage(stage: int) -> tuple[RankBytes, RankRecord]:
         stage_draft = build_rank0_draft(plan, world_size)  # a run consumes its draft, but the action lists are shared
         stage_draft = replace(stage_draft, stage=replace(stage_draft.stage, action_lists=draft.stage.action_lists))
-        return run_rank(plan, stage * ranks_per_stage, world_size, stage_draft)
+        return run_rank(plan, stage * ranks_per_stage, world_size, stage_draft, max_bytes)
 
     calls = [partial(estimate_stage, stage) for stage in stages]
-    results: dict[int, tuple[RankBytes, RankRecord]] = {}
-    for index, (memory, record) in run_calls(calls, cores if len(calls) > MAX_UNFORKED_STAGES else 1):
-        if max_bytes is not None and memory.peak > max_bytes:
-            raise StageTooLargeError(memory.peak)
-        results[index] = memory, record
+    results = dict(run_calls(calls, cores if len(calls) > MAX_UNFORKED_STAGES else 1))
     return [results[index] for index in range(len(calls))]
 
 

@@ -42,7 +42,8 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
 from sley_core.records import GradientHandlerRecord, WeightCommunicatorRecord, steps_on_host
 from sley_core.topology import Topology
-from sley_estimate.bytes.rank import StageTooLargeError, max_pending_forwards, run_calls
+from sley_estimate.bytes.fake_tensors import StageTooLargeError
+from sley_estimate.bytes.rank import max_pending_forwards, run_calls
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.times import ATTENTION, LayerTimes, Source, Variant, host_operators_s, memoize
 from sley_estimate.machine import CopyDirection, MachineFile, collective_cost, copy_cost, slowest_cost, slowest_message_cost
@@ -371,15 +372,15 @@ def search_layouts(
     space: Layouts,
     machine: MachineFile,
     *,
-    max_bytes: int | None = None,
+    max_bytes: float = math.inf,
     top: int = 5,
     cores: int = 1,
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
-    """Searches for the `top` fastest layouts of `space` that need at most `max_bytes` bytes on every rank. max_bytes: None
-    means no limit. cores: the number of parallel processes. report_progress: called after each verified layout with the number
-    of layouts verified so far, and the number that the search will have verified at the end of the round. Replaces `space.plan`
-    by a plan for the device type of `machine`. Raises PlanError for a model or dataset that cannot be built.
+    """Searches for the `top` fastest layouts of `space` that need at most `max_bytes` bytes on every rank. cores: the
+    number of parallel processes. report_progress: called after each verified layout with the number of layouts verified so far,
+    and the number that the search will have verified at the end of the round. Replaces `space.plan` by a plan for the device
+    type of `machine`. Raises PlanError for a model or dataset that cannot be built.
     """
     space.plan = plan_for_machine(space.plan, machine)
     ((_, (result, best, smallest)),) = run_calls([partial(rank_layouts, space, machine, max_bytes)], cores)
@@ -390,12 +391,10 @@ def search_layouts(
     candidates = (layout for layout in ordered if _check_layout(layout, space, result))
     verified: list[VerifiedLayout] = []
 
-    def estimate_layout(layout: Layout) -> tuple[float, int, frozenset[Source]] | SleyError:
+    def estimate_layout(layout: Layout) -> tuple[float, int, frozenset[Source]] | StageTooLargeError | SleyError:
         try:
             estimate = estimate_plan(layout.apply(space.plan, space.world_size), space.world_size, machine, max_bytes=max_bytes)
-        except StageTooLargeError as error:
-            return math.inf, error.args[0], frozenset()
-        except SleyError as error:
+        except (StageTooLargeError, SleyError) as error:
             return error
         num_bytes = max(stage.peak for stage in estimate.stage_bytes)
         return estimate.step.seconds, num_bytes, frozenset(layer.source for layer in estimate.layers)
@@ -407,7 +406,7 @@ def search_layouts(
             report_progress(result.num_verified, total)
             if isinstance(estimate, SleyError):
                 result.count_refusal(estimate)
-            elif max_bytes is not None and estimate[1] > max_bytes:
+            elif isinstance(estimate, StageTooLargeError):
                 result.num_dropped += 1
             else:
                 verified.append(VerifiedLayout(next_layouts[index], *estimate))
@@ -417,7 +416,7 @@ def search_layouts(
 
 
 def rank_layouts(
-    space: Layouts, machine: MachineFile, max_bytes: int | None
+    space: Layouts, machine: MachineFile, max_bytes: float
 ) -> tuple[SearchResult, list[tuple[int, RooflineEstimate]], int]:
     """Ranks all layouts by the formula. Returns a result with the counts of layouts; the fastest layouts that fit, in order,
     with their estimates; and the layout that needs the least memory, or -1 if no layout is valid. Each layout is returned as
@@ -435,7 +434,7 @@ def rank_layouts(
                 continue
             if estimate.num_bytes < result.min_bytes:
                 smallest, result.min_bytes = number, estimate.num_bytes
-            if max_bytes is None or estimate.num_bytes <= max_bytes:
+            if estimate.num_bytes <= max_bytes:
                 ranked.append((number, estimate))
             else:
                 result.num_too_large += 1

@@ -10,6 +10,7 @@ the action lists; all other exchanges come from the recorded step, in its order.
 ranks of a stage do the same work at the same time.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -225,13 +226,13 @@ def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
 
 
 def estimate_plan(
-    plan: Plan, world_size: int, machine: MachineFile, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
+    plan: Plan, world_size: int, machine: MachineFile, cores: int = 1, *, all_stages: bool = False, max_bytes: float = math.inf
 ) -> PlanEstimate:
     """Returns the estimate of a step of `plan` on `world_size` ranks of `machine`. A chunk takes its measured time if the times
     of all its layers are known, and the time of its operators otherwise.
 
     cores: the number of parallel processes. all_stages: whether to run the steps of every stage, not only of one stage per kind
-    of work. max_bytes: the limit of each rank's memory in bytes; None means no limit.
+    of work. max_bytes: the limit of each rank's memory in bytes.
 
     Raises PlanError for each failed check of the plan; the errors of `run_stages`; PlanError "machine-matmul", "machine-links"
     or "machine-host" for a missing part of the machine file; PlanError "estimate-seconds" for an action that was not recorded.
@@ -256,7 +257,7 @@ def estimate_plan(
 
 
 def record_stages(
-    plan: Plan, world_size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
+    plan: Plan, world_size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, max_bytes: float = math.inf
 ) -> tuple[list[RankBytes], list[RankRecord]]:
     """Returns the memory of each stage whose steps ran, and a record for every stage. Raises the errors of `run_stages`."""
     representatives = representative_stages(plan, plan.topology(world_size), draft)
