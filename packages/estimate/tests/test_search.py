@@ -13,6 +13,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.records import ActivationPolicyRecord, GradientHandlerRecord, ScheduleRecord
 from sley_core.table import Table
+from sley_estimate.bytes.fake_tensors import StageTooLargeError
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.search import find as finding
 from sley_estimate.search.find import Roofline, RooflineEstimate, order_by_variety, search_layouts
@@ -144,8 +145,9 @@ def test_more_layouts_are_verified_until_enough_fit() -> None:
 
     def estimate(plan: Plan, *_: Any, **__: Any) -> Any:
         verified_plans.append(plan)
-        peak = 1 << (10 if len(verified_plans) > 4 else 50)
-        return SimpleNamespace(step=SimpleNamespace(seconds=1.0), layers=[], stage_bytes=[SimpleNamespace(peak=peak)])
+        if len(verified_plans) <= 4:
+            raise StageTooLargeError(1 << 50)
+        return SimpleNamespace(step=SimpleNamespace(seconds=1.0), layers=[], stage_bytes=[SimpleNamespace(peak=1024)])
 
     progress: list[tuple[int, int]] = []
     with patch.object(finding, "NUM_VERIFIED", 3), patch.object(finding, "estimate_plan", estimate):

@@ -171,12 +171,12 @@ def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[i
 
 def iterate_leaves(value: Any, visited: set[int], depth: int = 6) -> Iterator[Any]:
     """Yields the generators, modules and tensors within `depth` references of `value`. Skips ids in `visited`, adds new ids."""
-    if id(value) in visited or depth == 0:
+    if isinstance(value, _LEAF_TYPES) or id(value) in visited or depth == 0:
         return
     visited.add(id(value))
-    if isinstance(value, Tensor | nn.Module) or _is_random_generator(value):
+    if isinstance(value, (Tensor, nn.Module)) or _is_random_generator(value):
         yield value
-    elif not isinstance(value, _LEAF_TYPES):
+    else:
         for part in _referenced_objects(value):
             yield from iterate_leaves(part, visited, depth - 1)
 

@@ -71,7 +71,7 @@ def fingerprint(value: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for start in range(0, words.numel(), CHUNK_WORDS):
         total += _weighted_sum(words[start : start + CHUNK_WORDS], start)
-    return total + _weighted_sum(tail, 0)
+    return total + _weighted_sum(tail, 0) if len(tail) else total
 
 
 def _weighted_sum(words: Tensor, start: int) -> Tensor:
