@@ -260,7 +260,8 @@ def run_stages(
     ranks_per_stage = plan.topology(world_size).ranks_per_stage
 
     def estimate_stage(stage: int) -> tuple[RankBytes, RankRecord]:
-        stage_draft = build_rank0_draft(plan, world_size)  # a run consumes its draft, but the action lists are shared
+        with World.fake(0, world_size) as world:
+            stage_draft = build_draft(plan, world)  # a run consumes its draft, but the action lists are shared
         stage_draft = replace(stage_draft, stage=replace(stage_draft.stage, action_lists=draft.stage.action_lists))
         return run_rank(plan, stage * ranks_per_stage, world_size, stage_draft, max_bytes)
 

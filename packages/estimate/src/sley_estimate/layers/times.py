@@ -154,13 +154,14 @@ Result = TypeVar("Result")
 
 def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Returns `method` with a cache in the object that it belongs to. If an earlier call had the same arguments, the call
-    returns the cached result, or raises the cached SleyError. The arguments must be hashable.
+    returns the cached result, or raises the cached SleyError. The arguments must be hashable and positional.
     """
 
     @wraps(method)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        assert not kwargs, kwargs
         results: dict[Hashable, Result | SleyError] = vars(args[0]).setdefault("_results", {})
-        key = method.__name__, args[1:], frozenset(kwargs.items())
+        key = method.__name__, *args[1:]
         if key not in results:
             try:
                 results[key] = method(*args, **kwargs)
