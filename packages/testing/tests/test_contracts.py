@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sley_core.errors import RunError
 from sley_testing.attention_contract import SequenceAttentionContract
-from sley_testing.certify import CONTRACTS
+from sley_testing.certify import CONTRACTS, certify
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.data_contract import DatasetContract, LossContract
 from sley_testing.hook_contract import MetricsWriterContract, Point, SchedulerHookContract
@@ -207,10 +207,19 @@ def test_bug_in_a_run_is_reported(
         call_test(request, part_type, name, test, arguments)
 
 
-@pytest.mark.parametrize(("module", "contract", "attribute"), CONTRACTS.values(), ids=CONTRACTS)
-def test_certifying_contract_exists(module: str, contract: str, attribute: str) -> None:
-    cls = getattr(import_module(f"sley_testing.{module}"), contract)
-    assert attribute in vars(cls)["__annotations__"]
+def test_verdicts_on_a_distribution(install_plugins: Any, tmp_path: Path) -> None:
+    names = ("learning_rate_naive", "learning_rate_counting", "writer_naive")
+    text = f"import parts_plugin as p\nsley_records = p.hookimpl(lambda: [r for r in p.sley_records() if r.name in {names}])\n"
+    (tmp_path / "few_plugin.py").write_text(text)
+    install_plugins(tmp_path, few="few_plugin")
+    found = {verdict.record: (verdict.status, verdict.reason) for verdict in certify("sley-few")}
+    assert [found[name][0] for name in names] == ["passed", "failed", "skipped"]
+    assert found[names[1]][1].startswith("test_rate_depends_only_on_step: AssertionError: the factor of step 99")
+    install_plugins(tmp_path, gone="no_such_module")
+    (verdict,) = certify("sley-gone")
+    assert (verdict.status, verdict.reason[:14]) == ("failed", "does not load:")
+    for module, contract, attribute in CONTRACTS.values():
+        assert attribute in getattr(import_module(f"sley_testing.{module}"), contract).__annotations__
 
 
 # -- parts of core and data --------------------------------------------------------------------------------------------

@@ -23,10 +23,8 @@ def linear() -> nn.Linear:
 @pytest.mark.parametrize(
     ("returned", "names"),
     [
-        ([linear(), linear()], ["0", "1"]),
         ((linear() for _ in range(2)), ["0", "1"]),
-        ([("a", linear()), ("b.0", linear())], ["a", "b.0"]),
-        ([("a", linear()), linear()], ["a", "1"]),
+        ([("b.0", linear()), linear()], ["b.0", "1"]),
         (OrderedDict(x=linear(), y=linear()), ["x", "y"]),
         (nn.Sequential(OrderedDict(x=linear(), y=linear())), ["x", "y"]),
         (nn.ModuleList([linear(), linear()]), ["0", "1"]),
@@ -38,14 +36,10 @@ def test_what_a_factory_may_return(returned: Any, names: list[str]) -> None:
     assert [layer.name for layer in as_model(returned)] == names
 
 
-SAME = linear()
-
-
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
         (None, "must return a list of layers, but returned None"),
-        (3, "returned a int"),
         ("layers", "returned a str"),
         (linear(), "returned a Linear"),
         ([], "no layers"),
@@ -54,14 +48,18 @@ SAME = linear()
         ([(1, linear())], "name of layer 0 of the model must be a string, but is a int"),
         ([("", linear())], "name of layer 0"),
         ([("a", linear()), ("a", linear())], "two layers of the model are named 'a'"),
-        ([SAME, SAME], "the layers '0' and '1' are the same module"),
-        (nn.Sequential(SAME, SAME), "the layers '0' and '1' are the same module"),
+        (nn.Sequential(*[linear()] * 2), "the layers '0' and '1' are the same module"),
         ([("a", nn.ModuleDict({"b": linear()})), ("a.b", linear())], "two parameters of the model are named 'a.b.weight'"),
+        ([("a", linear, 0)], "layer 0 of the model has the count 0, but a count must be at least 1"),
+        ([("a", lambda: 1 / 0)], "the builder of the layer 'a' failed: ZeroDivisionError"),
+        ([("a", dict)], "the builder of the layer 'a' must return a torch.nn.Module, but returned a dict"),
+        (Model([linear()], ties=[("0.weight", "1.weight")]), "ties the parameter '1.weight', which does not exist"),
+        (Model([linear()], ties=[("0.bias", "0.weight")]), "'0.weight' to '0.bias', which is not in an earlier layer"),
     ],
 )
 def test_what_it_may_not_return(returned: Any, says: str) -> None:
     with pytest.raises(PlanError, match=says) as raised:
-        as_model(returned)
+        as_model(returned).build()
     assert raised.value.diagnostics[0].code == "model-factory"
     assert raised.value.diagnostics[0].path == ("model",)
 

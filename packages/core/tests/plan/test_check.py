@@ -21,12 +21,8 @@ def codes(plan: Plan, world: int | None = None) -> list[str]:
     return [code for code, _, _ in problems(plan, world)]
 
 
-def test_a_good_plan_has_no_problems(make: Make) -> None:
-    assert problems(make()) == []
-    assert problems(make(parallel={}), 4) == []
-
-
 def test_a_world_that_the_plan_does_not_have(make: Make) -> None:
+    assert problems(make(parallel={}), 4) == []
     ((code, message, hint),) = problems(make(), 3)
     assert (code, hint) == ("layout", 'use 2 ranks, or set `dp = "auto"` to use all ranks')
     assert message == "the world size must be pp x dp x sp = 1 x 2 x 1, but is 3"
@@ -55,7 +51,6 @@ def test_a_layout_is_placed_at_the_axis_that_does_not_fit(text: str, lines: str,
         (16, 3, 2, "use global_size = 12 or 18, or micro_size = 2"),
         (16, 2, 3, "use global_size = 12 or 18"),
         (1, 2, 2, "use global_size = 4"),
-        (30, 4, 2, "use global_size = 24 or 32, or micro_size = 3"),
         (4, 8, 2, "use global_size = 16, or micro_size = 2"),
     ],
 )
@@ -120,9 +115,7 @@ def handlers(*names: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("names", "code"),
     [
-        ([], "handler-missing"),
         (["noise"], "handler-missing"),
-        (["core.each"], None),
         (["buckets"], None),
         (["core.each", "core.each"], "handler-twice"),
         (["noise", "core.each", "noise"], "handler-twice"),
