@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sley_checkpoint.folders import LocalFolder
-from sley_checkpoint.reader import newest, read, verify
+from sley_checkpoint.reader import read, verify
 from sley_checkpoint.saving import BackgroundWriter
 from sley_core.comm.world import World
 from sley_core.errors import RunError
@@ -138,23 +138,6 @@ def test_a_last_save_that_failed_is_tried_once_more(texts, tmp_path, monkeypatch
     assert checkpoint_names(tmp_path)[-1] == "step-00000006"
 
 
-def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
-    def lose(run: Run) -> None:
-        """Replaces the empty folder of checkpoints by a file, after the first step."""
-
-        def replace_folder(row: Any) -> None:
-            if row["step"] == 1:
-                (tmp_path / "checkpoints").rmdir()
-                (tmp_path / "checkpoints").touch()
-
-        run.readers.append(replace_folder)
-
-    run = train(plan(checkpoint={"every_steps": 2}), texts, tmp_path, lose)
-    assert run.num_steps_done == 6
-    assert run.counts["checkpoint"]["failed"] == 4, "of three steps, and the last once more"
-    assert any("could not be written" in note and "training is not affected" in note for note in run.notes)
-
-
 def test_a_save_does_not_read_the_base_model_again(texts, tmp_path):
     base = tmp_path / "base"
     with assemble(plan_from_dict(plan(), texts), World.alone("cpu")) as run:
@@ -187,13 +170,6 @@ def test_a_program_that_writes_to_a_weight_while_it_is_copied_is_told(texts, tmp
         with pytest.raises(RunError, match="the program wrote to"):
             next(background._read_chunks(piece))
         background.failure = "as asked"
-
-
-def test_a_program_that_calls_step_saves_too(texts, tmp_path):
-    with assemble(plan_from_dict(plan(checkpoint={"every_steps": 3}), texts), World.alone("cpu"), folder=tmp_path) as run:
-        for _ in range(4):
-            run.step()
-    assert newest(tmp_path / "checkpoints") == (str(tmp_path / "checkpoints" / "step-00000003"), [])
 
 
 def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_not_in_it(texts, tmp_path, monkeypatch):

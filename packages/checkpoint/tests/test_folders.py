@@ -108,6 +108,27 @@ def refusing(*_: Any) -> Any:
     raise PermissionError(13, "Permission denied", "there")
 
 
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("write", lambda digest: digest._replace(crc=1), "the checksum of rank-00000.safetensors must be 1, but is"),
+        ("write", lambda digest: digest._replace(num_bytes=1), "the size of rank-00000.safetensors must be 1 bytes, but is"),
+        ("names", refusing, "cannot be read: Permission denied (there)"),
+    ],
+)
+def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path, method, change, message):
+    plain = getattr(folders.LocalFolder, method)
+    plan = plan_from_dict(small_plan(checkpoint={"every_steps": 1, "mode": "sync"}), texts)
+    with assemble(plan, World.alone("cpu"), folder=tmp_path) as run:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folders.LocalFolder, method, lambda *args: change(plain(*args)))
+            run.step()
+        run.step()
+    assert (run.counts["checkpoint"]["saved"], run.counts["checkpoint"]["failed"]) == (1, 1)
+    assert message in run.notes[0]
+    assert newest(tmp_path / "checkpoints") == (f"{tmp_path}/checkpoints/step-00000002", [])
+
+
 def train(tables: dict[str, Any], texts: Path, folder: Path, fault: str) -> str:
     """Returns the error of a run on this rank. fault: what rank 1 does not have."""
     with World.join("cpu") as world, pytest.MonkeyPatch.context() as patch:
