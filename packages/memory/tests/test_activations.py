@@ -16,7 +16,7 @@ from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_memory.plugin import SelectiveConfig
-from sley_memory.selective import ATTENTION_OPERATORS, SelectiveRecompute
+from sley_memory.selective import ATTENTION_OPERATORS, AttentionResults, AttentionStats, SelectiveRecompute
 from sley_testing.habits import HABITS
 from sley_testing.plans import small_plan
 from sley_testing.runs import running
@@ -58,6 +58,9 @@ def test_attention_with_dropout_is_recomputed(compare_with_keep: Any) -> None:
     """Otherwise its random numbers would be missing from the generator, and later dropouts would silently differ."""
     model = MODEL | {"options": {"attention_dropout": 0.3, "dropout": 0.3}}
     assert compare_with_keep(SELECTIVE, model=model, precision__compute="fp32")["kept_attentions"] == 0
+    results = AttentionResults(AttentionStats())
+    results.add([torch.ones(2)], has_dropout=True)
+    assert (results.next_result(), results.stats.num_recomputed, results.num_bytes) == (None, 1, 0)
 
 
 @pytest.mark.sample(4)
@@ -312,6 +315,7 @@ def test_compiled_layers_save_only_their_input_and_attention(own: Path) -> None:
 
     policy, block = SelectiveRecompute(SelectiveConfig(layers=("layer",)), ["layer"]), Block(16, 2, 0.0, 0.0, False)
     compiled = torch.compile(policy.compiled_forward("layer", block.forward), backend="aot_eager")
+    assert policy.compiled_forward("other", print) is print
     hidden, saved = torch.randn(2, 24, 16, requires_grad=True), dict[int, torch.Tensor]()
     with saved_tensors_hooks(lambda tensor: saved.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor):
         output = compiled(hidden)
