@@ -129,6 +129,7 @@ def test_an_own_module_loads_its_weights(
     )
     run, logits = trained(tables)
     result = cli("export", run, "--out", folder / "own").expect(0)
+    cli("export", run, "--format", "huggingface", "--out", folder / "refused").expect(2, "error[export-format]")
     own_net = import_module("own_net")
 
     state = load_file(folder / "own" / "model.safetensors")
@@ -160,6 +161,7 @@ def test_failed_exports_leave_no_files(cli: Any, trained: Trained, folder: Path)
     out = folder / "hf"
     message = "error[export-format]: transformers has no model with both"
     cli("export", run, "--format", "huggingface", "--out", out).expect(2, message)
+    cli("export", run, "--format", "peft", "--merge", "--out", out).expect(2, "leaves no adapters for `--format peft`")
     assert "error[no-run]" in cli("export", folder, "--out", out).err
     assert "error[export-folder]" in cli("export", run, "--out", run).err
     file = first_file(run)

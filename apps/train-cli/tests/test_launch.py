@@ -17,6 +17,7 @@ from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from train_cli import environment
+from train_cli.commands.run import count_devices
 from train_cli.local_launch import make_rank_environment
 from train_cli.run_folder import FolderInUseError, FolderLock, check_run_folder, is_folder_of_restarted_run, locked_run_folder
 
@@ -85,6 +86,8 @@ def test_nodes_and_per_node_set_the_world(cli: Cli, plan: Path, command: str) ->
 
 
 def test_ranks_share_the_cores_and_stay_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "read_cgroup_cores", lambda _: 0.5)
+    assert environment.num_cores() == 1
     monkeypatch.setattr(environment, "num_cores", lambda: 8)
     assert [make_rank_environment(size, {})["OMP_NUM_THREADS"] for size in (2, 16)] == ["4", "1"]
     environ = make_rank_environment(2, {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"})
@@ -95,7 +98,7 @@ CGROUPS = {
     "the limit of a parent": ("0::/job/step\n", {"job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000"}, 2.5),
     "its own cgroup as the root": ("0::/docker/one\n", {"cpu.max": "150000 100000"}, 1.5),
     "no limit": ("0::/\n", {"cpu.max": "max 100000"}, math.inf),
-    "no cgroup": ("", {}, math.inf),
+    "no cgroup": (None, {}, math.inf),
 }
 
 
@@ -104,13 +107,9 @@ def test_the_cpu_limit_of_a_cgroup_is_in_cores(tmp_path: Path, case: str) -> Non
     lines, files, cores = CGROUPS[case]
     for name, text in {"proc/self/cgroup": lines, **{f"sys/fs/cgroup/{key}": text for key, text in files.items()}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, "utf-8")
+        if text is not None:
+            (tmp_path / name).write_text(text, "utf-8")
     assert environment.read_cgroup_cores(tmp_path) == cores
-
-
-def test_a_fraction_of_a_core_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "read_cgroup_cores", lambda _: 0.5)
-    assert environment.num_cores() == 1
 
 
 LINK = (
@@ -176,7 +175,7 @@ def test_a_folder_with_only_records_of_ranks_is_used(plan: Path, folder: Path, o
         assert (run_folder / "plan.toml").exists()
 
 
-@pytest.mark.parametrize("name", ["work/thesis.tex", "work/rank-1.jsonl/notes", "work"])
+@pytest.mark.parametrize("name", ["work/thesis.tex", "work/rank-1.jsonl/notes", "work", ""])
 def test_files_of_the_user_beside_records_are_never_replaced(plan: Path, folder: Path, name: str) -> None:
     path = folder / "runs" / "small" / name
     path.parent.mkdir(parents=True)
@@ -193,6 +192,8 @@ def test_a_folder_is_used_by_one_run_at_a_time(plan: Path, folder: Path) -> None
             assert_refused(resolved, f"is used by an active run, process {os.getpid()}", overwrite=overwrite)
         with pytest.raises(FolderInUseError):
             FolderLock(run_folder)
+        (run_folder / ".lock").write_text("")
+        assert_refused(resolved, "is used by an active run\n")
         assert (run_folder / "plan.toml").exists()
         (run_folder / "metrics.jsonl").write_text("{}\n", "utf-8")
     lock = FolderLock(run_folder)  # a killed run leaves the file, which locks nothing
@@ -248,3 +249,10 @@ def test_cuda_without_a_device_is_refused(plan: Path, cli: Callable[..., Any], m
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cli("run", plan, "--set", 'run.device="cuda"').expect(1, "--set #1: error[no-device]")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    plans = (load_plan(plan, ['parallel.dp="auto"', f'run.device="{device}"']) for device in ("cpu", "cuda"))
+    assert [count_devices(each) for each in plans] == [None, 3]
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    cli("run", plan, "--nproc", 2).expect(2, "error[nproc]")
+    cli("verify", plan).expect(2, "error[verify-ranks]")

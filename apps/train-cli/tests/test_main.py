@@ -178,6 +178,8 @@ def test_env_has_versions_and_no_secrets(cli: Cli, monkeypatch: pytest.MonkeyPat
     out = cli("env").out
     assert all(f"\n{name} " in out for name in ("python", "torch", "sley-core", "NCCL_DEBUG"))
     assert "hidden-from-everyone" not in out
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "cannot be imported: import of torch halted" in cli("env").expect(0).out
 
 
 # -- README ------------------------------------------------------------------------------------------------------------

@@ -73,6 +73,8 @@ def test_a_missing_library_is_named(cli: Cli, folder: Path, monkeypatch: pytest.
 
 
 def test_the_report_of_a_run_without_steps_has_its_faults(run: Path, cli: Cli) -> None:
+    (run / "start.json").write_text('{"time": 1}', "utf-8")
+    assert "start.json` is not a valid start record" in cli("report", run).err
     for name in ("summary.json", "metrics.jsonl", "start.json"):
         (run / name).unlink()
     assert cli("report", run).code == 0

@@ -136,8 +136,10 @@ def test_a_field_that_a_prompt_lacks_is_refused(name: str, fields: dict[str, Fie
 
 def test_runs_without_weights_prompts_or_vocabulary_are_refused(cli: Any, trained: Trained, folder: Path) -> None:
     assert "error[no-run]" in cli("sample", folder, "--prompt", "x").err
+    assert "error[no-run]" in cli("eval", folder).err
     run = trained(PLAN, "nothing")
     assert "error[no-weights]" in cli("sample", run, "--prompt", "x").err
+    assert "has written no best checkpoint" in cli("sample", run, "--prompt", "x", "--best").err
     assert "error[empty-prompt]" in cli("sample", run, "--prompt", "").err
     tokens = {"use": "data.tokens", "files": ["x.bin"], "vocab_size": 256, "sequence": 24}
     (run / "plan.toml").write_text(plan_from_dict(changed(PLAN, data=tokens), folder).to_toml(), "utf-8")
