@@ -11,6 +11,7 @@ import torch
 from sley_core.comm.device import Device
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
+from sley_estimate.bytes import rank
 from sley_estimate.bytes.rank import build_rank0_draft, run_stages
 from sley_estimate.calibrate.bench import measure_layers
 from sley_estimate.commands import seconds_lines
@@ -120,6 +121,18 @@ def test_update_moves_all_parameters(texts: Path, dp: int, reduced: dict[str, An
     moved_bytes = 4 * (2 + 2 * 3) * sum(p.numel() for p in parameters)
     step = estimate_plan(plan, 2 * dp, machine_from_dict(at_once)).step
     assert sum(step.updating_s) == pytest.approx(moved_bytes / MACHINE["device"]["memory_bandwidth"], rel=0.05)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("activations", ["core.recompute", "core.keep"])
+@pytest.mark.parametrize("schedule", [{"use": "pp.interleaved", "chunks": 2}, {"use": "pp.zero_bubble_v"}])
+def test_few_recorded_microbatches_stand_for_many(texts: Path, activations: str, schedule: dict[str, Any]) -> None:
+    layout = {"parallel": {"pp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}, "pipeline": schedule}
+    plan = plan_of(texts, **layout, activations={"use": activations}, batch={"global_size": 32, "micro_size": 1})
+    one_host = changed(MACHINE, links__ranks_per_host=4)
+    represented_s = seconds(plan, 4, one_host)
+    with patch.object(rank, "min_equivalent_microbatches", lambda lists, num_microbatches: num_microbatches):
+        assert represented_s == pytest.approx(seconds(plan, 4, one_host), rel=0.01)
 
 
 @pytest.mark.sample(1)

@@ -28,7 +28,7 @@ from sley_estimate.bytes.rank import RankBytes, build_rank0_draft, representativ
 from sley_estimate.layers import times
 from sley_estimate.layers.operators import Operator
 from sley_estimate.machine import Cost, MachineFile, copy_cost, slowest_cost, slowest_message_cost
-from sley_estimate.step.record import BeginEvent, ComputeEvent, Events, Queue, RankRecord, WaitEvent, expand_step
+from sley_estimate.step.record import BeginEvent, ComputeEvent, Events, ExchangeReference, Queue, RankRecord, expand_step
 from sley_estimate.step.simulate import Await, Compute, Exchange, Instruction, StepTime, simulate_programs
 from sley_trainer.assemble import Draft
 
@@ -82,9 +82,13 @@ class _ProgramBuilder:
         exchanges: dict[Queue, list[Exchange]] = defaultdict(list)
         counts: Counter[str] = Counter()
 
+        def find(reference: ExchangeReference | None) -> Exchange | None:
+            """Returns None for no exchange: events of a later action may refer to one before the first of this step."""
+            queue = [] if reference is None else exchanges[reference.queue]
+            return queue[-reference.distance] if reference is not None and reference.distance <= len(queue) else None
+
         def begin(event: BeginEvent) -> Exchange:
-            previous = exchanges[event.after.queue][-event.after.distance] if event.after is not None else None
-            exchange = self._make_exchange(event, stage, counts, previous)
+            exchange = self._make_exchange(event, stage, counts, find(event.after))
             exchanges[event.queue].append(exchange)
             return exchange
 
@@ -98,10 +102,10 @@ class _ProgramBuilder:
                     seconds = part.host_s + (part.device_s if scale.runs_ahead else part.launched_s) * scale.factor
                     host_s = part.host_s + scale.launch_s * part.num_on_device
                     yield Compute(seconds, action, 0.0 if self.machine.device.kind == "cpu" else host_s)
-                elif isinstance(event, WaitEvent):
-                    yield Await(exchanges[event.exchange.queue][-event.exchange.distance].key)
-                else:
+                elif isinstance(event, BeginEvent):
                     yield begin(event)
+                elif (exchange := find(event.exchange)) is not None:
+                    yield Await(exchange.key)
 
         yield from map(begin, step.carried_exchanges)
         yield from instructions(step.opening, None)

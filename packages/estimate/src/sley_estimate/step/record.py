@@ -247,8 +247,8 @@ class Recording:
 
 def expand_step(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
     """Returns a copy of `step` in which `actions` replace its actions. Each action gets the events of a recorded action of the
-    same kind and chunk, preferably of an action that has the same neighbours and the same place, first or last, in its chunk.
-    Raises PlanError "estimate-seconds" if no action of this kind and chunk was recorded.
+    same kind and chunk, preferably of the same action, else of one that has the same neighbours and the same place, first or
+    last, in its chunk. Raises PlanError "estimate-seconds" if no action of this kind and chunk was recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step
@@ -274,6 +274,7 @@ def _neighbour_keys(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
         action_key = action.kind, action.chunk
         ends = first[action_key] == index, last.get(action.chunk) == index
         yield [
+            (action, ends, *actions[max(0, index - 1) : index + 2]),
             (action_key, ends, action_keys[index], action_keys[index + 2]),
             (action_key, ends, action_keys[index + 2]),
             (action_key, ends),
