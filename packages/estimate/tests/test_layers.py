@@ -290,7 +290,7 @@ def ranked(machine: MachineFile) -> dict[str, float]:
 def test_measured_variant_does_not_change_order(times: float, micro_size: int, policy: str) -> None:
     counted = ranked(machine_from_dict(small_machine()))
     assert len(counted) > 4
-    scaled = ranked(measured(plan_of(micro_size, policy), times))
+    scaled = ranked(measured(plan_of(micro_size, policy), times, micro_size=micro_size))
     assert list(scaled) == list(counted)
     for name, seconds in scaled.items():
         assert seconds == pytest.approx(times * counted[name], rel=0.05), name
