@@ -101,8 +101,6 @@ def test_layers_of_slices_are_scaled_from_full_sequences(texts: Path) -> None:
 
 LINK = {"latency_s": 1e-4, "bandwidth": 1e9}
 MACHINE = small_machine(device__kind="cpu", links={"ranks_per_host": 2, "same_host": LINK})
-
-
 FP32 = {"precision": {"compute": "fp32"}}
 
 
@@ -124,11 +122,10 @@ def test_update_moves_all_parameters(texts: Path, dp: int, reduced: dict[str, An
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("activations", ["core.recompute", "core.keep"])
 @pytest.mark.parametrize("schedule", [{"use": "pp.interleaved", "chunks": 2}, {"use": "pp.zero_bubble_v"}])
-def test_few_recorded_microbatches_stand_for_many(texts: Path, activations: str, schedule: dict[str, Any]) -> None:
+def test_few_recorded_microbatches_stand_for_many(texts: Path, schedule: dict[str, Any]) -> None:
     layout = {"parallel": {"pp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}, "pipeline": schedule}
-    plan = plan_of(texts, **layout, activations={"use": activations}, batch={"global_size": 32, "micro_size": 1})
+    plan = plan_of(texts, **layout, batch={"global_size": 32, "micro_size": 1})
     one_host = changed(MACHINE, links__ranks_per_host=4)
     represented_s = seconds(plan, 4, one_host)
     with patch.object(rank, "min_equivalent_microbatches", lambda lists, num_microbatches: num_microbatches):

@@ -267,13 +267,6 @@ def links(per_host=4, shared=False, **same) -> LinksTable:
     )
 
 
-def test_ring_of_one_host() -> None:
-    assert collective_cost("sum", 4 * MB, range(4), links()) == pytest.approx((6e-5, 2 * 3 / 4 * 4e-3, 0.0))
-    assert collective_cost("gather", 4 * MB, range(4), links()) == pytest.approx((3e-5, 3 / 4 * 4e-3, 0.0))
-    assert collective_cost("reduce", 4 * MB, range(4), links()) == collective_cost("gather", 4 * MB, range(4), links())
-    assert collective_cost("sum", 4 * MB, [3], links()) == NO_COST
-
-
 @pytest.mark.parametrize(("shared", "num_cards", "num_rings"), [(False, 4, 1), (True, 1, 4)])
 def test_ring_over_two_hosts_uses_its_network_cards(shared: bool, num_cards: int, num_rings: int) -> None:
     """One ring of all ranks uses all cards of a host. Four rings of two ranks have a card each, or share one."""
@@ -282,13 +275,14 @@ def test_ring_over_two_hosts_uses_its_network_cards(shared: bool, num_cards: int
     assert small_ring == pytest.approx((1e-4, 1 / 2 * 8 * MB / 1e8 * num_rings, 0.0))
 
 
-def test_messages() -> None:
+def test_rings_of_one_host_swaps_and_messages() -> None:
+    assert collective_cost("sum", 4 * MB, range(4), links()) == pytest.approx((6e-5, 2 * 3 / 4 * 4e-3, 0.0))
+    assert collective_cost("gather", 4 * MB, range(4), links()) == pytest.approx((3e-5, 3 / 4 * 4e-3, 0.0))
+    assert collective_cost("reduce", 4 * MB, range(4), links()) == collective_cost("gather", 4 * MB, range(4), links())
+    assert collective_cost("sum", 4 * MB, [3], links()) == NO_COST
     assert message_cost(MB, 0, 3, links()) == pytest.approx((1e-5, 1e-3, 0.0))
     assert message_cost(MB, 3, 4, links()) == pytest.approx((1e-4, 1e-2, 0.0))
     assert message_cost(MB, 3, 4, links(shared=True)) == pytest.approx((1e-4, 4e-2, 0.0))
-
-
-def test_swaps_go_to_each_peer_directly() -> None:
     assert collective_cost("swap", 8 * MB, range(4), links()) == pytest.approx((1e-5, 3 / 4 * 8e-3, 0.0))
     assert collective_cost("swap", 8 * MB, range(8), links()).transfer_s == pytest.approx(4 / 8 * 8 * MB / 1e8)
 
@@ -304,7 +298,6 @@ def test_kinds_of_exchanges_have_their_own_figures() -> None:
 
 @pytest.mark.parametrize("kind", ["gather", "swap", "message"])
 def test_overlap_splits_a_cost(kind: str) -> None:
-    """The sum is the same."""
     tables = (links(overlap=overlap) for overlap in (1.0, 0.5, 0.0))
     full, half, none = (
         message_cost(4 * MB, 0, 1, table) if kind == "message" else collective_cost(kind, 4 * MB, range(4), table)

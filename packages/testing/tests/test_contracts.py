@@ -212,9 +212,9 @@ def test_verdicts_on_a_distribution(install_plugins: Any, tmp_path: Path) -> Non
     text = f"import parts_plugin as p\nsley_records = p.hookimpl(lambda: [r for r in p.sley_records() if r.name in {names}])\n"
     (tmp_path / "few_plugin.py").write_text(text)
     install_plugins(tmp_path, few="few_plugin")
-    found = {verdict.record: (verdict.status, verdict.reason) for verdict in certify("sley-few")}
-    assert [found[name][0] for name in names] == ["passed", "failed", "skipped"]
-    assert found[names[1]][1].startswith("test_rate_depends_only_on_step: AssertionError: the factor of step 99")
+    verdicts = {verdict.record: (verdict.status, verdict.reason) for verdict in certify("sley-few")}
+    assert [verdicts[name][0] for name in names] == ["passed", "failed", "skipped"]
+    assert verdicts[names[1]][1].startswith("test_rate_depends_only_on_step: AssertionError: the factor of step 99")
     install_plugins(tmp_path, gone="no_such_module")
     (verdict,) = certify("sley-gone")
     assert (verdict.status, verdict.reason[:14]) == ("failed", "does not load:")
