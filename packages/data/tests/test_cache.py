@@ -12,6 +12,7 @@ from chat_templates import save_tokenizer
 from sley_core.data.dataset import DataContext
 from sley_data import streams
 from sley_data.datasets import TokenDataset
+from sley_data.files import find_cache_home
 from sley_data.plugin import TextConfig
 from sley_data.streams import load_text_stream
 from sley_data.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of documents in each call of the tokenizer; small texts are kept, and parts are small."""
     monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(streams, "MIN_PART_BYTES", 200)
+    monkeypatch.setattr(streams, "_REPORT_INTERVAL_S", 0.0)
     calls: list[int] = []
     encode = Tokenizer.encode
 
@@ -87,7 +89,9 @@ def test_a_killed_process_leaves_its_parts(table: TextConfig, encoded: list[int]
     assert sum(encoded) == whole
 
 
-def test_large_bytes_are_mapped_too(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_text_is_not_kept_and_large_bytes_are_mapped_too(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples(table)
+    assert not (table.files[0].parent / "home").exists()
     table = table.model_copy(update={"tokenizer": None, "end_of_document": None})
     expected, digest = samples(table), TokenDataset(table, DataContext()).data_digest
     monkeypatch.setattr(streams, "MAX_BYTES_IN_MEMORY", 0)
@@ -116,7 +120,8 @@ def test_two_that_prepare_at_once_do_it_once(
         results = [each.result(60) for each in loaded]
     assert all(stream.digest == wanted.digest for stream in results)
     assert sum(encoded) == whole
-    assert "waiting for another process on this host" in capfd.readouterr().err
+    notes = capfd.readouterr().err
+    assert all(note in notes for note in ("waiting for another process on this host", "data: tokenized 0 of 0 MB"))
 
 
 def test_other_text_or_settings_are_kept_apart(table: TextConfig, encoded: list[int], tmp_path: Path) -> None:
@@ -166,14 +171,13 @@ def test_a_change_in_the_middle_of_a_file_is_seen(table: TextConfig, encoded: li
     assert samples(table) == samples(table.model_copy(update={"cache": "none"})) != old
 
 
-def test_a_folder_that_cannot_be_written_is_said(table: TextConfig, encoded: list[int], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_said(
+    table: TextConfig, encoded: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("x")
     dataset = TokenDataset(table.model_copy(update={"cache": tmp_path / "file"}), DataContext())
     assert len(dataset) == len(samples(table.model_copy(update={"cache": "none"})))
     (note,) = dataset.data_notes
     assert "cannot be cached in" in note
-
-
-def test_little_text_is_not_kept(table: TextConfig) -> None:
-    samples(table)
-    assert not (table.files[0].parent / "home").exists()
+    monkeypatch.setenv("XDG_CACHE_HOME", "~no-such-user/cache")
+    assert find_cache_home() is None

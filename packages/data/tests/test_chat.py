@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
+from sley_data import documents as documents_module
 from sley_data import streams
 from sley_data.chat import CUT_REASON, NO_LABEL_REASON, TOO_LONG_REASON, ChatDataset, check_chat, pack_best_fit
 from sley_data.chat_template import ChatTemplate
@@ -114,11 +115,9 @@ def test_what_is_too_long(table: Any, more: dict[str, Any], count: int, fate: st
     assert rows.stats.dropped == (Counter({fate: 1}) if fate else Counter())
     assert len(documents(rows)) == count
     assert all("chats.jsonl#2" in note for note in rows.data_notes)
-
-
-def test_too_long_can_be_refused(table: Any) -> None:
-    with pytest.raises(PlanError, match=r"chats.jsonl#2.* tokens, which is more than `sequence` allows"):
-        load(table([chat("a", "b"), chat("a", "z" * 100)], too_long="refuse"))
+    if fate == TOO_LONG_REASON:
+        with pytest.raises(PlanError, match=r"chats.jsonl#2.* tokens, which is more than `sequence` allows"):
+            load(rows.config.model_copy(update={"too_long": "refuse"}))
 
 
 def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: Any) -> None:
@@ -131,6 +130,9 @@ def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: A
     template.write_text(everything, "utf-8")
     with pytest.raises(PlanError, match=r"every token has a label.*only this"):
         load(config.model_copy(update={"template": template}))
+    template.write_text("{{ raise_exception('no such role') }}", "utf-8")
+    with pytest.raises(PlanError, match=r"no token of a conversation has a label \(1: .*no such role\); .*no such role"):
+        load(config.model_copy(update={"template": template}))
     assert load(table([chat("a", "b")], train_on="all")).stats.trained > 0
 
 
@@ -139,11 +141,16 @@ def test_a_conversation_without_an_answer_is_left_out_and_said(table: Any) -> No
     assert rows.data_notes == [f"1 samples are dropped, the first in `chats.jsonl#1`: {NO_LABEL_REASON}"]
 
 
-def test_held_out_conversations_are_not_trained_on(table: Any, tmp_path: Path) -> None:
+def test_held_out_conversations_are_not_trained_on(table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [chat(f"question {number % 100}", "b") for number in range(200)]
     config = table(rows, held_out=0.2)
     assert describe_overlap(config, config) == ""
     assert "trained on" in describe_overlap(config.model_copy(update={"held_out": 0.0}), config)
+    absent = config.model_copy(update={"files": (tmp_path / "absent",)})
+    assert describe_overlap(config, absent) == ""
+    assert "not known whether the run was trained on" in describe_overlap(absent, config)
+    monkeypatch.setattr(documents_module, "_MAX_COMPARE_BYTES", 10)
+    assert "is not read for this comparison" in describe_overlap(config, config)
     (tmp_path / "evaluated.jsonl").write_text(json.dumps(chat("question 7", "b")), "utf-8")
     config = table(rows, held_out=0.0, held_out_files=[str(tmp_path / "evaluated.jsonl")])
     assert load(config).data_notes == ["2 of 200 documents in `files` are also in `held_out_files`: training excludes them"]
@@ -176,11 +183,15 @@ def test_check_of_large_files_sees_masks_and_splits(table: Any, monkeypatch: pyt
 
 
 def test_check_says_what_a_run_would(table: Any, tmp_path: Path) -> None:
-    for code, rows in {"data-json": [{"text": "a"}], "chat-mask": [chat("a")]}.items():
-        assert [problem.code for problem in check_chat(table(rows), evaluates=False)] == [code]
+    for code, rows, share in (
+        ("data-json", [{"text": "a"}], 0),
+        ("chat-mask", [chat("a")], 0),
+        ("data-short", [chat("a")], 0.99),
+    ):
+        assert [problem.code for problem in check_chat(table(rows, held_out=share), evaluates=False)] == [code]
     config = table([chat("a", "b")])
     assert list(check_chat(config, evaluates=False)) == []
-    absent = {"tokenizer-missing": {"tokenizer": tmp_path / "absent"}, "data-missing": {"files": (tmp_path / "absent.jsonl",)}}
+    absent = {"tokenizer-missing": {"tokenizer": tmp_path / "a"}, "data-missing": {"held_out_files": (tmp_path / "a.jsonl",)}}
     for code, change in absent.items():
         assert [problem.code for problem in check_chat(config.model_copy(update=change), evaluates=False)] == [code]
     (problem,) = check_chat(config, evaluates=False, vocab_size=100)

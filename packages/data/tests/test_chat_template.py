@@ -1,6 +1,7 @@
 """Compares the masks of public chat formats with a slow oracle that renders and tokenizes every prefix."""
 
 import json
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from chat_templates import TEMPLATES, end_of_turn, save_tokenizer, template_of
 
-from sley_core.errors import PlanError
+from sley_core.errors import PlanError, PluginError
 from sley_data.chat_template import ChatTemplate, EncodedSample
 from sley_data.documents import Conversation
 from sley_data.plugin import ChatConfig
@@ -185,10 +186,25 @@ def test_a_token_across_the_border_of_a_block_is_not_trained_on(folder: Path, tm
     assert "crosses the border" in reason
 
 
+def test_a_block_takes_the_token_that_ends_its_turn(folder: Path, tmp_path: Path) -> None:
+    """Though the template writes this token behind the block. A turn without the token keeps its block."""
+    file = tmp_path / "short.jinja"
+    end = "{% if m.content != 'd' %}<|im_end|>{% endif %}"
+    text = template_of("chatml", blocks=True).replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}" + end)
+    file.write_text(text, "utf-8")
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    ((_, (sample,), _),) = ChatTemplate(folder, file).encode([Conversation("x", messages)], table(folder))
+    texts = [ChatTemplate(folder, file).tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.label_ranges]
+    assert texts == ["b<|im_end|>", "d"]
+
+
 def test_a_template_writes_the_same_date_every_day(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "dated.jinja"
-    file.write_text("{{ strftime_now('%d %b %Y, %H') }}" + template_of("chatml", blocks=False), "utf-8")
-    assert ChatTemplate(folder, file).render([{"role": "user", "content": "a"}], None).startswith("26 Jul 2024, 00")
+    text = "{{ strftime_now('%d %b %Y, %H') }}" + template_of("chatml", blocks=False)
+    file.write_text(text, "utf-8")
+    named = ChatTemplate(save_tokenizer(tmp_path / "named", {"default": text, "tool_use": text}))
+    for dated in (ChatTemplate(folder, file), named):
+        assert dated.render([{"role": "user", "content": "a"}], None).startswith("26 Jul 2024, 00")
 
 
 def test_what_a_template_does_not_do_is_said(folder: Path, tmp_path: Path) -> None:
@@ -205,6 +221,8 @@ def test_what_a_template_does_not_do_is_said(folder: Path, tmp_path: Path) -> No
     headed = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
     file.write_text(headed, "utf-8")
     assert ChatTemplate(folder, file).end_of_turn_id is None, "the token is before the answer"
+    file.write_text("{{ raise_exception('no such role') }}", "utf-8")
+    assert ChatTemplate(folder, file).list_notes() == [], "nothing is known"
 
 
 def test_an_answer_at_the_start_has_labels_only_with_blocks(folder: Path, tmp_path: Path) -> None:
@@ -239,7 +257,7 @@ def test_what_a_template_refuses_is_said(folder: Path, tmp_path: Path) -> None:
         assert "System role not supported" in reason
 
 
-def test_a_folder_without_a_template_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_template_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match="has no chat template"):
         ChatTemplate(folder)
     with pytest.raises(PlanError, match=r"the folder .* does not exist"):
@@ -249,3 +267,6 @@ def test_a_folder_without_a_template_is_refused(folder: Path, tmp_path: Path) ->
     (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
     with pytest.raises(PlanError, match="transformers cannot load the tokenizer"):
         ChatTemplate(tmp_path)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(PluginError, match=r"needs the packages `transformers` and `jinja2`"):
+        ChatTemplate(folder)

@@ -1,6 +1,7 @@
 """What a check says of a plan's data before a run, and tables that mean nothing."""
 
 import sys
+import sysconfig
 from array import array
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from sley_core.data.dataset import DataConfig
 from sley_core.errors import KeyPath
 from sley_core.table import Table
 from sley_data.datasets import check_token_dataset
-from sley_data.plugin import TextConfig, TokensConfig
+from sley_data.plugin import ChatConfig, TextConfig, TokensConfig
 
 
 def found(config: DataConfig, *, evaluates: bool = False) -> list[tuple[KeyPath, str]]:
@@ -96,6 +97,8 @@ def test_a_tokenizer_must_be_there_be_one_and_be_readable(folder: Path, monkeypa
     assert found(wrong_end) == [(("data", "end_of_document"), "tokenizer-invalid")]
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert found(config) == [(("data", "tokenizer"), "tokenizers-missing")]
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(folder))
+    assert found(TextConfig(source="python-stdlib", sequence=4)) == [(("data", "source"), "data-missing")]
 
 
 def test_a_plan_made_for_other_data_is_refused(folder: Path) -> None:
@@ -119,35 +122,32 @@ def test_a_model_with_fewer_rows_than_the_data_has_ids_is_found(folder: Path) ->
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def refused(model: type[Table], message: str, **table: Any) -> None:
+TABLES: dict[type[Table], dict[str, Any]] = {
+    TextConfig: {},
+    TokensConfig: {"files": ["a"], "vocab_size": 100},
+    ChatConfig: {"files": ["a"], "tokenizer": "b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "table", "message"),
+    [
+        (TextConfig, {}, "set `source` or `files`"),
+        (TextConfig, {"files": []}, "set `source` or `files`"),
+        (TextConfig, {"files": ["a"], "source": "python-stdlib"}, "only one of `source` and `files`"),
+        (TextConfig, {"files": ["a"], "end_of_document": "<end>"}, "bytes have no such token"),
+        (TextConfig, {"files": ["a"], "held_out": 0.1, "held_out_files": ["b"]}, "only one of `held_out` and `held_out_files`"),
+        (TextConfig, {"files": ["a"], "field": "text", "separator": "|"}, "`field`"),
+        (TextConfig, {"source": "python-stdlib", "field": "text"}, "`field`"),
+        (TokensConfig, {"files": []}, "must not be empty"),
+        (TokensConfig, {"end_of_document": 100}, "must be less than `vocab_size`"),
+        (TokensConfig, {"vocab_size": 65537}, "uint16 is too narrow"),
+        (ChatConfig, {"files": []}, "must not be empty"),
+    ],
+)
+def test_tables_that_mean_nothing_are_refused(model: type[Table], table: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        model.model_validate(table)
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({}, "set `source` or `files`"),
-        ({"files": []}, "set `source` or `files`"),
-        ({"files": ["a"], "source": "python-stdlib"}, "only one of `source` and `files`"),
-        ({"files": ["a"], "end_of_document": "<end>"}, "bytes have no such token"),
-        ({"files": ["a"], "held_out": 0.1, "held_out_files": ["b"]}, "only one of `held_out` and `held_out_files`"),
-    ],
-)
-def test_text_tables_that_mean_nothing_are_refused(table: dict[str, Any], message: str) -> None:
-    refused(TextConfig, message, **{"sequence": 4, **table})
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"files": []}, "must not be empty"),
-        ({"end_of_document": 100}, "must be less than `vocab_size`"),
-        ({"vocab_size": 65537}, "uint16 is too narrow"),
-    ],
-)
-def test_token_tables_that_mean_nothing_are_refused(table: dict[str, Any], message: str) -> None:
-    refused(TokensConfig, message, **{"files": ["a"], "vocab_size": 100, "sequence": 4, **table})
+        model.model_validate({"sequence": 4, **TABLES[model], **table})
 
 
 def test_held_out_files_leave_no_share_to_hold_out() -> None:

@@ -1,6 +1,7 @@
 """Files are read as what they are: links, hidden names, compressed text, line ends, ids of another width."""
 
 import bz2
+import errno
 import gzip
 import io
 import json
@@ -13,6 +14,7 @@ import zipfile
 from array import array
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -63,12 +65,9 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_are_sorted_within_a_pattern_and_named_from_where_it_starts(corpus: Path) -> None:
+def test_files_are_sorted_within_a_pattern_named_from_where_it_starts_and_taken_once(corpus: Path) -> None:
     assert names(corpus / "**/*.txt") == ["a.txt", "b.txt", "sub/c.txt", "sub/deep/d.txt", "what?.txt"]
     assert names(corpus / "sub/**/*.txt", corpus / "a.*") == ["c.txt", "deep/d.txt", "a.md", "a.txt"]
-
-
-def test_a_file_is_taken_once(corpus: Path) -> None:
     assert names(corpus / "b.txt", corpus / "*.txt", corpus / "sub/../a.txt") == ["b.txt", "a.txt", "what?.txt"]
 
 
@@ -95,10 +94,29 @@ def test_what_is_wrong_is_told_with_its_place(corpus: Path, pattern: str, code: 
     assert message in problems[0].message
 
 
-def test_what_is_no_regular_file_is_refused(corpus: Path) -> None:
+def test_what_is_no_regular_file_or_not_readable_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(corpus / "pipe")
-    _, problems = find_files([corpus / "pipe"], KEY)
-    assert "is not a regular file" in problems[0].message
+    monkeypatch.setattr(os, "access", lambda path, _: path != corpus / "a.txt")
+    _, (pipe, closed) = find_files([corpus / "pipe", corpus / "a.txt"], KEY)
+    assert ("is not a regular file" in pipe.message, "is not readable" in closed.message) == (True, True)
+
+
+DISK = {
+    "a.txt": (b"text", "pathlib.Path.open"),
+    "a.bin": (b"text", "pathlib.Path.open"),
+    "a.txt.gz": (gzip.compress(b"text"), "gzip.GzipFile.read"),
+    "a.parquet": (b"PAR1\x15\x04" + bytes(40), "pyarrow.parquet.ParquetFile"),
+}
+
+
+@pytest.mark.parametrize("name", DISK)
+def test_an_error_of_the_disk_does_not_blame_the_content(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, target = DISK[name]
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(target, Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    tokens = TokensConfig(files=(tmp_path / name,), sequence=4, vocab_size=60000)
+    (problem,) = check_token_dataset(tokens if name == "a.bin" else lines(tmp_path / name, field="text"), evaluates=False)
+    assert (problem.code, "cannot be read: [Errno 5]" in problem.message) == ("data-missing", True)
 
 
 def test_links_that_lead_back_end(tmp_path: Path) -> None:
@@ -279,9 +297,3 @@ def test_a_line_that_is_no_document_is_named(path: Path, line: str, message: str
     assert problem.code == "data-json"
     with pytest.raises(PlanError, match=message):
         len(TokenDataset(lines(path, field="text"), DataContext()))
-
-
-@pytest.mark.parametrize("more", [{"separator": "|"}, {"source": "python-stdlib", "files": ()}])
-def test_a_field_goes_with_lines_of_files_alone(path: Path, more: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="`field`"):
-        TextConfig.model_validate({"files": [str(path)], "sequence": 4, "field": "text", **more})

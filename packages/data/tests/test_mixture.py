@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sley_core.data.batches import open_dataset
 from sley_core.data.dataset import DataContext, Split
 from sley_core.data.feed import Feed
-from sley_core.errors import PlanError, RunError, SleyError
+from sley_core.errors import PlanError, RunError, SleyError, UsageError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict, plan_from_text
 from sley_data.documents import read_documents
@@ -109,17 +109,9 @@ def check_sequence(table: dict[str, Any], random: Random) -> None:
             assert sorted(own[at : at + length]) == list(range(length)), "each sample once in an epoch of its source"
 
 
-@settings(max_examples=3)
-@given(table=drawn(), random=st.randoms(use_true_random=False))
-def test_there_is_one_sequence(table: dict[str, Any], random: Random) -> None:
-    check_sequence(table, random)
-
-
-@pytest.mark.campaign
-@settings(max_examples=200)
-@given(table=drawn(), random=st.randoms(use_true_random=False))
-def test_there_is_one_sequence_of_many_mixtures(table: dict[str, Any], random: Random) -> None:
-    check_sequence(table, random)
+@pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.campaign)])
+def test_there_is_one_sequence(count: int) -> None:
+    settings(max_examples=count)(given(table=drawn(), random=st.randoms(use_true_random=False))(check_sequence))()
 
 
 @settings(max_examples=40)
@@ -155,6 +147,8 @@ def test_epochs_say_how_often_a_source_is_seen() -> None:
     table = mixture([numbered(8, 0, epochs=2), numbered(10, 1, epochs=0.5), numbered(3, 2, epochs=1)])
     dataset = opened(table)
     assert len(dataset) == 16 + 5 + 3
+    with pytest.raises(IndexError):
+        dataset[24]
     (first, second) = ids(table, [24, 24])
     for epoch in (first, second):
         assert Counter(one // APART for one in epoch) == {0: 16, 1: 5, 2: 3}
@@ -171,6 +165,8 @@ def test_exhausted_sources_end_the_epoch_or_are_refused() -> None:
     first, second = ids(mixture(sources, exhausted="end"), [size, size])
     assert Counter(one // APART for one in first)[1] == 7
     assert sorted(one for one in first if one >= APART) == sorted(one for one in second if one >= APART)
+    with pytest.raises(SleyError, match="`exhausted` has no effect with `epochs`"):
+        opened(mixture([numbered(30, 0, epochs=1)], exhausted="end"))
     refused = mixture(sources, exhausted="refuse")
     assert len(opened(refused, num_samples=size)) == size
     with pytest.raises(PlanError, match=f"needs {size + 1} samples, but the source `s1` is exhausted after {size}"):
@@ -262,10 +258,14 @@ def test_what_one_source_holds_out_none_trains_on(tmp_path: Path, first: Any, se
     assert {each for _, each in read_documents(files, alone.data.config, "train")} & held_out[0], "alone it would train on some"
     assert describe_overlap(config, config) == ""
     sources = [{**source, "held_out": 0.0, "held_out_files": []} for source in sources]
+    sources.append({"use": "data.tokens", "files": ["kept.txt"], "vocab_size": 256, "sequence": 8, "weight": 1})
     other = plan_from_dict(small_plan(data=mixture(sources)), tmp_path).data.config
     count = len(held_out[0] & {each.encode() for each in shared})
     assert f"`s0` in `s1`: the run was trained on {count} of the {len(held_out[0])} held-out" in describe_overlap(other, config)
+    assert describe_overlap(config, other) == ""
     assert load_text_ids(config, None).size == 256
+    with pytest.raises(UsageError, match="no source of the mixture has a tokenizer"):
+        load_text_ids(plan_from_dict(small_plan(data=mixture(sources[2:])), tmp_path).data.config, None)
 
 
 def test_held_out_samples_come_from_sources_that_have_some(tmp_path: Path) -> None:
@@ -317,6 +317,7 @@ def test_tables_of_sources_are_checked_at_their_place(tmp_path: Path) -> None:
     assert problems(weight=0) == [("out-of-range", "data.sources.1.weight")]
     assert problems(name="s0") == [("wrong-value", "data")]
     assert problems(epochs=1) == [("wrong-value", "data")]
+    assert problems(weight=None, epochs=1) == [("wrong-value", "data")]
     assert problems(sequence=16) == [("mixture-sources", "data.sources.1")]
     assert problems(documents="cut") == [("mixture-sources", "data.sources.1")]
     assert problems(held_out=0.001) == [("held-out", "evaluation")]
@@ -330,6 +331,9 @@ def test_sources_that_do_not_fit_each_other(tmp_path: Path) -> None:
         raise PlanError.from_diagnostics(check_plan(plan_from_dict(small_plan(data=mixture([bytes_, tokens])), tmp_path), 1))
     with pytest.raises(PlanError, match="same `vocab_size`"):
         _ = opened(mixture([bytes_, tokens]), tmp_path).info
+    with pytest.raises(PlanError, match=r"source `s1`: the file `.*none.txt` does not exist") as caught:
+        len(opened(mixture([bytes_, {**bytes_, "files": ["none.txt"]}]), tmp_path))
+    assert caught.value.diagnostics[0].path == ("data", "sources", 1, "files", 0)
     with pytest.raises(PlanError, match="same `fields`, but `s0` has id and `s1` has id, drawn"):
         _ = opened(
             mixture([numbered(3, 0, weight=1), {**numbered(3, 1, weight=1), "options": {"count": 3, "draws": True}}])

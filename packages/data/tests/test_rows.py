@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from sley_core.errors import PlanError
+from sley_core.errors import PlanError, PluginError
 from sley_data.documents import Conversation, read_conversations, read_documents
 from sley_data.files import build_plan_error, find_document_files
 from sley_data.formats import read_rows
@@ -24,21 +26,15 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def write_stream(path: Path, rows: list[Any]) -> None:
+def write_arrow(path: Path, rows: list[Any], open_writer: Any = pa.ipc.new_stream) -> None:
     table = pa.Table.from_pylist(rows)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-
-
-def write_arrow(path: Path, rows: list[Any]) -> None:
-    table = pa.Table.from_pylist(rows)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+    with pa.OSFile(str(path), "wb") as file, open_writer(file, table.schema) as writer:
         writer.write_table(table)
 
 
 def write_saved(path: Path, rows: list[Any]) -> None:
     path.mkdir()
-    write_stream(path / "data-00000-of-00001.arrow", rows)
+    write_arrow(path / "data-00000-of-00001.arrow", rows)
     (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}), "utf-8")
 
 
@@ -52,8 +48,8 @@ FORMATS: dict[str, Callable[[Path, list[Any]], Any]] = {
     "a.jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(lines(rows))),
     "a.json": lambda path, rows: path.write_text(json.dumps(rows, indent=2), "utf-8"),
     "a.parquet": lambda path, rows: parquet.write_table(pa.Table.from_pylist(rows), path),
-    "a.arrow": write_arrow,
-    "stream.arrow": write_stream,
+    "a.arrow": partial(write_arrow, open_writer=pa.ipc.new_file),
+    "stream.arrow": write_arrow,
     "saved": write_saved,
 }
 
@@ -128,12 +124,13 @@ def test_keys_that_users_have(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "area", "arguments": '{"r": 2}'}}
     rows = [
         {"system": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        {"messages": [{"role": "assistant", "content": None, "tool_calls": [call], "name": None}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [call], "name": None}], "tools": '[{"type": "f"}]'},
         {"messages": [{"role": "assistant", "content": "a", "weight": 0}, {"role": "assistant", "content": "b", "weight": 1}]},
     ]
     system, called, weighed = read(written(tmp_path / "a.jsonl", rows))
     assert [message["content"] for message in system.messages] == ["s", "a", "b"]
     assert called.messages == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert called.tools == [{"type": "f"}]
     assert weighed.trained_turns == [1]
 
 
@@ -197,11 +194,12 @@ def test_damage_is_named(tmp_path: Path, name: str, count: int) -> None:
     assert all(path.name in message for message in messages), messages
 
 
-def test_mixed_and_odd_tables(tmp_path: Path) -> None:
+def test_mixed_and_odd_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dict").mkdir()
-    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train"]}', "utf-8")
-    with pytest.raises(PlanError, match="name its splits"):
-        read(tmp_path / "dict")
+    for name, message in (("dataset_dict.json", "name its splits"), ("state.json", "does not name the files of the dataset")):
+        (tmp_path / "dict" / name).write_text('{"splits": ["train"]}', "utf-8")
+        with pytest.raises(PlanError, match=message):
+            read(tmp_path / "dict")
     odd = tmp_path / "odd.parquet"
     parquet.write_table(pa.table({"messages": pa.array([None, None], pa.null())}), odd)
     with pytest.raises(PlanError, match=r"row 1 of .*odd.parquet"):
@@ -214,3 +212,6 @@ def test_mixed_and_odd_tables(tmp_path: Path) -> None:
     assert len(read(long)[0].messages[0]["content"]) == 5_000_000
     files, _ = find_document_files(chat_table(odd), "train")
     assert [number for number, _ in read_rows(files[0])] == [1, 2]
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(PluginError, match="needs `pyarrow`"):
+        read(odd)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from sley_core.api.plan import DataConfig
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
@@ -33,6 +33,17 @@ def dataset(folder: Path, *texts: bytes, **more: Any) -> TokenDataset:
     return TokenDataset(TextConfig(files=(folder / "*.txt",), **options), DataContext())
 
 
+@pytest.mark.parametrize(("before", "after"), [([], []), ([0, 3], []), ([], [0]), ([0], [0, 3])])
+def test_special_tokens_of_the_settings_surround_each_document(tokenizer: Path, before: list[int], after: list[int]) -> None:
+    made = Tokenizer.from_file(str(tokenizer))
+    single = " ".join([*(WORDS[token] for token in before), "$A", *(WORDS[token] for token in after)])
+    made.post_processor = processors.TemplateProcessing(single, special_tokens=[(WORDS[token], token) for token in (0, 3)])
+    made.save(str(tokenizer))
+    ids, lengths = OurTokenizer(tokenizer, None).encode([("a", b"the weft"), ("b", b"weft")])
+    assert ids.tolist() == [*before, 1, 4, *after, *before, 4, *after]
+    assert lengths.tolist() == [len(before) + 2 + len(after), len(before) + 1 + len(after)]
+
+
 def test_tokens_are_those_of_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     texts = ("the shuttle carries the é".encode(), b"weft the weft")
     data = dataset(tmp_path, *texts, tokenizer=tokenizer, end_of_document="<end>")
@@ -40,13 +51,6 @@ def test_tokens_are_those_of_the_tokenizer(tmp_path: Path, tokenizer: Path) -> N
     assert [data[index]["tokens"].tolist() for index in range(len(data))] == [[1, 2, 3], [1, 5, 0], [4, 1, 4]]
     labels = torch.cat([data[index]["labels"] for index in range(len(data))])
     assert labels[labels != IGNORE_INDEX].tolist() == [2, 3, 1, 5, 0, 1, 4, 0]
-
-
-def test_a_tokenizer_without_a_vocabulary(tmp_path: Path) -> None:
-    Tokenizer(models.WordLevel({}, unk_token="<end>")).save(str(tmp_path / "none.json"))
-    with pytest.raises(PlanError, match="has no vocabulary") as caught:
-        _ = dataset(tmp_path, b"the weft", tokenizer=tmp_path / "none.json").info
-    assert caught.value.diagnostics[0].code == "tokenizer-invalid"
 
 
 def test_more_than_65536_tokens_take_four_bytes(tmp_path: Path) -> None:
@@ -63,11 +67,15 @@ def test_text_that_is_not_utf8_is_an_error_and_not_replaced(tmp_path: Path, toke
     assert caught.value.diagnostics[0].code == "data-encoding"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"model": 1})])
+EMPTY = Tokenizer(models.WordLevel({}, unk_token="<end>")).to_str()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"model": 1}), EMPTY])
 def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(PlanError, match="is not a Hugging Face tokenizer"):
+    with pytest.raises(PlanError, match="has no voc" if content == EMPTY else "is not a Hugging Face tokenizer") as caught:
         len(dataset(tmp_path, b"the", tokenizer=tmp_path / "tokenizer.json"))
+    assert caught.value.diagnostics[0].code == "tokenizer-invalid"
 
 
 def test_a_tokenizer_is_named_by_its_folder_too(tmp_path: Path, tokenizer: Path) -> None:
@@ -111,8 +119,8 @@ def test_settings_that_drop_add_or_draw_tokens_do_not_count(tmp_path: Path, make
     assert deterministic_tokenizer_json((tmp_path / "plain.json").read_text()) == (tmp_path / "plain.json").read_text()
 
 
-@pytest.mark.parametrize(("beside", "end"), [({"eos_token": "<end>"}, 0), ({"eos_token": {"content": "<end>"}}, 0), ({}, None)])
-def test_a_given_tokenizer_says_where_a_document_ends(tmp_path: Path, beside: dict[str, Any], end: int | None) -> None:
+@pytest.mark.parametrize(("beside", "end"), [({"eos_token": "<end>"}, 0), ({"eos_token": {"content": "<end>"}}, 0), ([], None)])
+def test_a_given_tokenizer_says_where_a_document_ends(tmp_path: Path, beside: Any, end: int | None) -> None:
     """Otherwise `sample` goes on behind the end of the document."""
     model = models.WordLevel({"<end>": 0, "the": 1, "?": 2}, unk_token="?")
     Tokenizer(model).save(str(tmp_path / "tokenizer.json"))

@@ -13,10 +13,9 @@ import pytest
 from sley_core.api.plan import Plan
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.protocols import MetricsWriter
 from sley_metrics import plugin
-from sley_metrics.plugin import TensorboardConfig, WandbConfig, sley_check_plan
-from sley_metrics.writers import TensorboardWriter, WandbWriter
+from sley_metrics.plugin import WandbConfig, sley_check_plan
+from sley_metrics.writers import WandbWriter
 from sley_testing.hook_contract import MetricsWriterContract, Point
 from sley_testing.plans import small_plan
 
@@ -99,26 +98,6 @@ def test_offline_rows_are_in_the_files_of_wandb(tmp_path: Path, monkeypatch: pyt
 # -- TensorBoard ---------------------------------------------------------------------------------------------------------
 
 
-def read_events(folder: Path, **options: Any) -> Any:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
-
-    events = EventAccumulator(str(folder / "tensorboard"), **options)
-    events.Reload()
-    return events
-
-
-def test_every_number_is_a_point_of_its_curve(tmp_path: Path) -> None:
-    writer = TensorboardWriter(TensorboardConfig(), tmp_path)
-    assert isinstance(writer, MetricsWriter)
-    for step in (1, 2):
-        writer.write({"step": step, "loss": 6.0 - step, "tokens": 4096})
-    writer.close()
-    curves = read_events(tmp_path)
-    assert curves.Tags()["scalars"] == ["loss", "tokens"]
-    assert [(point.step, point.value) for point in curves.Scalars("loss")] == [(1, 5.0), (2, 4.0)]
-    assert [point.value for point in curves.Scalars("tokens")] == [4096.0, 4096.0]
-
-
 class TestTensorboard(MetricsWriterContract):
     """A thread of TensorBoard's writes its points, which also is where a full disk is an error."""
 
@@ -136,7 +115,10 @@ class TestTensorboard(MetricsWriterContract):
         monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
     def read(self, folder: Path) -> Iterator[Point]:
-        events = read_events(folder, purge_orphaned_data=True)
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+        events = EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=True)
+        events.Reload()
         for name in events.Tags()["scalars"]:
             yield from ((event.step, name, event.value) for event in events.Scalars(name))
 

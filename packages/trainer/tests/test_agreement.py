@@ -35,16 +35,6 @@ def other_value(run: Run, is_odd: bool) -> None:
             run.registry["blocks.1.inner.weight"].parameter[0, 0] += 1e-9
 
 
-def evaluates(run: Run, is_odd: bool) -> None:
-    if is_odd:
-        run.evaluate()
-
-
-def loads(run: Run, is_odd: bool) -> None:
-    if is_odd:
-        run.load_weights({})
-
-
 def differing(tables: dict[str, Any], folder: Path) -> list[str]:
     """What each case says on this rank, the one before it over; and that a run goes on where all ranks change alike."""
     said = []
@@ -52,8 +42,8 @@ def differing(tables: dict[str, Any], folder: Path) -> list[str]:
         (0, freeze("head.bias")),
         (1, freeze("head.bias", "blocks.0.inner.weight")),
         (0, other_value),
-        (1, evaluates),
-        (2, loads),
+        (1, lambda run, is_odd: is_odd and run.evaluate()),
+        (2, lambda run, is_odd: is_odd and run.load_weights({})),
     ]
     with World.join("cpu") as world:
         for num_steps, change in cases:

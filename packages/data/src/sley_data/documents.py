@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from sley_core.api.data import Split
 from sley_core.records import Problem
-from sley_data.files import DataFile, build_plan_error, find_document_files
+from sley_data.files import DataFile, find_document_files, find_split_files
 from sley_data.formats import build_row_error, open_decompressed, read_rows
 from sley_data.plugin import ChatConfig, DocumentsConfig, TextConfig
 
@@ -101,11 +101,8 @@ def find_copied_tokens(training_files: Sequence[DataFile], held_out_files: Seque
     max_bytes = _MAX_SEARCH_BYTES // max(1, len(training_files) * len(held_out_files))
     problems = []
     for held_out in held_out_files:
-        try:
-            pieces = _read_pieces(held_out)
-            copy = next((file for file in training_files if pieces and _contains_all(file, pieces, max_bytes)), None)
-        except OSError:
-            continue  # the code that opens the file later reports the error
+        pieces = _read_pieces(held_out)
+        copy = next((file for file in training_files if pieces and _contains_all(file, pieces, max_bytes)), None)
         if copy is not None:
             message = f"the held-out tokens of `{held_out.path}` are also in `{copy.path}`, so the run would train on them"
             hint = "remove these tokens from `files`"
@@ -159,9 +156,7 @@ def read_documents(
 
 def _read_split_digests(config: DocumentsConfig, split: Split) -> list[bytes]:
     """Returns the digest of each document of a split. Raises PlanError with all problems of its files."""
-    files, problems = find_document_files(config, split)
-    if problems:
-        raise build_plan_error(problems)
+    files, _ = find_split_files(config, split)
     return [sha256(document.content).digest() for document in read_documents(files, config, split)]
 
 

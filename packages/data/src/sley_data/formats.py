@@ -118,9 +118,7 @@ PLAIN_FORMAT = Format()
 
 
 def detect_format(path: Path) -> Format:
-    """Returns the format of a file; `PLAIN_FORMAT` if it cannot be read, since code that reads it later reports the error.
-    The format of a compressed file has the `unsupported` of its content.
-    """
+    """Returns the format of a file. The format of a compressed file has the `unsupported` of its content."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -128,8 +126,6 @@ def detect_format(path: Path) -> Format:
             return Format(is_table=_TABLE_SIGNATURES.match(head) is not None, unsupported=_match_signature(head, _UNSUPPORTED))
         with open_decompressed(path) as content:
             return Format(is_compressed=True, unsupported=_match_signature(content.read(_HEAD_BYTES), _UNSUPPORTED))
-    except OSError:
-        return PLAIN_FORMAT
     except PlanError:
         return Format(is_compressed=True)
 
@@ -172,13 +168,10 @@ _LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 
 def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str, str] | None:
     """Returns a reason and a hint if the ids in a token file seem to have another dtype than `dtype`, or are not all less than
-    `vocab_size`. Returns None if the ids are plausible, if there are fewer than `_MIN_IDS`, or if the file cannot be read.
-    Reads at most 128 KiB. The reason is a predicate whose subject is the file.
+    `vocab_size`. Returns None if the ids are plausible, or if there are fewer than `_MIN_IDS`. Reads at most 128 KiB. The
+    reason is a predicate whose subject is the file.
     """
-    try:
-        sample = read_blocks(path)
-    except OSError:
-        return None  # the code that opens the file later reports the error
+    sample = read_blocks(path)
     if sample[:4] == _LLM_C_MAGIC:
         return "begins with the header of llm.c, which would be read as tokens", "remove the header with `tail -c +1025`"
     ids = _view_ids(sample, dtype)

@@ -83,7 +83,7 @@ def template_of(name: str, *, blocks: bool) -> str:
     return TEMPLATES[name].replace("{A}", start).replace("{/A}", stop)
 
 
-def save_tokenizer(folder: Path, template: str | None) -> Path:
+def save_tokenizer(folder: Path, template: str | dict[str, str] | None) -> Path:
     """Writes a byte-level tokenizer of about 600 tokens, with merges across spaces and line ends. Returns its folder."""
     from transformers import PreTrainedTokenizerFast  # seconds, which every process that collects tests would need
 
