@@ -48,7 +48,7 @@ class Endless:
 def sequence_metric(fault: str = "") -> Callable[[Tensor, Mapping[str, Tensor]], dict[str, tuple[Any, Any]]]:
     """Returns a metric that needs full sequences: the position of the highest logit, and the likelihood of the best tokens.
 
-    fault: what is wrong with its results: "a name" of rank 1, "a pair", or "in place".
+    fault: what is wrong with its results: "a name" of rank 1, "a pair", "nothing", a name that is "taken", or "in place".
     """
 
     def count(output: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
@@ -62,7 +62,7 @@ def sequence_metric(fault: str = "") -> Callable[[Tensor, Mapping[str, Tensor]],
         }
         if fault == "a name" and dist.is_initialized() and dist.get_rank() == 1:
             results["more"] = results.pop("highest")
-        return {"highest": (highest, 1.0)} if fault == "a pair" else results
+        return {"a pair": {"highest": (highest, 1.0)}, "nothing": {}, "taken": {"loss": (1, 1)}}.get(fault, results)
 
     return count
 
@@ -164,6 +164,11 @@ MIXTURE = {"use": "data.mixture", "sources": [{"name": "a", "weight": 1.0, **SET
 SMOOTHED: Tables = {"loss": {"label_smoothing": 0.1}, "checkpoint": {}}
 REFUSED: dict[str, Tables] = {
     "does not return a pair of numbers for 'highest'": metric("a pair"),
+    "metric returns nothing": metric("nothing"),
+    "returns the name 'loss', which is taken": metric("taken"),
+    "must return a function `(output, batch)`, but returns a Rows": {
+        "evaluation__metric": {"factory": "test_evaluation:Rows", "options": {"num_samples": 1}}
+    },
     "writes in place": metric("in place"),
     "the set `mine` has no samples": one_set(factory="test_evaluation:Rows", options={"num_samples": 0}),
     "`mine` is a stream, which has no end": one_set(factory="test_evaluation:Endless", sequence=24),

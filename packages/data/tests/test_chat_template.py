@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -89,6 +90,15 @@ def template(folder: Path, tmp_path: Path, name: str, *, blocks: bool) -> ChatTe
     return ChatTemplate(folder, file)
 
 
+def label(
+    chat: ChatTemplate, texts: Sequence[str], config: ChatConfig, first_trained: int = 0
+) -> tuple[list[str], list[EncodedSample], str]:
+    """Returns the trained texts of a conversation, its samples, and why turns are left out."""
+    messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+    ((_, samples, reason),) = chat.encode([Conversation("x", messages, None, first_trained)], config)
+    return [chat.tokenizer.decode(one.ids[slice(*turn)]) for one in samples for turn in one.label_ranges], samples, reason
+
+
 @pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_masks_are_those_of_a_slow_oracle(folder: Path, tmp_path: Path, name: str, count: int) -> None:
@@ -115,13 +125,8 @@ def test_masks_are_those_of_a_slow_oracle(folder: Path, tmp_path: Path, name: st
 
 
 def test_turns_that_a_template_writes_anew_become_samples_of_their_own(folder: Path, tmp_path: Path) -> None:
-    qwen = template(folder, tmp_path, "qwen3", blocks=False)
-    messages = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b")) * 2]
-    ((_, samples, reason),) = qwen.encode([Conversation("x", messages)], table(folder))
-    texts = [qwen.tokenizer.decode(sample.ids[slice(*turn)]) for sample in samples for turn in sample.label_ranges]
-    assert texts == ["<think>\n\n</think>\n\nb<|im_end|>"] * 2
-    assert not reason
-    assert len(samples) == 2
+    texts, samples, reason = label(template(folder, tmp_path, "qwen3", blocks=False), "abab", table(folder))
+    assert (texts, len(samples), reason) == (["<think>\n\n</think>\n\nb<|im_end|>"] * 2, 2, "")
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -133,11 +138,9 @@ def test_what_is_trained_on(
     folder: Path, tmp_path: Path, blocks: bool, train_on: str, first_trained: int, texts: list[str]
 ) -> None:
     chatml = template(folder, tmp_path, "chatml", blocks=blocks)
-    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
-    conversation = Conversation("x", messages, None, first_trained)
-    ((_, (sample,), _),) = chatml.encode([conversation], table(folder, train_on=train_on))
-    assert [chatml.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.label_ranges] == texts
-    ((_, (whole,), _),) = chatml.encode([conversation], table(folder, train_on="all"))
+    found, (sample,), _ = label(chatml, "abcd", table(folder, train_on=train_on), first_trained)
+    assert found == texts
+    _, (whole,), _ = label(chatml, "abcd", table(folder, train_on="all"), first_trained)
     assert (whole.ids, whole.label_ranges) == (sample.ids, [(0, len(sample.ids))])
 
 
@@ -164,38 +167,25 @@ def test_there_is_one_bos_and_no_dropout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
 def test_the_last_turn_is_the_assistants_last_though_it_has_no_block(folder: Path, tmp_path: Path, name: str) -> None:
     text = template_of(name, blocks=True).replace("{% generation %}", "{% if m.content %}{% generation %}")
-    file = tmp_path / "some.jinja"
-    file.write_text(
-        text.replace("{% endgeneration %}", "{% endgeneration %}{% else %}" + end_of_turn(name) + "{% endif %}"), "utf-8"
-    )
-    some = ChatTemplate(folder, file)
-    messages = [
-        {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, ("a", "b", "c", ""), strict=True)
-    ]
-    ((_, (sample,), _),) = some.encode([Conversation("x", messages)], table(folder, train_on="last"))
-    assert [some.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.label_ranges] == [end_of_turn(name)]
+    text = text.replace("{% endgeneration %}", "{% endgeneration %}{% else %}" + end_of_turn(name) + "{% endif %}")
+    (tmp_path / "some.jinja").write_text(text, "utf-8")
+    texts, _, _ = label(ChatTemplate(folder, tmp_path / "some.jinja"), ["a", "b", "c", ""], table(folder, train_on="last"))
+    assert texts == [end_of_turn(name)]
 
 
 def test_a_token_across_the_border_of_a_block_is_not_trained_on(folder: Path, tmp_path: Path) -> None:
     chatml = template(folder, tmp_path, "chatml", blocks=True)
-    messages = [
-        {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, ("a", "b", "c", "\nd"), strict=True)
-    ]
-    ((_, (sample,), reason),) = chatml.encode([Conversation("x", messages)], table(folder))
-    assert [chatml.tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.label_ranges] == ["b<|im_end|>"]
+    texts, _, reason = label(chatml, ["a", "b", "c", "\nd"], table(folder))
+    assert texts == ["b<|im_end|>"]
     assert "crosses the border" in reason
 
 
 def test_a_block_takes_the_token_that_ends_its_turn(folder: Path, tmp_path: Path) -> None:
     """Though the template writes this token behind the block. A turn without the token keeps its block."""
-    file = tmp_path / "short.jinja"
-    end = "{% if m.content != 'd' %}<|im_end|>{% endif %}"
-    text = template_of("chatml", blocks=True).replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}" + end)
-    file.write_text(text, "utf-8")
-    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
-    ((_, (sample,), _),) = ChatTemplate(folder, file).encode([Conversation("x", messages)], table(folder))
-    texts = [ChatTemplate(folder, file).tokenizer.decode(sample.ids[slice(*turn)]) for turn in sample.label_ranges]
-    assert texts == ["b<|im_end|>", "d"]
+    end = "{% endgeneration %}{% if m.content != 'd' %}<|im_end|>{% endif %}"
+    text = template_of("chatml", blocks=True).replace("<|im_end|>{% endgeneration %}", end)
+    (tmp_path / "short.jinja").write_text(text, "utf-8")
+    assert label(ChatTemplate(folder, tmp_path / "short.jinja"), "abcd", table(folder))[0] == ["b<|im_end|>", "d"]
 
 
 def test_a_template_writes_the_same_date_every_day(folder: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Tests that every storage counts once, and that estimated bytes equal those of the allocator."""
 
+import os
+from functools import partial
 from itertools import count
 from unittest.mock import patch
 
@@ -12,7 +14,7 @@ from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import fake_tensors
 from sley_estimate.bytes.fake_tensors import FakeTensors, Ledger, StageTooLargeError
-from sley_estimate.bytes.rank import run_rank
+from sley_estimate.bytes.rank import _run_forked, run_rank
 from sley_testing.live_bytes import measure_bytes
 from sley_testing.plans import changed, small_plan
 
@@ -157,20 +159,38 @@ def test_owners_and_curve_contain_peak(texts):
 
 
 class ReadsValues(nn.Embedding):
-    """Returns logits, after clamping those with large values."""
+    """Returns scaled logits, after clamping those with large values."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = torch.tensor(0.5)  # no buffer
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits = super().forward(tokens)
+        logits = super().forward(tokens) * self.scale
         return logits.clamp(max=1.0) if logits.abs().max() > 1 else logits
 
 
 def layers() -> list[tuple[str, nn.Module]]:
-    return [("reads", ReadsValues(256, 256))]
+    return [("reads", ReadsValues(256, 256)), ("head", nn.Linear(256, 256))]
 
 
-def test_layer_that_reads_values_is_reported(texts):
-    tables = changed(PLAN, model={"factory": f"{__name__}:layers"})
-    message = r"reads values of tensors.*_local_scalar_dense.* layer `reads` \(ReadsValues\) in microbatch 0"
+STAGES = {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, r"reads values of tensors.*_local_scalar_dense.* layer `reads` \(ReadsValues\) in microbatch 0"),
+        (STAGES, r"the layer 'reads' \(ReadsValues\) cannot run without values: "),
+    ],
+)
+def test_layer_that_reads_values_is_reported(texts, changes, message):
+    plan = plan_from_dict(changed(PLAN, model={"factory": f"{__name__}:layers"}, **changes), texts)
     with pytest.raises(RunError, match=message) as caught:
-        run_rank(plan_from_dict(tables, texts), 0, 1)[0]
+        run_rank(plan, plan.parallel.pp - 1, plan.parallel.pp)
     assert caught.value.diagnostics[0].code == "estimate-layer"
+
+
+def test_process_that_ends_is_reported():
+    with pytest.raises(RunError, match="a process that simulated the steps of a stage ended unexpectedly"):
+        list(_run_forked([partial(os._exit, 1)], 1))

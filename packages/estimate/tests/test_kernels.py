@@ -251,3 +251,5 @@ def test_the_host_of_a_faster_device_is_timed_in_rows(monkeypatch: pytest.Monkey
     assert times.total_s == pytest.approx(2 * call_s - 0.05), "the slower counts"
     assert len(targets["addmm_"]) == num_weights * (1 + NUM_HOST_CALLS + NUM_CALLS + ROW_LENGTH)
     assert len({tensor.data_ptr() for tensor in targets["addmm_"]}) == num_weights
+    monkeypatch.undo()
+    assert 0 < benches.time_empty_backward(CPU) < 0.1

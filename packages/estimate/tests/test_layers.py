@@ -198,13 +198,17 @@ def test_changed_block_has_another_key(changes) -> None:
     assert keys(**changes)[1] != keys()[1]
 
 
-def test_attributes_that_are_not_plain_make_unique_signatures() -> None:
-    class HoldsObject(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.value = object()
+class Holds(nn.Module):
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
 
-    assert module_signature(HoldsObject(), "a") != module_signature(HoldsObject(), "b")
+
+def test_attributes_that_are_not_plain_make_unique_signatures() -> None:
+    assert module_signature(Holds(object()), "a") != module_signature(Holds(object()), "b")
+    assert module_signature(Holds({"a": Operator("x", 1)}), "a") == module_signature(Holds({"a": Operator("x", 1)}), "b")
+    assert module_signature(Holds({"a": Operator("x", 1)}), "a") != module_signature(Holds({"a": Operator("x", 2)}), "a")
+    assert module_signature(Holds([torch.ones(2)]), "a") == module_signature(Holds([torch.zeros(2)]), "a")
     assert module_signature(Block(), "a") == module_signature(Block(), "b")
     assert module_signature(Block(), "a") != module_signature(Block(bias=False), "a")
 
@@ -220,6 +224,9 @@ def test_seconds_of_operators() -> None:
     assert operators_s(operators, device("cpu")) == pytest.approx(7e-3)
     assert operators_s(operators, device("cuda")) == pytest.approx(5e-3), "launches overlap"
     assert operators_s([Operator("c", 10)] * 9, device("cuda")) == pytest.approx(9e-3), "the host is slower"
+    work = LayerWork(tuple(operators), (), tuple(operators) * 2, 0, 0)
+    seconds = LayerSeconds.from_operators(work, device("cuda"), with_host=True)
+    assert (seconds.host_forward, seconds.host_backward) == (2e-3, 4e-3), "launches"
     with pytest.raises(PlanError, match=r"no `\[device.matmul.bf16\]`"):
         operators_s([Operator("d", 10, 1, "bf16")], device("cpu"))
 

@@ -238,6 +238,7 @@ def test_copy_needs_its_latency_and_the_bandwidth_of_its_direction() -> None:
 def test_only_a_cpu_copies_without_a_host_table() -> None:
     cpu = machine_from_dict(small_machine(device__kind="cpu"))
     assert copy_cost("to_host", 10**6, cpu) == (cpu.device.launch_s, 2e6 / cpu.device.memory_bandwidth, 0.0)
+    assert host_operators_s([Operator("adamw", 10**6)], cpu) == cpu.device.launch_s + 1e6 / cpu.device.memory_bandwidth
     with pytest.raises(PlanError, match="machine-host"):
         copy_cost("to_host", 1, machine_from_dict(small_machine()))
     with pytest.raises(PlanError, match="machine-host"):

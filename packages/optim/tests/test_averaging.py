@@ -38,7 +38,6 @@ RULES: dict[str, Any] = {
 }
 LAYOUTS: dict[str, Tables] = {
     "sharded": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.001}]},
-    "wp": {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}},
     "pp": {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.one_f_one_b"}},
 }
 
@@ -50,20 +49,6 @@ def test_one_process_averages_as_torch_does(name, tmp_path):
     expected = average_plainly(RULES[name], result.first)
     assert_close_gradients(expected, result.files, 1e-10)
     assert_close_gradients(expected, result.exported, 1e-10)
-
-
-@pytest.mark.campaign  # the next test always compares layouts, in bf16
-@pytest.mark.parametrize("averaging", [EMA, MEAN], ids=["ema", "mean"])
-def test_layouts_average_as_torch_does_and_resume_in_one_another(ranks, tmp_path, averaging):
-    plans = [changed(averaging_plan(averaging), **layout) for layout in LAYOUTS.values()]
-    by_rank = ranks(2)(train_and_resume, plans, tmp_path)
-    expected = average_plainly(averaging, train(averaging_plan(averaging), tmp_path).first)
-    for results in by_rank:
-        for uninterrupted, resumed, moved in results:
-            assert resumed.bits == uninterrupted.bits
-            for result in (uninterrupted, resumed, moved):
-                assert_close_gradients(expected, result.files, 1e-10)
-                assert_close_gradients(expected, result.exported, 1e-10)
 
 
 def test_fp32_masters_of_bf16_weights_are_averaged(ranks, tmp_path):
@@ -91,12 +76,16 @@ class Switching(torch.optim.SGD):
         pass
 
 
-def test_optimizer_with_own_evaluation_weights_is_refused():
+BETWEEN_STEPS = {"offload": [{"use": "memory.optimizer_states", "when": "between_steps"}]}
+
+
+@pytest.mark.parametrize(
+    ("averaging", "tables", "message"),
+    [(EMA, {}, "evaluates and saves its own weights"), (None, BETWEEN_STEPS, "states must be on the device at once")],
+)
+def test_optimizer_with_own_evaluation_weights_is_refused(averaging, tables, message):
     optimizer = {"factory": f"{__name__}:Switching", "lr": 0.05, "scope": "elementwise"}
-    with (
-        pytest.raises(PlanError, match="evaluates and saves its own weights"),
-        running(averaging_plan(EMA, optimizer=optimizer)),
-    ):
+    with pytest.raises(PlanError, match=message), running(averaging_plan(averaging, optimizer=optimizer, **tables)):
         pass
 
 
@@ -174,10 +163,7 @@ def test_offloaded_averages_are_stepped_and_saved(tmp_path, manager):
 
 @pytest.mark.parametrize(
     ("averaging", "tables", "code"),
-    [
-        (MEAN | {"last": STEPS + 1}, {}, "averaging-steps"),
-        (EMA, {"offload": [{"use": "memory.optimizer_states", "when": "between_steps"}]}, "offload-averages"),
-    ],
+    [(MEAN | {"last": STEPS + 1}, {}, "averaging-steps"), (EMA, BETWEEN_STEPS, "offload-averages")],
 )
 def test_plans_without_possible_averages_are_refused(averaging, tables, code):
     assert [problem.code for problem in check_plan(plan_from_dict(averaging_plan(averaging, **tables)), 1)] == [code]

@@ -120,7 +120,6 @@ BUGS_IN_RUNS: dict[str, list[tuple[Any, ...]]] = {
         ("Differs", UNCHANGED, r"the order on control\[0,1\] is not the same on all ranks"),
         ("Keeps", UNCHANGED, r"after step 1 the hook keeps tensors with their graph: \["),
         ("Asked", UNCHANGED, "counts change between two calls"),
-        ("Asks", "hook_accepts_actions_without_tensors", "before_backward in phase weights, called with None: AttributeError"),
     ],
     "offload": [
         ("Careless", ROUND_TRIP, "is resized while copy .* may be in flight: `make_device_wait` is missing"),
@@ -133,6 +132,9 @@ BUGS_IN_RUNS: dict[str, list[tuple[Any, ...]]] = {
     ],
 }
 BUGS: dict[str, list[tuple[Any, ...]]] = {
+    "hook": [
+        ("Asks", "hook_accepts_actions_without_tensors", "before_backward in phase weights, called with None: AttributeError")
+    ],
     "learning_rate": [
         ("counting", "rate_depends_only_on_step", "a resumed run would have different rates"),
         ("negative", "every_step_has_finite_rate", "the factor of step 101 must not be negative, but is -0.01"),

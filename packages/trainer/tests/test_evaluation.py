@@ -5,6 +5,7 @@ import torch
 
 from sley_core.errors import RunError, UsageError
 from sley_testing.parity import assert_same_bits
+from sley_testing.plain import split_batch
 from sley_testing.runs import weights
 
 EVERY_2 = {"every": 2, "steps": 3}
@@ -54,16 +55,12 @@ def test_nothing_is_changed_nor_kept(alone, small):
         assert [part for part in parts if not part.training] == [held], "a part that is held in evaluation mode stays so"
 
 
-def halved(batch):
-    return [{name: value[at : at + 1] for name, value in batch.items()} for at in range(len(batch["tokens"]))]
-
-
 def test_fields_that_no_layer_reads_may_be_left_out_and_no_others(alone, small):
     with alone(small()) as run:
         batch = run.feed.next()
         tokens = {"tokens": batch["tokens"]}
         assert torch.equal(run.predict(tokens), run.predict(batch))
-        assert torch.equal(torch.cat(run.predict(halved(tokens))), run.predict(batch))
+        assert torch.equal(torch.cat(run.predict(split_batch(tokens, 1))), run.predict(batch))
         for wrong in ({"labels": batch["labels"]}, {**tokens, "masks": batch["tokens"]}, {}, []):
             with pytest.raises(RunError, match="batch"):
                 run.predict(wrong)
@@ -78,7 +75,7 @@ def test_the_loss_of_a_batch_needs_no_evaluation_and_changes_nothing(alone, smal
     with alone(small(model__options={"dropout": dropout})) as run, alone(small(model__options={"dropout": dropout})) as same:
         batch = run.feed.next()
         before, drawn = weights(run), torch.get_rng_state()
-        losses = [run.evaluate(batch), run.evaluate(halved(batch))]
+        losses = [run.evaluate(batch), run.evaluate(split_batch(batch, 1))]
         logits = run.predict(batch)
         kept = batch["labels"] != -100
         wanted = torch.nn.functional.cross_entropy(logits[kept], batch["labels"][kept]).item()
@@ -99,7 +96,7 @@ def test_outputs_of_a_step_are_those_of_its_own_forward(alone, small):
         loss = torch.nn.functional.cross_entropy(outputs[kept], batch["labels"][kept]).item()
         assert row["loss"] == pytest.approx(loss, rel=1e-12)
         assert not outputs.requires_grad
-        row, listed = run.step(halved(batch), return_outputs=True)
+        row, listed = run.step(split_batch(batch, 1), return_outputs=True)
         assert isinstance(listed, list)
         assert len(listed) == 4
 
@@ -115,7 +112,7 @@ def test_outputs_in_containers(alone, small, outputs):
         elif outputs == "scalar":
             with pytest.raises(RunError, match=r"outputs-apart.* does not have the 1 samples of its microbatch along dim 0"):
                 run.predict(batch)
-            assert [each[1].shape for each in run.predict(halved(batch))] == [()] * 4
+            assert [each[1].shape for each in run.predict(split_batch(batch, 1))] == [()] * 4
         else:
             first, second = run.predict(batch)
             assert first.shape == second.shape == (4, 12, 16)

@@ -123,22 +123,14 @@ def test_a_layer_does_not_wait_for_a_stuck_data_set_for_ever(alone, tables, monk
         goes_on.set()
 
 
-def masks(run, num_steps):
-    """By (step, layer, microbatch) the mask that was drawn."""
-    found = {}
-    for step in range(num_steps):
-        run.step()
-        for layer in run.layers[1:-1]:
-            found |= {(step, layer.name, micro): mask for micro, mask in enumerate(layer.module.masks)}
-            layer.module.masks.clear()
-    return found
-
-
 def test_steps_micro_batches_and_layers_draw_different_masks(alone, small):
-    with alone(
-        small(model={"factory": "own_models:model", "options": {"kind": "Keeper", "num_blocks": 2}}, batch__global_size=2)
-    ) as run:
-        found = masks(run, 2)
+    model, found = {"factory": "own_models:model", "options": {"kind": "Keeper", "num_blocks": 2}}, {}
+    with alone(small(model=model, batch__global_size=2)) as run:
+        for step in range(2):
+            run.step()
+            for layer in run.layers[1:-1]:
+                found |= {(step, layer.name, micro): mask for micro, mask in enumerate(layer.module.masks)}
+                layer.module.masks.clear()
     assert len(found) == 2 * 2 * 2
     assert all(mask.unique().tolist() == [0.0, 2.0] for mask in found.values())
     for one, other in itertools.combinations(found.values(), 2):

@@ -41,6 +41,7 @@ def test_a_closed_run(small, own, monkeypatch, is_compiled):
         assert len(compiled_forwards) == (len(run.layers) + 1 if is_compiled else 0), "the layers and the loss"
         run.step()
         run.evaluate()
+        assert ("compile" in run.counts) == is_compiled
         before = output(run)
     ((model, traces),) = kept
     assert_untouched(traces, model.layers)

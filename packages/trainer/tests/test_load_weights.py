@@ -1,6 +1,7 @@
 """Weights that are written after assembly are what the next step starts from, in every precision and layout."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from sley_checkpoint.reader import read
 from sley_core.comm.world import World
 from sley_core.engine.shards import gather_full_tensors
-from sley_core.errors import RunError
+from sley_core.errors import RunError, UsageError
 from sley_testing.runs import running, weights
 from sley_trainer.run import Run
 
@@ -47,21 +48,17 @@ def test_loaded_weights_are_exact_and_stay(alone, small, precision):
         assert all(torch.equal(values[name], value) for name, value in masters(run).items())
 
 
-def write_in_place(run: Run) -> None:
-    with torch.no_grad():
-        for layer in run.layers:
-            for parameter in layer.module.parameters():
-                parameter.copy_(torch.full_like(parameter, 0.5))
+WRITES: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda parameter: parameter.copy_(torch.full_like(parameter, 0.5)),
+    lambda parameter: parameter.detach().fill_(0.5),
+    lambda parameter: setattr(parameter, "data", torch.full_like(parameter, 0.5)),
+)
 
 
-def write_detached(run: Run) -> None:
+@torch.no_grad()
+def write_each(run: Run, write: Callable[[torch.Tensor], Any]) -> None:
     for param in run.registry:
-        param.parameter.detach().fill_(0.5)
-
-
-def set_data(run: Run) -> None:
-    for param in run.registry:
-        param.parameter.data = torch.full_like(param.parameter, 0.5)
+        write(param.parameter)
 
 
 def load_state_dict(run: Run) -> None:
@@ -76,7 +73,7 @@ FAR = 5
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_is_written_between_steps_is_in_all_that_is_saved_and_is_not_undone(alone, small, tmp_path, precision):
     """In weights as they are stepped, in a checkpoint, and in masters on the host; before any step has seen it."""
-    for number, write in enumerate((write_in_place, write_detached, set_data, load_state_dict)):
+    for number, write in enumerate((*(partial(write_each, write=write) for write in WRITES), load_state_dict)):
         with alone(small(precision__compute=precision, run__seed=FAR, optimizer__lr=1e-6)) as run:
             run.step()
             write(run)
@@ -126,6 +123,7 @@ def test_what_does_not_fit_is_refused_by_name(alone, small, as_pairs):
             (state | {name: torch.zeros(2, 2)}, rf"'{name}' must have the shape \[16, 8\], but has \[2, 2\]"),
             (state | {name: state[name].int()}, rf"'{name}' must be floating-point, but is torch.int32"),
             (state | {name: state[name].to("meta")}, rf"'{name}' is on meta"),
+            (state | {name: 3}, rf"'{name}' must be a tensor, but is a int"),
         ]:
             with pytest.raises(RunError, match=says) as raised:
                 load(wrong)
@@ -158,6 +156,8 @@ def test_it_is_refused_in_the_middle_of_a_step_and_after_the_end(alone, small):
             run.step()
         run.stepper.handlers.clear()
         run.step()
+        with pytest.raises(UsageError, match="weights cannot be saved with the precision 'half'"):
+            run.save_weights("weights", precision="half")
     with pytest.raises(RunError, match="closed"):
         run.load_weights({})
 

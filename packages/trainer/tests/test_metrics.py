@@ -6,6 +6,7 @@ import resource
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from sley_core.plugin import JsonlConfig, check_metrics
 from sley_core.run_folder import JsonlWriter
 from sley_core.run_folder import read_rows as rows_of
 from sley_testing.plans import small_plan
-from sley_trainer.row_metrics import Meter, ModelFlops, device_peak_flops, model_flops
+from sley_trainer.row_metrics import Meter, ModelFlops, device_peak_flops, model_flops, peak_memory_mb
 
 ROW: dict[str, float | int] = {"step": 1, "loss": 5.5, "tokens": 4096, "lr": 3e-4}
 
@@ -126,7 +127,7 @@ def test_attention_of_packed_documents_is_within_documents() -> None:
     assert Meter(CPU, info).count(batch).pairs == 64 + 64
 
 
-def test_what_a_step_measures_and_its_utilisation_where_the_peak_is_known() -> None:
+def test_what_a_step_measures_and_its_utilisation_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = BatchCounts(2, 1000, 900, 1000, 500_000)
     block = torch.ones(64 << 20, dtype=torch.uint8)
     resident_mb = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
@@ -134,6 +135,8 @@ def test_what_a_step_measures_and_its_utilisation_where_the_peak_is_known() -> N
     row = Meter(CPU, TOKENS).measure(counts, 0.5, 0.125)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     assert 0.99 * resident_mb <= row.pop("memory_mb") <= 1.01 * peak_mb
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=OSError))  # as without /proc
+    assert peak_mb <= peak_memory_mb(CPU) <= 1.01 * peak_mb
     assert row == {"tokens": 1000, "trained_tokens": 900, "seconds": 0.5, "tokens_per_s": 2000.0, "data_wait_s": 0.125}
     row = Meter(CPU, TOKENS, ModelFlops(6e9, 1e6), num_devices=4, peak_flops=4 * 1e14).measure(counts, 0.5, 0.0)
     assert row["tflops"] == pytest.approx((6e12 + 5e11) / 0.5 / 4 / 1e12)

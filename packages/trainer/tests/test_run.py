@@ -21,7 +21,7 @@ from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
 from sley_core.plugin import JsonlConfig
 from sley_core.records import MetricsWriterRecord
-from sley_testing.plans import loader_of
+from sley_testing.plans import loader_of, small_plan
 from sley_testing.runs import running
 from sley_trainer.assemble import assemble
 
@@ -131,6 +131,11 @@ def counted(tables, folder):
     with running(tables, folder) as run:
         row = run.step()
         return row["tokens"], row["trained_tokens"]
+
+
+def test_the_kernel_that_a_plan_names_for_attention_is_noted(texts):
+    with running(small_plan(model__attention="math"), texts) as run:
+        assert "attention uses torch's kernel `math`" in run.notes
 
 
 def test_tokens_are_those_of_all_ranks_though_their_batches_differ(ranks, own, small):

@@ -236,7 +236,8 @@ def trained(tables, folder, monkeypatch=None):
         spoil(run, (1, 2), 0)
         run.listeners.append(rows.append)
         if monkeypatch is not None:
-            monkeypatch.setattr(run.world, "device", Late(run.world.device))
+            for owner in (run.world, run.stepper, run.stepper.update):
+                monkeypatch.setattr(owner, "device", Late(owner.device))
         assert run.train() == "finished"
         return [[row[key] for key in SAME[1:-1]] for row in rows], weights(run)
 
@@ -319,6 +320,9 @@ def test_a_batch_of_which_nothing_counts_is_no_loss_of_zero(alone, small):
         assert run.step(own_data.batch(0, 4))["step"] == 2
         run.stepper.executor.loss.weight = lambda batch: 0.0
         with pytest.raises(RunError, match=r"nothing-counts\]: the loss weight of the evaluated samples is 0"):
+            run.evaluate()
+        run.stepper.executor.loss.weight = lambda batch: math.nan
+        with pytest.raises(RunError, match=r"not-finite\]: the loss of the evaluated samples is nan"):
             run.evaluate()
 
 

@@ -13,6 +13,7 @@ from sley_core.engine.step_batch import BatchSplitter
 from sley_core.errors import RunError
 from sley_testing.collectives import collectives
 from sley_testing.parity import assert_close_gradients
+from sley_testing.plain import split_batch
 from sley_testing.runs import RunRecord, assert_equal_replicas, assert_parity, record, running, weights
 
 FIELDS = {"tokens": Field("int64", 0, 1, "token"), "labels": Field("int64", 0, 1), "ends": Field("int32", 0)}
@@ -43,13 +44,9 @@ def a_batch(size: int = 6) -> dict[str, Tensor]:
     return {"ends": torch.arange(size, dtype=torch.int32).view(size, 1), "labels": labels, "tokens": tokens}
 
 
-def apart(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    return [{name: value[at : at + 2] for name, value in batch.items()} for at in range(0, len(batch["tokens"]), 2)]
-
-
 @pytest.mark.parametrize(("num_slices", "index"), [(1, 0), (2, 0), (2, 1)])
 def test_one_batch_and_its_micro_batches_are_the_same_step(num_slices: int, index: int) -> None:
-    forms: list[Any] = [a_batch(), apart(a_batch()), tuple(apart(a_batch()))]
+    forms: list[Any] = [a_batch(), split_batch(a_batch(), 2), tuple(split_batch(a_batch(), 2))]
     whole, *others = [splitter(num_slices, index).split_input(form) for form in forms]
     assert whole.num_microbatches == 3
     for other in others:

@@ -351,8 +351,6 @@ class ChunkState:
         parameter.
         """
         if self.loss is not None:
-            if self.loss.ndim:
-                torch.autograd.backward(self.loss, gradients[0])  # for a loss that is not a scalar, torch raises its error
             # `torch.autograd.backward` would check the shape, which imports sympy and takes a third of a second.
             _engine_run_backward((self.loss,), (gradients[0],), False, False, (), allow_unreachable=True, accumulate_grad=True)
         elif self.edges:

@@ -190,8 +190,6 @@ def try_optimizer(
         def is_same(trial: Trial) -> bool:
             """Returns whether `trial` ends with the first trial's values, up to rounding and 0.1 % of the largest change."""
             for initial, expected, value in zip(start, end, trial.values(), strict=True):
-                if not expected.numel():
-                    continue
                 rounding = 16 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
                 atol = rounding + 1e-3 * float((expected - initial).abs().max())
                 if not torch.allclose(value, expected, rtol=0.0, atol=atol, equal_nan=True):

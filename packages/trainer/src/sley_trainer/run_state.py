@@ -281,8 +281,6 @@ class RunState(checkpointing.TrainingState):
             for name in saved.names
             if name.startswith((checkpointing.WEIGHTS, checkpointing.BUFFERS)) and name not in model_names
         ]
-        if description.optimizer != self.plan.optimizer.name:
-            problems.append(f"its optimizer is {description.optimizer}, but the plan has {self.plan.optimizer.name}")
         if problems:
             message = f"{saved.place} does not fit this run: {shorten_names(problems)}"
             hint = "use `run.load_weights(..., strict=False)` to load only the weights that the model has"
