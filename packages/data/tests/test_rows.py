@@ -164,16 +164,10 @@ def test_a_column_of_something_else_is_named(tmp_path: Path, name: str) -> None:
 def damaged(content: bytes, random: Random) -> bytes:
     """Cuts the content, flips a bit, puts in others, or repeats a part."""
     place = random.randrange(len(content))
-    kind = random.randrange(5)
-    if kind == 0:
-        return content[:place]
-    if kind == 1:
-        return content[:place] + bytes([content[place] ^ 1 << random.randrange(8)]) + content[place + 1 :]
-    if kind == 2:
-        return content[:place] + random.choice([b"\0", b"\r", b"\xff\xfe", b"[" * 3000, b'"']) + content[place:]
-    if kind == 3:
-        return content[:place] + content[place // 2 :]
-    return content[place:]
+    before, after = content[:place], content[place:]
+    flipped = bytes([after[0] ^ 1 << random.randrange(8)]) + after[1:]
+    others = random.choice([b"\0", b"\r", b"\xff\xfe", b"[" * 3000, b'"'])
+    return random.choice([before, before + flipped, before + others + after, before + content[place // 2 :], after])
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.campaign)])

@@ -35,10 +35,6 @@ LAYOUTS: dict[str, Tables] = {
 }
 
 
-def num_ranks(tables: Tables) -> int:
-    return tables["parallel"]["dp"] * tables["parallel"].get("pp", 1)
-
-
 class TestMuon(OptimizerContract):
     optimizer: ClassVar[dict[str, Any]] = MUON
 
@@ -97,11 +93,6 @@ def test_update_is_that_of_torch_classes(texts: Path) -> None:
     assert_close_gradients(expected, {name: recorded.weights[name] for name in expected}, 1e-12)
 
 
-def layout_of(name: str, **changes: Any) -> Tables:
-    tables = changed(PLAN, **LAYOUTS[name])
-    return changed(tables, **changes)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", ["wp and sharded", "stages and sharded", "sharded", "wp", "stages"])
@@ -109,9 +100,10 @@ def test_canonical_bits_are_those_of_one_process(ranks: Any, texts: Path, layout
     """With averages of the weights, which each rank keeps for its parts."""
     changes = {"model__tie_embeddings": True, "precision__compute": compute, "parallel__reduction": "canonical"}
     changes["averaging"] = {"use": "optim.ema", "decay": 0.5}
-    tables = layout_of(layout, **changes)
+    tables = changed(PLAN, **LAYOUTS[layout], **changes)
+    size = tables["parallel"]["dp"] * tables["parallel"].get("pp", 1)
     baseline = train_tensors(changed(PLAN, **changes), 2, folder=texts)
-    for tensors in ranks(num_ranks(tables), 120)(train_tensors, tables, 2, folder=texts):
+    for tensors in ranks(size, 120)(train_tensors, tables, 2, folder=texts):
         assert_same_bits(baseline, tensors)
 
 

@@ -9,10 +9,6 @@ from sley_testing.plans import small_plan
 from sley_testing.runs import record
 
 
-def plan(accumulation, **changes):
-    return small_plan(precision__accumulation=accumulation, **changes)
-
-
 @pytest.mark.parametrize("mode", ["autograd", "direct"])
 def test_autograd_sees_no_weight_gradient_of_a_linear(texts, mode):
     """In direct mode the product is written where it is summed: autograd gets nothing to keep."""
@@ -23,7 +19,7 @@ def test_autograd_sees_no_weight_gradient_of_a_linear(texts, mode):
         # a hook on the gradient itself would be a reason to make one
         parameter.register_post_accumulate_grad_hook(lambda summed: seen.append(summed.grad is not None))
 
-    record(plan(mode), 1, folder=texts, prepare=watch)
+    record(small_plan(precision__accumulation=mode), 1, folder=texts, prepare=watch)
     assert seen == [mode == "autograd"] * 4
 
 

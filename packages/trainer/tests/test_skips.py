@@ -123,15 +123,6 @@ def test_gradients_and_their_norm_are_unscaled(alone, small, kind):
     assert clipped == pytest.approx(0.01, rel=1e-2)
 
 
-def torchs(config):
-    """torch's scaler of the same rule, and a parameter and an optimizer to show it gradients with."""
-    keys = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-    scaler = torch.amp.GradScaler("cpu", **{key: getattr(config, key) for key in keys})
-    scaler.scale(torch.ones(()))  # it makes its state when it is first used
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    return scaler, parameter, torch.optim.SGD([parameter], lr=1.0)
-
-
 @given(
     st.lists(st.booleans(), max_size=40),
     st.sampled_from([2.0**10, 65536.0, 2.0**127]),
@@ -146,7 +137,11 @@ def test_the_scale_moves_as_torchs(overflows, init_scale, factors, interval):
         init_scale=init_scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval, min_scale=1e-30
     )
     ours = LossScale(config)
-    theirs, parameter, optimizer = torchs(config)
+    keys = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    theirs = torch.amp.GradScaler("cpu", **{key: getattr(config, key) for key in keys})
+    theirs.scale(torch.ones(()))  # it makes its state when it is first used
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
     taken = 0
     for step, overflowed in enumerate(overflows):
         parameter.grad = torch.tensor([math.inf if overflowed else theirs.get_scale()])

@@ -52,10 +52,6 @@ def test_gradients_that_need_no_clipping_keep_every_bit(alone, small, clip_norm,
         assert_same_bits(run.given, kept_gradients(run))
 
 
-def changes(recorded):
-    return {name: value - recorded.initial_weights[name] for name, value in recorded.weights.items()}
-
-
 def test_a_step_uses_the_rate_and_decay_of_each_group(own, small):
     """Plain SGD: w becomes w - factor x lr x (g + decay x w); norms and biases decay only where a group says so."""
     groups = [
@@ -74,7 +70,8 @@ def test_a_step_uses_the_rate_and_decay_of_each_group(own, small):
         decay = 0.5 if name == "blocks.1.inner.bias" else decay
         expected[name] = -0.5 * lr * (gradient + decay * recorded.initial_weights[name])
     assert len(expected) == 1 + 4 * 4 + 2
-    assert_close_gradients(expected, changes(recorded), 1e-12)
+    changes = {name: value - recorded.initial_weights[name] for name, value in recorded.weights.items()}
+    assert_close_gradients(expected, changes, 1e-12)
 
 
 FROZEN = {"use": "core.sgd", "lr": 0.1, "groups": [{"match": "blocks.*", "freeze": True}]}

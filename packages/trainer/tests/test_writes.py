@@ -23,12 +23,6 @@ def tables(small):
     return tables
 
 
-def refusal(plan, folder):
-    with pytest.raises(SleyError) as caught:
-        record(plan, 1, folder=folder)
-    return caught.value.diagnostics[0].code, str(caught.value)
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "max_norm"])
 def test_one_process_writes_what_a_plain_loop_writes(alone, tables, kind):
     with alone(tables(kind, batch__micro_size=2)) as run:
@@ -49,7 +43,12 @@ def test_one_process_writes_what_a_plain_loop_writes(alone, tables, kind):
 
 
 def refusals(plans, folder):
-    return [refusal(plan, folder) for plan in plans]
+    found = []
+    for plan in plans:
+        with pytest.raises(SleyError) as caught:
+            record(plan, 1, folder=folder)
+        found.append((caught.value.diagnostics[0].code, str(caught.value)))
+    return found
 
 
 @pytest.mark.parametrize(
