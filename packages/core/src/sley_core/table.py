@@ -219,8 +219,6 @@ def _describe_range(metadata: Iterable[Any]) -> str:
 def _describe_array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:
     low = max((item.min_length for item in metadata if isinstance(item, limits.MinLen)), default=0)
     high = min((item.max_length for item in metadata if isinstance(item, limits.MaxLen)), default=None)
-    if args[-1] is not Ellipsis:
-        low = high = len(args)
     if low and low == high:
         size = f" of {low}"
     else:

@@ -223,6 +223,7 @@ def test_a_stream_that_gives_others_after_a_resume_is_said() -> None:
         feed.next()
         state = feed.state()
     with Feed(Other(9), seed=1, batch_size=2, rows=range(2)) as feed:
+        assert feed.digest is None
         feed.restore(state)
         feed.next()
     (note,) = feed.notes
@@ -313,7 +314,7 @@ def test_each_sample_comes_once_for_any_seed_and_epoch(num_samples: int, seed: i
 
 def test_the_order_is_the_same_on_every_machine_and_in_every_version() -> None:
     order = Order(10, seed=1, epoch=2)
-    assert [order[place] for place in range(10)] == GOLDEN
+    assert list(order) == GOLDEN
 
 
 def data_threads() -> list[threading.Thread]:
@@ -326,16 +327,25 @@ def breaks_at_three(index: int) -> int:
     return index
 
 
-def test_what_a_dataset_raises_reaches_the_caller_with_its_traceback() -> None:
-    with Feed(Numbers(6, breaks_at_three), seed=1, batch_size=2, rows=range(2), shuffle=False) as feed:
+class Broken(Stream):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return ({"x": sample["x"] * breaks_at_three(int(sample["x"]))} for sample in super().__iter__())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "origin"),
+    [(Numbers(6, breaks_at_three), "in sample 3 of the dataset"), (Broken(6), "in the stream of the dataset")],
+)
+def test_what_a_dataset_raises_reaches_the_caller_with_its_traceback(dataset: Any, origin: str) -> None:
+    with Feed(dataset, seed=1, batch_size=2, rows=range(2), shuffle=False) as feed:
         feed.next()
         for _ in range(2):
             with pytest.raises(KeyError, match="sample three is broken") as caught:
                 feed.next()
             text = "".join(traceback.format_exception(caught.value))
             assert "in breaks_at_three" in text
-            assert "in sample 3 of the dataset" in text
-        assert feed.state() == {"samples": 2}
+            assert origin in text
+        assert feed.state()["samples"] == 2
         for thread in data_threads():
             thread.join(timeout=10)
         assert not data_threads()  # a thread would keep the error, its frames and their tensors until the feed is closed

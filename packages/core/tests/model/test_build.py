@@ -4,6 +4,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -75,30 +76,36 @@ def test_random_buffers_follow_the_seed_and_leave_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Integer(Embed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+def parameters(tensor: torch.Tensor) -> nn.Module:
+    return nn.ParameterList([nn.Parameter(tensor, requires_grad=False)])
 
 
-class Lazy(Embed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.LazyLinear(4)
+def adapted() -> Model:
+    model = Model([Embed()])
+    model.adapt = lambda module, name: module.get_parameter("missing")
+    return model
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize(
-    ("layer", "code", "says"),
+    ("layers", "says"),
     [
-        (Integer, "model-init", "the parameter '0.codes' is torch.int8, but parameters must be floating-point"),
-        (Lazy, "model-init", "'0.project.weight' has no shape yet"),
+        (lambda: [parameters(torch.zeros(3, dtype=torch.int8))], "model-init.*'0.0' is torch.int8, but .* be floating-point"),
+        (lambda: [nn.LazyLinear(4)], "model-init.*'0.weight' has no shape yet"),
+        (lambda: [parameters(torch.eye(3).to_sparse_csr())], "model-init.*'0.0' is a Parameter, but must be a plain dense"),
+        (lambda: Model([Embed()], lambda *_: 1 / 0), r"model-init.*'0.table' \(Embedding\) cannot be .*: ZeroDivisionError"),
+        (lambda: [Embed(), nn.BatchNorm1d(3, affine=False, device="meta")], "model-buffer.*'1.running_mean' was built without"),
+        (adapted, "model-adapters.* the layer '0' cannot have adapters: AttributeError"),
+        (partial(lambda names: [(next(names), Embed())], iter("ab")), "model-differs.*: first the layers a, then b"),
+        (
+            partial(lambda sizes: [Embed(), nn.Linear(4, next(sizes))], iter((4, 5))),
+            r"model-differs.*1.weight' is .* \[4, 4\], ",
+        ),
     ],
 )
-def test_what_cannot_be_built_is_refused_by_name(layer: type[nn.Module], code: str, says: str) -> None:
-    with pytest.raises(PlanError, match=says) as raised:
-        build_meta_model(lambda _: [layer()])
-    assert raised.value.diagnostics[0].code == code
+def test_what_cannot_be_built_is_refused_by_name(layers: Callable[[], Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        build_model_with_values(lambda _: layers())
 
 
 FACTORY = """

@@ -107,6 +107,7 @@ class TakesNothing(nn.Module):
 
 def test_all_misfits_are_told_at_once() -> None:
     misfits = [("embed", nn.Embedding(4, 4)), ("body", NeedsImage()), ("head", TakesNothing())]
+    misfits.append(("odd", type("Odd", (nn.Module,), {"forward": type})()))
     with pytest.raises(PlanError) as raised:
         set_fields(Model(misfits), TOKENS)
     said = [diagnostic.message for diagnostic in raised.value.diagnostics]
@@ -115,6 +116,7 @@ def test_all_misfits_are_told_at_once() -> None:
         "layer 'body' (NeedsImage.forward) reads the field 'image', which the data does not have",
         "layer 'body' (NeedsImage.forward) reads the field 'mask', which the data does not have",
         "layer 'head' (TakesNothing.forward) must take the output of the previous layer as its first parameter",
+        "layer 'odd' (Odd.forward) must have a Python signature",
     ]
     assert {diagnostic.code for diagnostic in raised.value.diagnostics} == {"model-field"}
     assert "tokens, labels, positions, cu_seqlens" in (raised.value.diagnostics[0].hint or "")

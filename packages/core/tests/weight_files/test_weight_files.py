@@ -1,6 +1,7 @@
 """A folder of safetensors files has exactly the tensors of its index, or says what is wrong; few bytes are used beside them."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "outside": (lambda folder: write_index(folder, {**INDEX, "a": "../one.safetensors"}), "which is not in its folder"),
     "no map": (lambda folder: (folder / INDEX_FILE).write_text("{}"), "it has no `weight_map`"),
     "no JSON": (lambda folder: (folder / INDEX_FILE).write_text("{"), "cannot read .*index.json"),
+    "no names": (lambda folder: write_index(folder, {}), "its `weight_map` names no files"),
+    "huge": (lambda folder: os.truncate(folder / INDEX_FILE, 1 << 40), "cannot read .*: it is larger than"),
     "list": (lambda folder: write_index(folder, ["a"]), "cannot read .*index.json"),
     "nothing": (lambda folder: (folder / INDEX_FILE).unlink(), f"has neither `{SINGLE_FILE}` nor `{INDEX_FILE}`"),
     "folder": (lambda folder: ((folder / "one.safetensors").unlink(), (folder / "one.safetensors").mkdir()), "one.safe"),

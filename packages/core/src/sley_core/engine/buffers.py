@@ -342,10 +342,6 @@ class WeightStore:
         self.buffers += buffers
         return buffers
 
-    def __contains__(self, param: Param) -> bool:
-        """Returns whether the parameter's working weight is in one of the buffers."""
-        return param in self._places
-
     def dtype_of(self, param: Param) -> torch.dtype:
         """Returns the dtype of the parameter's working weight."""
         return select_parameter_dtype(param.name, self.dtype, self.keep)

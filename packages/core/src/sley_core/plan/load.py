@@ -395,11 +395,9 @@ def _key_diagnostic(
     if "extra_forbidden" in types:
         enclosing = owner if len(key_path) == 1 else f"`{format_path(path[:-1])}`"
         return unknown_key_diagnostic(str(key_path[-1]), _sibling_fields(model, key_path), path, document, enclosing)
-    if is_short := "missing" in types and isinstance(key_path[-1], int):  # an array lacks an item
-        path, key_path = path[:-1], key_path[:-1]
     field = _sibling_fields(model, key_path).get(str(key_path[-1])) if key_path else None
     expected = describe_type(field.annotation, field.metadata) if field else errors[0]["msg"].removeprefix("Input should be ")
-    if "missing" in types and not is_short:
+    if "missing" in types:
         hint = field.description if field else None
         return document.diagnostic("missing-key", f"{owner} needs `{format_path(key_path)}`, {expected}", path, hint, at="key")
     if custom_errors := [fault for fault in errors if fault["type"] in ("value_error", "assertion_error")]:
@@ -410,7 +408,7 @@ def _key_diagnostic(
     for part in key_path:
         value = value[part]
     code, hint = "wrong-type", None
-    if is_short or any(error_type.startswith(RANGE_ERRORS) for error_type in types):
+    if any(error_type.startswith(RANGE_ERRORS) for error_type in types):
         code = "out-of-range"
     elif types & {"literal_error", "enum", "string_pattern_mismatch"} and isinstance(value, str):
         code, hint = "wrong-value", suggestion(value, expected.split('"')[1::2])

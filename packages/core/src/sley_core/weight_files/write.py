@@ -158,13 +158,9 @@ class TensorFilesWriter(AbstractContextManager["TensorFilesWriter"]):
     def _open(self, name: str) -> BinaryIO:
         specs, self._file_name = self._files[name], name
         header, self._starts = build_header(specs, self._metadata)
-        file = (self._folder / name).open("xb")
-        try:
-            file.write(header)
-            file.truncate(len(header) + sum(spec.num_bytes for spec in specs))
-        except BaseException:
-            file.close()
-            raise
+        file = self._file = (self._folder / name).open("xb")
+        file.write(header)
+        file.truncate(len(header) + sum(spec.num_bytes for spec in specs))
         return file
 
 
