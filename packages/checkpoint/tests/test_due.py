@@ -13,8 +13,9 @@ from sley_checkpoint.folders import LocalFolder
 from sley_checkpoint.reader import read, verify
 from sley_checkpoint.saving import BackgroundWriter
 from sley_core.comm.world import World
-from sley_core.errors import RunError
+from sley_core.errors import RunError, UsageError
 from sley_core.plan.load import plan_from_dict
+from sley_core.weight_files.read import open_weights
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record, save_at, weights
 from sley_trainer.assemble import assemble
@@ -83,14 +84,14 @@ def test_an_asynchronous_save_has_the_state_of_its_step(texts, tmp_path, monkeyp
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_copy_elsewhere_is_not_the_runs_own_checkpoint(texts, tmp_path, saves):
-    """The program keeps a copy of each step. The run still saves every fourth step, and when it is stopped."""
+    """The program saves step 2 itself, and keeps a copy of each other step. The run still saves step 4, and when it is stopped."""
 
     def keep_copies(run: Run) -> None:
-        run.listeners.append(lambda row: run.save_checkpoint(tmp_path / f"copy-{row['step']}"))
+        run.listeners.append(lambda row: run.save_checkpoint(None if row["step"] == 2 else tmp_path / f"copy-{row['step']}"))
         run.listeners.append(lambda row: run.stop() if row["step"] == 4 else None)
 
-    train(plan(checkpoint={"every_steps": 4, "on_interrupt": saves}), texts, tmp_path, keep_copies)
-    assert checkpoint_names(tmp_path) == ["step-00000004", *(["step-00000005"] if saves else [])]
+    train(plan(checkpoint={"every_steps": 2, "on_interrupt": saves}), texts, tmp_path, keep_copies)
+    assert checkpoint_names(tmp_path) == [f"step-0000000{step}" for step in ((4, 5) if saves else (2, 4))]
 
 
 @pytest.mark.sample(1)
@@ -102,6 +103,9 @@ def test_a_finished_run_can_be_continued_from_its_last_step(texts, tmp_path, mod
     assert checkpoint_names(tmp_path) == ["step-00000004", "step-00000006"]
     assert all(verify(tmp_path / "checkpoints" / name) == [] for name in checkpoint_names(tmp_path))
     assert (run.counts["checkpoint"]["saved"], run.counts["checkpoint"]["failed"]) == (2, 0)
+    (tmp_path / "plan.toml").write_text(run.resolved_plan.to_toml(), "utf-8")
+    saved, trained = open_weights(tmp_path / "checkpoints" / "step-00000006"), weights(run)
+    assert all(saved.tensor(name).equal(trained[name]) for name in [*saved.names, "embed.tokens.weight"])
     longer = train(changed(tables, run__steps=8), texts, tmp_path, lambda run: run.load_checkpoint("auto"))
     assert checkpoint_names(tmp_path) == ["step-00000006", "step-00000008"], "`keep` is 2"
     assert longer.counts["checkpoint"]["saved"] == 1, "step 8 is a multiple, and is saved once"
@@ -140,7 +144,11 @@ def test_a_last_save_that_failed_is_tried_once_more(texts, tmp_path, monkeypatch
 
 def test_a_save_does_not_read_the_base_model_again(texts, tmp_path):
     base = tmp_path / "base"
-    with assemble(plan_from_dict(plan(), texts), World.alone("cpu")) as run:
+    with assemble(plan_from_dict(plan(run__steps=1, checkpoint={}), texts), World.alone("cpu")) as run:
+        with pytest.raises(UsageError, match="no-folder"):
+            run.save_checkpoint()
+        run.train()
+        assert "the run has no folder, so no checkpoint of its last step is saved" in run.notes
         run.save_weights(base / "weights")
         (base / "plan.toml").write_text(run.resolved_plan.to_toml(), "utf-8")
     tables = plan(model={"use": "models.llama", "weights": str(base)}, checkpoint={"every_steps": 2})

@@ -51,8 +51,10 @@ def test_a_run_saves_to_a_url_and_resumes_from_it(texts, tmp_path):
         run.save_checkpoint()
         assert folder.names() == ["step-00000001-1", "step-00000004", "step-00000006"], "another attempt may be writing"
         folder.child("step-00000001-1").delete_file(INDEX_NAME)
+        folder.child("step-00000009").write("unknown", [b""])
         run.save_checkpoint()
-    assert folder.names() == ["step-00000001-2", "step-00000004", "step-00000006"], "what it has half written is gone"
+    names = ["step-00000001-2", "step-00000004", "step-00000006", "step-00000009"]
+    assert folder.names() == names, "what it has half written is gone"
 
 
 def test_a_store_without_room_leaves_nothing_of_a_save_and_takes_the_next(texts, monkeypatch):
@@ -167,7 +169,7 @@ def test_a_rank_that_leaves_its_part_of_a_save_out_ends_no_run(texts, tmp_path, 
 
 
 def test_a_save_that_one_rank_cannot_begin_is_a_note_on_all_ranks(texts, tmp_path, ranks):
-    tables = changed(small_plan(run__steps=5, checkpoint={"every_steps": 1}), **DP)
+    tables = changed(small_plan(run__steps=6, checkpoint={"every_steps": 1}), **DP)
     for notes, counts in ranks(2, 60, init=False)(train_with_faults, tables, texts, tmp_path):
         assert all("Permission denied" in note and note.endswith("training is not affected") for note in notes), notes
         assert (counts["saved"], counts["failed"]) == (1, 4)
@@ -181,6 +183,9 @@ def train_with_faults(tables: dict[str, Any], texts: Path, folder: Path) -> tupl
                 if world.rank == 1:
                     patch.setattr(owner, method, refusing)
                 run.step()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="ranks-differ.*: their folder differs"):
+            patch.setattr(run._checkpointer, "folder", f"{folder}/{world.rank}")
+            run.step()
         run.train()
         return list(run.notes), run.counts["checkpoint"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from sley_checkpoint.folders import LocalFolder
-from sley_checkpoint.reader import INDEX_NAME, newest, read, verify
+from sley_checkpoint.folders import LocalFolder, open_folder
+from sley_checkpoint.reader import INDEX_NAME, CheckpointFileReader, newest, read, try_read_index, verify
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
@@ -85,19 +85,31 @@ def test_each_damage_is_named_and_the_checkpoint_before_is_the_newest(two_checkp
     if how is not copy_other or file != INDEX_NAME:
         assert damage.file == file
         assert DAMAGES[file, how] in damage.description
+    if how in (flip_bit_in_header, truncate):
+        with pytest.raises(RunError, match="checkpoint-damaged"):
+            dict(read(new))
+    assert (try_read_index(open_folder(new)) is None) == (file == INDEX_NAME and how is not copy_other)
     assert newest(tmp_path / "all").path == str(old)
     assert [path for path, _ in newest(tmp_path / "all").damaged_checkpoints] == [str(new)]
 
 
 def test_a_folder_without_a_whole_one_is_an_error_and_one_without_any_is_none(two_checkpoints, tmp_path):
-    tables = changed(PLAN, checkpoint={"folder": str(tmp_path / "all")})
+    folder = tmp_path / "all"
+    tables = changed(PLAN, run__name="other", checkpoint={"folder": str(folder)})
     with assemble(plan_from_dict(tables, two_checkpoints), World.alone("cpu")) as run:
         assert run.load_checkpoint("auto") is None
-        shutil.copytree(two_checkpoints / "checkpoints", tmp_path / "all")
-        for path in (tmp_path / "all").glob("*/rank*"):
+        shutil.copytree(two_checkpoints / "checkpoints", folder)
+        with pytest.raises(RunError, match="checkpoint-mismatch.*must be 'other', but is 'small'"):
+            run.load_checkpoint("auto")
+        for path in folder.glob("*/rank*"):
             delete(path, path)
         with pytest.raises(RunError, match="checkpoint-damaged"):
             run.load_checkpoint("auto")
+    for path in (folder, folder / "step-00000002"):
+        with pytest.raises(RunError, match=r"checkpoint-damaged.*rank-00000.safetensors is missing"):
+            CheckpointFileReader().open(str(path))
+    with pytest.raises(RunError, match="no-checkpoint"):
+        verify(tmp_path / "none")
 
 
 def test_another_model_or_optimizer_is_refused_with_both_values(texts, tmp_path):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from sley_cma import connection, offers
 from sley_cma.connection import MemorySpan, read, write
+from sley_core.comm.exchanges import begin_turn
 from sley_core.comm.transport import Work
 from sley_core.comm.world import Group, Groups, World
 from sley_core.errors import RunError
@@ -201,8 +202,8 @@ def transports_without(missing: str) -> list[str]:
     return [type(transport).__name__ for transport in wp().transports.values()]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("missing", ["nothing", "the right to read", "the boot's number", "descriptors of processes"])
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("missing", ["nothing", "the boot's number", "the right to read", "descriptors of processes"])
 def test_all_ranks_choose_the_same_transport(ranks, missing):
     """Ranks may lack the right to read, the boot ID in /proc, or process descriptors."""
     kind = "CmaTransport" if missing == "nothing" else "MessageTransport"
@@ -226,6 +227,7 @@ def errors_after_the_peers_end() -> list[str]:
     for call in (
         lambda: group.transport(GATHER).all_gather([torch.empty(4)], [shard], label="weights"),
         lambda: rows.finish_read(peer, 7, "weights"),
+        lambda: memory.wait_until(lambda: False, iter([None, peer]).__next__, begin_turn("gather", group, "weights")),
         lambda: memory.read(peer, [MemorySpan(shard.data_ptr(), 8)], [MemorySpan(memory._addresses[peer].inbox, 8)], "weights"),
     ):
         with pytest.raises(RunError) as raised:
@@ -238,7 +240,7 @@ def errors_after_the_peers_end() -> list[str]:
 
 def test_no_process_with_a_peers_reused_pid_is_written(ranks):
     """The kernel reuses pids, but a descriptor tells that its process has ended."""
-    assert ranks(2)(errors_after_the_peers_end) == [["collective-failed"] * 3] * 2
+    assert ranks(2)(errors_after_the_peers_end) == [["collective-failed"] * 4] * 2
 
 
 def run_many_exchanges() -> list[list[float]]:

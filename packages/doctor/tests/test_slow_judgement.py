@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sley_doctor.commands import doctor
 from sley_doctor.slow_ranks import (
     MAX_BLOCKS,
     Cause,
@@ -20,6 +21,7 @@ from sley_doctor.slow_ranks import (
     find_remedy,
     judge,
 )
+from sley_doctor.verdict import RunState, describe_state
 from sley_doctor.work_record import FORMAT, Location, Spread, Start, Window, WorkFile, WorkRecord, format_line, read_records
 from train_cli.run_folder import WORK
 
@@ -143,13 +145,26 @@ def test_a_wait_of_every_rank_for_data_is_named() -> None:
 
 
 def write_record(record: WorkRecord, folder: Path) -> Path:
-    """Writes the record of rank 0 as a run does, and returns its file."""
-    path, notes = folder / WORK / "rank-0.jsonl", list[str]()
+    """Writes the record of a rank as a run does, and returns its file."""
+    path, notes = folder / WORK / f"rank-{record.start.rank}.jsonl", list[str]()
     file = WorkFile(path, record.start, notes)
     for entry in record.windows:
         file.write(format_line(entry))
     assert notes == []
     return path
+
+
+def test_the_command_prints_the_cause_and_the_work_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for record in records(USUAL, {**USUAL, "B0": 0.1}):
+        write_record(record, tmp_path)
+    (tmp_path / "plan.toml").touch()
+    doctor(tmp_path)
+    printed = capsys.readouterr().out
+    assert "all ranks finished step 60" in printed
+    assert "\nslow      rank 1 makes other ranks wait" in printed
+    assert "\nsteps     11 to 60\nremedy    " in printed
+    assert "\nwork and waits of each rank in a step\n  rank 0" in printed
+    assert describe_state(RunState("finished", 3, None), 0.0) == "the run has ended: finished; all ranks finished step 3"
 
 
 def test_damaged_lines_and_repeated_steps_are_skipped(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_step_that_fails_is_not_recorded(texts: Path, tmp_path: Path) -> None:
 def test_a_failed_write_ends_only_the_recording(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "work").write_text("a file, not a folder", "utf-8")
     with running(small_plan(), texts) as run:
-        with recorded(run, tmp_path):
+        with one_step_windows(), recorded(run, tmp_path):
             for _ in range(3):
                 run.step()
         (note,) = [note for note in run.notes if "not recorded" in note]

@@ -17,7 +17,7 @@ from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import INDEX_FILE, TensorInfo, WeightFiles
 from sley_models.hf import build_hugging_face_model, list_param_shapes
-from sley_models.hf_config import to_hf_config
+from sley_models.hf_config import from_hf_config, read_config, to_hf_config
 from sley_models.llama import build_llama
 from sley_models.plugin import LlamaConfig
 from sley_testing.plans import build_meta_model as build
@@ -83,6 +83,7 @@ def test_logits_from_files_equal_transformers(tmp_path: Path, kind: str) -> None
     theirs = save_model(tmp_path, kind)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     config = LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
+    assert from_hf_config(to_hf_config(config, 97)).keys == read_config(tmp_path).keys
     model = real(lambda data: build_llama(config, data))
     tokens = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -135,6 +136,7 @@ def test_files_of_another_dtype_are_converted(tmp_path: Path, dtype: torch.dtype
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "missing keys of rope_scaling: low_freq_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {**SCALED, "high_freq_factor": 1.0}}, "it must be greater than low_freq_factor = 1"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "different rotary positions per layer"),
         ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling must be a table, but is 'linear'"),
         ({"hidden_size": None}, "missing keys: hidden_size"),
@@ -168,8 +170,23 @@ def test_equal_sizes_are_allowed_and_sufficient_without_the_folder(tmp_path: Pat
     for file in tmp_path.iterdir():
         file.unlink()
     assert LlamaConfig(**whole) == config
-    with pytest.raises(ValidationError, match=r"cannot read .*config\.json"):
-        LlamaConfig(weights=tmp_path, hidden=32, heads=4)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"cannot read .*config\.json.*must be a local folder"),
+        ({"config.json": "{"}, r"cannot read .*config\.json.*Expecting"),
+        ({"config.json": "[]"}, r"config\.json` must contain a JSON object"),
+        ({"plan.toml": "model = 1"}, r"cannot read .*plan\.toml"),
+        ({"plan.toml": '[model]\nuse = "models.llama"'}, "has no weights"),
+    ],
+)
+def test_a_folder_that_describes_no_model_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValidationError, match=message):
+        LlamaConfig(weights=tmp_path)  # type: ignore[call-arg]
 
 
 def _remove_tensor(folder: Path, name: str) -> None:
@@ -200,6 +217,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "old buffers": (lambda folder: _add_tensor(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)), ""),
     "tied head": (lambda folder: _add_tensor(folder, "lm_head.weight", torch.ones(97, 32)), "have different values"),
     "shape": (lambda folder: _replace_tensor(folder, KEY, torch.ones(3, 3)), r"the shape \[32, 32\], but has \[3, 3\]"),
+    "no tensors": (lambda folder: (folder / INDEX_FILE).unlink(), "has neither"),
     "type": (lambda folder: _replace_tensor(folder, KEY, torch.ones(32, 32, dtype=torch.uint8)), "must be F64 .*, but is U8"),
 }
 
@@ -221,11 +239,13 @@ def test_files_of_another_model_are_refused_by_name(tmp_path: Path, fault: str) 
 def test_weights_of_another_model_are_refused() -> None:
     plan = plan_from_dict(small_plan())
     shapes = {**list_param_shapes(plan.model.config, 256), "rope": (1,)}
+    source: Any = SimpleNamespace(names=shapes, info=lambda name: TensorInfo("F32", shapes[name]))
     del shapes["blocks.0.attention.key.weight"]
-    source: Any = SimpleNamespace(names=list(shapes), info=lambda name: TensorInfo("F32", shapes[name]))
-    with pytest.raises(RunError, match=r"'blocks.0.attention.key.weight' is missing, 'rope' is unknown") as raised:
+    with pytest.raises(RunError, match=r"weights-mismatch.*'blocks.0.attention.key.weight' is missing, 'rope' is unknown"):
         build_hugging_face_model(plan, source)
-    assert raised.value.diagnostics[0].code == "weights-mismatch"
+    del shapes["embed.tokens.weight"]
+    with pytest.raises(RunError, match=r"weights-mismatch.*'embed.tokens.weight' is missing"):
+        build_hugging_face_model(plan, source)
 
 
 def test_the_config_of_transformers_has_the_theta() -> None:

@@ -96,6 +96,7 @@ def test_defaults_are_derived() -> None:
     config = LlamaConfig(num_layers=2, hidden=128, heads=4)
     assert (config.kv_heads, config.head_dim, config.ffn_hidden) == (4, 32, 384)
     assert LlamaConfig(**config.model_dump()) == config
+    assert LlamaConfig.model_json_schema()["anyOf"][0] == {"required": ["weights"]}
 
 
 @pytest.mark.parametrize(("hidden", "ffn_hidden"), [(24, 64), (25, 128), (128, 384), (768, 2048), (4096, 10944)])

@@ -70,7 +70,7 @@ class AnyLayoutCheckpointer(Checkpointer):
         """Checks the run's checkpoint folder before the first step. All ranks call it. Raises RunError `checkpoint-folder` on
         all ranks if a rank cannot write to the folder, the ranks see different folders, or another run uses the folder.
         """
-        if self.table is None or self.folder is None:
+        if self.folder is None:
             return
         folder = open_folder(self.folder)
         probe(
