@@ -80,6 +80,30 @@ def parameters(tensor: torch.Tensor) -> nn.Module:
     return nn.ParameterList([nn.Parameter(tensor, requires_grad=False)])
 
 
+RNG = numpy.random.default_rng(0)
+
+
+def drawn_outside() -> nn.Module:
+    holder = Holder(nn.Linear(4, 4))
+    nn.init.constant_(holder.inner.weight, RNG.normal())  # type: ignore[arg-type]
+    return holder
+
+
+def draw_from(generator: torch.Generator) -> nn.Module:
+    return nn.Linear(4, 4).apply(lambda one: nn.init.normal_(one.weight, generator=generator))
+
+
+def share(builds_first: bool) -> Model:
+    """A rank calls its own builders alone: `init_weights` would set the shared parameter in another order on each."""
+    shared = nn.Linear(4, 4)
+    first = (lambda: Holder(shared)) if builds_first else Holder(shared)
+    return Model([("first", first), ("second", lambda: Holder(shared))])
+
+
+SHARED = "model-factory.*'second.inner.weight' and 'first.inner.weight' are the same parameter"
+DRAWN = "model-random.* the builder of the layer 'some.0' uses a Generator"  # how many have drawn before depends on the rank
+
+
 def adapted() -> Model:
     model = Model([Embed()])
     model.adapt = lambda module, name: module.get_parameter("missing")
@@ -95,6 +119,11 @@ def adapted() -> Model:
         (lambda: [parameters(torch.eye(3).to_sparse_csr())], "model-init.*'0.0' is a Parameter, but must be a plain dense"),
         (lambda: Model([Embed()], lambda *_: 1 / 0), r"model-init.*'0.table' \(Embedding\) cannot be .*: ZeroDivisionError"),
         (lambda: [Embed(), nn.BatchNorm1d(3, affine=False, device="meta")], "model-buffer.*'1.running_mean' was built without"),
+        (partial(list, [Embed()]), "model-init.*'0.table.weight' belongs to a model that an earlier call built"),
+        (partial(share, True), SHARED),
+        (partial(share, False), SHARED),
+        (lambda: [("some", drawn_outside, 2)], DRAWN),
+        (lambda: [("some", partial(draw_from, torch.Generator()), 2)], DRAWN),
         (adapted, "model-adapters.* the layer '0' cannot have adapters: AttributeError"),
         (partial(lambda names: [(next(names), Embed())], iter("ab")), "model-differs.*: first the layers a, then b"),
         (
@@ -145,41 +174,6 @@ def test_a_factory_of_the_plan_is_built_on_meta(tmp_path: Path) -> None:
     assert model["0"].fields == ("tokens",)
     shrinking = from_factory(tmp_path, "own_model:takes", widths=[4, 4, 7])  # its options, at each call
     assert len(HostModel(shrinking).factory_module(shrinking["1"]).state_dict()) == 2
-
-
-@pytest.mark.parametrize("builds_first", [True, False])
-def test_a_builder_must_not_share_what_was_made_outside(builds_first: bool) -> None:
-    """A rank calls its own builders alone: `init_weights` would set the shared parameter in another order on each."""
-
-    def layers(_: DataInfo) -> Model:
-        shared = nn.Linear(4, 4)
-        first = (lambda: Holder(shared)) if builds_first else Holder(shared)
-        return Model([("first", first), ("second", lambda: Holder(shared))])
-
-    with pytest.raises(PlanError, match=r"'second.inner.weight' and 'first.inner.weight' are the same parameter") as raised:
-        build_meta_model(layers)
-    assert raised.value.diagnostics[0].code == "model-factory"
-
-
-RNG = numpy.random.default_rng(0)
-
-
-def drawn_outside() -> nn.Module:
-    holder = Holder(nn.Linear(4, 4))
-    nn.init.constant_(holder.inner.weight, RNG.normal())  # type: ignore[arg-type]
-    return holder
-
-
-def test_a_builder_must_not_draw_from_a_generator_made_outside() -> None:
-    """How many builders have drawn before depends on the rank."""
-
-    def closing_over(generator: torch.Generator) -> Callable[[], nn.Module]:
-        return lambda: nn.Linear(4, 4).apply(lambda one: nn.init.normal_(one.weight, generator=generator))
-
-    for builder in (drawn_outside, closing_over(torch.Generator())):
-        with pytest.raises(PlanError, match=r"the builder of the layer 'some.0' uses a Generator") as raised:
-            build_meta_model(lambda _, builder=builder: [("some", builder, 2)])
-        assert raised.value.diagnostics[0].code == "model-random"
 
 
 def test_the_example_model_has_a_gradient_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,28 +194,6 @@ def alias(part: Any) -> None:
     part.values = values
 
 
-@pytest.mark.parametrize(
-    ("add", "says"),
-    [
-        (transposed, "the parameter '0.first.weight' and the parameter '0.second.weight'"),
-        (sliced, "the parameter '0.rows' and the parameter '0.first.weight'"),
-        (frozen_view, "the parameter '0.first.weight' and the parameter '0.frozen'"),
-        (
-            lambda part: part.register_buffer("start", part.first.weight.detach()),
-            "the parameter '0.first.weight' and the buffer '0.start'",
-        ),
-        (alias, "the parameter '0.own' and the attribute '0.values'"),
-        (lambda part: setattr(part, "row", part.first.weight[0]), "the attribute '0.row'"),
-        (lambda part: setattr(part, "rows", [part.first.weight.detach()[1:]]), "the attribute '0.rows'"),
-    ],
-)
-def test_memory_that_is_partly_the_same_is_refused_by_name(add: Callable[[Any], None], says: str) -> None:
-    with pytest.raises(PlanError, match=f"{says} overlap in memory") as raised:
-        build_model_with_values(lambda _: [Part(add)])
-    assert raised.value.diagnostics[0].code == "model-init"
-    assert raised.value.diagnostics[0].hint
-
-
 def test_parts_of_one_memory_that_do_not_overlap_are_parameters_like_others() -> None:
     def parts(part: Any) -> None:
         whole = torch.arange(32.0).view(8, 4)
@@ -256,22 +234,6 @@ def in_a_module_of_others(part: Any) -> None:
     part.own = OUTSIDE.first.weight
 
 
-@pytest.mark.parametrize(
-    ("add", "where", "name"),
-    [
-        (in_a_module_of_others, "0.other", "0.own"),
-        (in_a_list, "0.kept", "0.first.weight"),
-        (in_a_function, "0.kept", "0.own"),
-        (in_a_hook, "0.second._forward_hooks", "0.first.weight"),
-        (in_an_object, "0.kept", "0.first.weight"),
-    ],
-)
-def test_a_parameter_that_is_held_unregistered_is_refused_by_name(add: Callable[[Any], None], where: str, name: str) -> None:
-    with pytest.raises(PlanError, match=f"`{where}` refers to the parameter '{name}'") as raised:
-        build_model_with_values(lambda _: [Part(add)])
-    assert raised.value.diagnostics[0].code == "model-init"
-
-
 KNOWN: dict[str, nn.Parameter] = {}
 
 
@@ -298,15 +260,34 @@ class Listed(Part):
         KNOWN["weight"] = self.first.weight  # for a program outside, which nobody's forward asks
 
 
-@pytest.mark.parametrize(("kind", "where"), [(ByGlobalName, "ByGlobalName.forward"), (ByClass, "ByClass.kept")])
-def test_a_parameter_that_is_held_by_name_is_refused(kind: type[nn.Module], where: str) -> None:
-    with pytest.raises(PlanError, match=f"`{where}` refers to the parameter '0.first.weight'"):
-        build_model_with_values(lambda _: [kind()])
+OVERLAP = "{} and {} overlap in memory"
+HELD = "`{}` refers to the parameter '{}'"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Part(transposed), OVERLAP.format("the parameter '0.first.weight'", "the parameter '0.second.weight'")),
+        (lambda: Part(sliced), OVERLAP.format("the parameter '0.rows'", "the parameter '0.first.weight'")),
+        (lambda: Part(frozen_view), OVERLAP.format("the parameter '0.first.weight'", "the parameter '0.frozen'")),
+        (
+            lambda: Part(lambda part: part.register_buffer("start", part.first.weight.detach())),
+            OVERLAP.format("the parameter '0.first.weight'", "the buffer '0.start'"),
+        ),
+        (lambda: Part(alias), OVERLAP.format("the parameter '0.own'", "the attribute '0.values'")),
+        (lambda: Part(lambda part: setattr(part, "row", part.first.weight[0])), "the attribute '0.row' overlap in memory"),
+        (lambda: Part(lambda part: setattr(part, "rows", [part.first.weight.detach()[1:]])), "the attribute '0.rows' overlap"),
+        (lambda: Part(in_a_module_of_others), HELD.format("0.other", "0.own")),
+        (lambda: Part(in_a_list), HELD.format("0.kept", "0.first.weight")),
+        (lambda: Part(in_a_function), HELD.format("0.kept", "0.own")),
+        (lambda: Part(in_a_hook), HELD.format("0.second._forward_hooks", "0.first.weight")),
+        (lambda: Part(in_an_object), HELD.format("0.kept", "0.first.weight")),
+        (ByGlobalName, HELD.format("ByGlobalName.forward", "0.first.weight")),
+        (ByClass, HELD.format("ByClass.kept", "0.first.weight")),
+    ],
+)
+def test_memory_that_is_shared_or_held_unregistered_is_refused_by_name(make: Callable[[], nn.Module], says: str) -> None:
+    with pytest.raises(PlanError, match=f"model-init.*{says}") as raised:
+        build_model_with_values(lambda _: [make()])
+    assert raised.value.diagnostics[0].hint
     build_model_with_values(lambda _: [Listed()])
-
-
-def test_modules_of_an_earlier_call_are_refused_by_name() -> None:
-    parts = [Part(), Part()]
-    with pytest.raises(PlanError, match=r"'0.first.weight' belongs to a model that an earlier call built") as raised:
-        build_model_with_values(lambda _: parts)
-    assert raised.value.diagnostics[0].code == "model-init"
