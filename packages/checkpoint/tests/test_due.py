@@ -84,7 +84,7 @@ def test_an_asynchronous_save_has_the_state_of_its_step(texts, tmp_path, monkeyp
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_copy_elsewhere_is_not_the_runs_own_checkpoint(texts, tmp_path, saves):
-    """The program saves step 2 itself, and keeps a copy of each other step. The run still saves step 4, and when it is stopped."""
+    """The program saves step 2, and keeps a copy of each other step. The run still saves step 4, and when it is stopped."""
 
     def keep_copies(run: Run) -> None:
         run.listeners.append(lambda row: run.save_checkpoint(None if row["step"] == 2 else tmp_path / f"copy-{row['step']}"))

@@ -172,24 +172,6 @@ def test_each_wait_raises_the_error_of_the_first(ranks, operation):
         assert set(errors) == {errors[0]}
 
 
-def copies_of_invalid_memory() -> list[int]:
-    group = wp()
-    inbox = group.transport(GATHER).rows.connection._addresses[0].inbox
-    word = torch.zeros(1, dtype=torch.int64)
-    local = [MemorySpan(word.data_ptr(), 8)]
-    return [
-        read(os.getpid(), local, [MemorySpan(inbox, 8)]),
-        read(2**22 + 1, local, [MemorySpan(inbox, 8)]),
-        write(1, local, [MemorySpan(8, 8)]),
-    ]
-
-
-def test_copies_of_unknown_processes_and_addresses_fail(ranks):
-    """Uses an existing inbox, an unknown process, and an invalid address."""
-    results, _ = ranks(2)(copies_of_invalid_memory)
-    assert results == [8, -1, -1]
-
-
 def transports_without(missing: str) -> list[str]:
     """Returns the transports of this rank's channels if the last rank lacks a capability."""
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
@@ -323,50 +305,37 @@ def test_all_ranks_have_the_same_bits_of_a_sum(ranks, size):
         assert all(torch.equal(totals[0], total) for total in totals[1:])
 
 
-def poll_first_sum() -> list[bool]:
-    """Returns the results of `is_completed` on the first rank before the second starts the sum, and on both after its end."""
+def poll_sums() -> list[bool]:
+    """Returns the results of `is_completed` of two sums: of the first, on the first rank, before the second rank starts it; of
+    the second, before the first is complete; and of both after their ends.
+    """
     group = stage()
     sums = group.transport()
-    tensor = torch.ones(10)
-    results = []
+    ones, twos, results = torch.ones(5), torch.full((5,), 2.0), []
     if group.coord == 1:
         dist.barrier(group=group.channel())
-    work = sums.all_reduce(tensor, label="ones")
+    first = sums.all_reduce(ones, label="ones")
     if group.coord == 0:
-        results = [work.is_completed()]
+        results = [first.is_completed()]
         dist.barrier(group=group.channel())
-    work.wait_sent()
-    return [*results, work.is_completed(), bool((tensor == 2).all())]
-
-
-def test_polling_does_not_wait(ranks):
-    """`is_completed` returns False at once on the first rank."""
-    assert ranks(2)(poll_first_sum) == [[False, True, True], [True, True]]
-
-
-def poll_second_sum() -> list[bool]:
-    """Returns the results of `is_completed` of the second of two offered sums, before and after the first is complete."""
-    group = stage()
-    sums = group.transport()
-    ones, twos = torch.ones(5), torch.full((5,), 2.0)
-    first, second = sums.all_reduce(ones, label="ones"), sums.all_reduce(twos, label="twos")
+    second = sums.all_reduce(twos, label="twos")
     dist.barrier(group=group.channel())
-    results = [second.is_completed()]
+    results.append(second.is_completed())
     first.wait_sent()
     second.wait_sent()
-    return [*results, second.is_completed(), bool((ones == 2).all()), bool((twos == 4).all())]
+    return [*results, first.is_completed(), second.is_completed(), bool((ones == 2).all()), bool((twos == 4).all())]
 
 
-def test_sums_complete_in_order(ranks):
-    """Otherwise a rank could sum the slices of two sums crosswise."""
-    assert ranks(2)(poll_second_sum) == [[False, True, True, True]] * 2
+def test_polling_does_not_wait_and_sums_complete_in_order(ranks):
+    """In another order, a rank could sum the slices of two sums crosswise."""
+    assert ranks(2)(poll_sums) == [[False, False, True, True, True, True], [False, True, True, True, True]]
 
 
 # -- copies of any length ----------------------------------------------------------------------------------------------
 
 
-def test_copies_longer_than_one_call(monkeypatch):
-    """Copies several spans with at most 1000 bytes per call."""
+def test_copies_longer_than_one_call_and_copies_of_unknown_processes_and_addresses(monkeypatch):
+    """Copies several spans with at most 1000 bytes per call. The last two copies fail."""
     monkeypatch.setattr(connection, "MAX_BYTES", 1000)
     lengths = [1, 999, 0, 1000, 4321, 7, 1993]
     source = [torch.randint(256, (length,), dtype=torch.uint8) for length in lengths]
@@ -374,5 +343,6 @@ def test_copies_longer_than_one_call(monkeypatch):
     local = [MemorySpan(tensor.data_ptr(), tensor.numel()) for tensor in target]
     remote = [MemorySpan(tensor.data_ptr(), tensor.numel()) for tensor in source]
     assert read(os.getpid(), local, remote) == sum(lengths)
+    assert read(2**22 + 1, local, remote) == write(os.getpid(), local[:1], [MemorySpan(8, 1)]) == -1
     assert all(map(torch.equal, source, target))
     assert read(os.getpid(), local, [*remote[:-1], MemorySpan(8, lengths[-1])]) == -1

@@ -4,7 +4,6 @@ import json
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from random import Random, SystemRandom
@@ -105,24 +104,6 @@ def test_no_sample_is_lost_when_the_first_is_read_for_the_fields(kind: type) -> 
     assert taken(wrapped, 3, 2, shuffle=False) == [[0, 1], [2, 3], [4, 0]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_the_rows_of_all_ranks_are_the_same_global_batches_in_every_layout(kind: type, dp: int) -> None:
-    whole = taken(kind(11), 7, 8)
-    size = 8 // dp
-    ranks = [taken(kind(11), 7, 8, range(coord * size, (coord + 1) * size)) for coord in range(dp)]
-    assert [list(chain.from_iterable(parts)) for parts in zip(*ranks, strict=True)] == whole
-
-
-@given(st.integers(1, 30), st.integers(1, 12), st.booleans())
-@settings(max_examples=20, deadline=None)
-def test_each_sample_comes_once_per_epoch_and_none_is_dropped(num_samples: int, batch_size: int, shuffle: bool) -> None:
-    batches = taken(Numbers(num_samples), num_samples, batch_size, shuffle=shuffle)
-    samples = list(chain.from_iterable(batches))
-    for epoch in range(batch_size):
-        assert Counter(samples[epoch * num_samples : (epoch + 1) * num_samples]) == Counter(range(num_samples))
-
-
 def test_a_stream_with_a_state_is_not_walked_again() -> None:
     with Feed(StatefulStream(1000), seed=1, batch_size=100, rows=range(100)) as feed:
         for _ in range(5):
@@ -195,7 +176,8 @@ def test_a_feed_that_is_restored_again_and_again_goes_on_as_if_it_had_not_stoppe
     num_samples, batch_size = drawn.randint(7, 40), drawn.randint(1, 6)
     whole = taken(kind(num_samples), 30, batch_size)
     epochs = list(chain.from_iterable(whole))
-    assert len(set(epochs[:num_samples])) == min(num_samples, len(epochs))
+    for start in range(0, len(epochs), num_samples):
+        assert len(set(epochs[start : start + num_samples])) == len(epochs[start : start + num_samples])
     num_done = 0
     state: dict[str, Any] | None = None
     while num_done < 30:
@@ -327,25 +309,16 @@ def breaks_at_three(index: int) -> int:
     return index
 
 
-class Broken(Stream):
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return ({"x": sample["x"] * breaks_at_three(int(sample["x"]))} for sample in super().__iter__())
-
-
-@pytest.mark.parametrize(
-    ("dataset", "origin"),
-    [(Numbers(6, breaks_at_three), "in sample 3 of the dataset"), (Broken(6), "in the stream of the dataset")],
-)
-def test_what_a_dataset_raises_reaches_the_caller_with_its_traceback(dataset: Any, origin: str) -> None:
-    with Feed(dataset, seed=1, batch_size=2, rows=range(2), shuffle=False) as feed:
+def test_what_a_dataset_raises_reaches_the_caller_with_its_traceback() -> None:
+    with Feed(Numbers(6, breaks_at_three), seed=1, batch_size=2, rows=range(2), shuffle=False) as feed:
         feed.next()
         for _ in range(2):
             with pytest.raises(KeyError, match="sample three is broken") as caught:
                 feed.next()
             text = "".join(traceback.format_exception(caught.value))
             assert "in breaks_at_three" in text
-            assert origin in text
-        assert feed.state()["samples"] == 2
+            assert "in sample 3 of the dataset" in text
+        assert feed.state() == {"samples": 2}
         for thread in data_threads():
             thread.join(timeout=10)
         assert not data_threads()  # a thread would keep the error, its frames and their tensors until the feed is closed

@@ -1,4 +1,4 @@
-"""What the engine refuses, with the same words on all ranks: facts on which ranks differ, ties without an order, numbers."""
+"""What the engine refuses in the same words on all ranks: facts that differ, names of numbers, and sums without an order."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,72 +19,41 @@ from sley_core.model.layers import Layer
 from sley_core.topology import Topology
 
 
-def begin(groups: Groups, numel: int = 2, **fields: torch.Tensor) -> None:
+def agree(groups: Groups, numel: int = 2, **fields: torch.Tensor) -> None:
     """Checks a step of one parameter, in a buffer of `numel` elements, and of a batch with `fields`."""
-    buffer, reduction = SimpleNamespace(data=torch.zeros(numel)), Reduction(groups, StepState())
-    store: Any = SimpleNamespace(
-        reduction=reduction, num_layouts=1, params=[SimpleNamespace(name="w")], buffers=[buffer], registry=[]
-    )
+    store: Any = SimpleNamespace(num_layouts=1, registry=[], params=[SimpleNamespace(name="w")])
+    store.reduction, store.buffers = Reduction(groups, StepState()), [SimpleNamespace(data=torch.zeros(numel))]
     RankAgreement(groups, store).begin("step 1", StepBatch([], [fields], [1.0])).check()
 
 
-def raise_mismatch(groups: Groups, rank: int) -> None:
-    exchanges = {"stage[0, 1]": ExchangeSummary((0, 1), rank, rank, "w"), "sp[0, 1]": ExchangeSummary((0, 1), 2, 2, "h")}
-    raise exchange_mismatch_error("step 3", exchanges, groups["control"])
-
-
-def name_twice(groups: Groups, rank: int) -> None:
-    numbers = StepNumbers(groups)
-    numbers.add("mine/norm", float, "root" if rank else "sum")
-    for name, reason in (("mine/norm", "number-name.* is there already"), ("norm", "number-name.* has no slash")):
-        with pytest.raises(RunError, match=reason):
-            numbers.add(name, float)
-    try:
-        numbers.gather_names()
-    finally:
-        with pytest.raises(RunError, match="number-late"):
-            numbers.add("mine/late", float)
-
-
-CALLS: dict[str, Any] = {
-    "ranks-differ.* rank 1 received the batch field x .*2, 4., but rank 0 received x float32.2, 3.": (
-        lambda groups, rank: begin(groups, x=torch.zeros(2, 3 + rank))
-    ),
-    "ranks-differ.* rank 1 and rank 0 received different samples": lambda groups, rank: begin(groups, x=torch.full((9,), rank)),
-    "ranks-differ.* rank 1 and rank 0 reduce their gradients in .* different buffers": lambda groups, rank: begin(
-        groups, 2 + rank
-    ),
-    r"ranks-differ.* step 3: in stage\[0, 1\], rank 1 ran 1 collectives, the last of them w, but rank 0 ran none": raise_mismatch,
-    "number-name.*'mine/norm' is a plain sum on one rank, but the root": name_twice,
-    r"outputs-apart.* an output of shape \[2\] lacks the 4 positions of its slice along dim 1": (
-        lambda groups, rank: gather_output(torch.zeros(2), (1, 4), groups["sp"])
-    ),
-}
-
-
-def check_all_calls() -> None:
+def be_refused() -> str:
+    """Returns the message about exchanges that differ."""
     with World.join("cpu") as world:
-        groups = world.make_groups(Topology.from_sizes(2, sp=2), 30)
-        for says, call in CALLS.items():
+        groups, rank = world.make_groups(Topology.from_sizes(2, sp=2), 30), world.rank
+        numbers = StepNumbers(groups)
+        numbers.add("my/norm", float, "root" if rank else "sum")
+        calls: dict[str, Any] = {
+            "ranks-differ.*1 received the batch field x float32.3., but": lambda: agree(groups, x=torch.zeros(4 - rank)),
+            "ranks-differ.*rank 1 and rank 0 received different samples": lambda: agree(groups, x=torch.full((9,), rank)),
+            "ranks-differ.*rank 1 and rank 0 reduce their gradients": lambda: agree(groups, 2 + rank),
+            "number-name.*'my/norm' is there already": lambda: numbers.add("my/norm", float),
+            "number-name.*'norm' has no slash": lambda: numbers.add("norm", float),
+            "number-name.*'my/norm' is a plain sum on one rank, but": numbers.gather_names,
+            "number-late": lambda: numbers.add("my/late", float),
+            r"outputs-apart.*\[2\] lacks the 4 positions .* dim 1": lambda: gather_output(torch.zeros(2), (1, 4), groups["sp"]),
+        }
+        for says, call in calls.items():
             with pytest.raises(RunError, match=says):
-                call(groups, world.rank)
+                call()
+        exchanges = {axis: ExchangeSummary((0, 1), number, number, "w") for axis, number in (("sp", 2), ("stage", rank))}
+        return str(exchange_mismatch_error("step 3", exchanges, groups["control"]))
 
 
 def test_ranks_that_do_not_agree_are_told_alike(ranks: Any) -> None:
-    ranks(2, init=False)(check_all_calls)
-
-
-def test_a_refusal_of_the_only_rank_is_raised_by_the_check() -> None:
+    said = "error[ranks-differ]: step 3: in stage, rank 1 ran 1 collectives, the last of them w, but rank 0 ran none\nhint: "
+    assert all(message.startswith(said) for message in ranks(2, init=False)(be_refused))
     with World.alone("cpu") as world, pytest.raises(RunError, match="own-code"):
         RankAgreement(world.make_groups(Topology.from_sizes(1), 30)).begin("step 1", refusal=RunError("own-code", "no")).check()
-
-
-def tied(count: int) -> list[tuple[int, list[Layer]]]:
-    """The stages of one linear layer each, all with one weight."""
-    linears = [nn.Linear(2, 2) for _ in range(count)]
-    for linear in linears:
-        linear.weight = linears[0].weight
-    return [(stage, [Layer(f"l{stage}", linear)]) for stage, linear in enumerate(linears)]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +64,9 @@ def tied(count: int) -> list[tuple[int, list[Layer]]]:
     ],
 )
 def test_sums_without_an_order_are_refused(num_stages: int, buffers: list[str], says: str) -> None:
-    CanonicalReduction.check_model(tied(2), [])
+    stages = [(stage, [Layer(f"l{stage}", nn.Linear(2, 2))]) for stage in range(num_stages)]
+    for _, (layer,) in stages:
+        layer.module.weight = stages[0][1][0].module.weight
+    CanonicalReduction.check_model(stages[:2], [])
     with pytest.raises(PlanError, match=says):
-        CanonicalReduction.check_model(tied(num_stages), buffers)
+        CanonicalReduction.check_model(stages, buffers)

@@ -180,18 +180,6 @@ class Counted:
         return field * 2.0
 
 
-def test_a_value_is_computed_once_per_field_and_purpose_until_the_field_is_written_to() -> None:
-    field = torch.arange(3)
-    compute = Counted(field)
-    assert once_per_field(field, "double", compute) is once_per_field(field, "double", compute)
-    assert compute.calls == 1
-    once_per_field(field, "other", compute)
-    once_per_field(field.clone(), "double", compute)
-    assert compute.calls == 3
-    field += 1
-    assert once_per_field(field, "double", compute).tolist() == [2.0, 4.0, 6.0]
-
-
 def test_nothing_from_inference_mode_reaches_a_graph() -> None:
     field = torch.arange(3.0)
     with torch.inference_mode():

@@ -84,12 +84,6 @@ def test_a_good_plugin_loads_beside_broken_neighbours(install: Install, tmp_path
         plugin.load_builder(loader.record(records.GradientHandlerRecord, "zeta.topk"))
 
 
-def test_a_missing_plugin_of_ours_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = fault_of("pp", PluginLoader(plugins={}))
-    assert found.code == "plugin-missing"
-    assert found.hint == "install sley-pp; in a clone of Sley's repository, run `pip install -e packages/pp`"
-
-
 @pytest.mark.parametrize(
     ("source", "code", "words"),
     [

@@ -154,15 +154,6 @@ def test_a_failing_factory_is_placed_at_its_key(text: str) -> None:
     assert str(caught.value).startswith("plan.toml:29:11: error[factory-import]: ")
 
 
-def test_a_part_of_another_plugin_is_loaded_written_and_read_again(make: Make) -> None:
-    plan = make(activations={"use": "policies.lean"})
-    assert plan.activations.name == "policies.lean"
-    assert list(plan.plugins) == ["core", "models", "data", "policies"]
-    again = plan_from_text(plan.to_toml(), loader=plan.loader)
-    assert again == plan
-    assert again.digest == plan.digest != make().digest
-
-
 def plugin(links: int = 0, partitions: int = 0, **schedule: str | None) -> Any:
     """A plugin with a schedule `s`, stage links `l0`, `l1`, ..., partitioners `p0`, ... and a handler of ties `t`."""
 
