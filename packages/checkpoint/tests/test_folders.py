@@ -51,10 +51,8 @@ def test_a_run_saves_to_a_url_and_resumes_from_it(texts, tmp_path):
         run.save_checkpoint()
         assert folder.names() == ["step-00000001-1", "step-00000004", "step-00000006"], "another attempt may be writing"
         folder.child("step-00000001-1").delete_file(INDEX_NAME)
-        folder.child("step-00000009").write("unknown", [b""])
         run.save_checkpoint()
-    names = ["step-00000001-2", "step-00000004", "step-00000006", "step-00000009"]
-    assert folder.names() == names, "what it has half written is gone"
+    assert folder.names() == ["step-00000001-2", "step-00000004", "step-00000006"], "what it has half written is gone"
 
 
 def test_a_store_without_room_leaves_nothing_of_a_save_and_takes_the_next(texts, monkeypatch):

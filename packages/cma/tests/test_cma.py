@@ -331,9 +331,6 @@ def test_polling_does_not_wait_and_sums_complete_in_order(ranks):
     assert ranks(2)(poll_sums) == [[False, False, True, True, True, True], [False, True, True, True, True]]
 
 
-# -- copies of any length ----------------------------------------------------------------------------------------------
-
-
 def test_copies_longer_than_one_call_and_copies_of_unknown_processes_and_addresses(monkeypatch):
     """Copies several spans with at most 1000 bytes per call. The last two copies fail."""
     monkeypatch.setattr(connection, "MAX_BYTES", 1000)

@@ -102,14 +102,10 @@ def test_handles_that_are_used_late_and_twice(ranks, size, cross_memory):
         assert not any(left), "closed groups hold no communicator"
 
 
-def kinds(cross_memory):
-    """The transports of this rank's groups."""
-    groups = groups_of(cross_memory, sp=2, wp=2)
-    return {axis: [type(one).__name__ for one in group.transports.values()] for axis, group in groups.items()}
-
-
 def both_kinds():
-    return kinds(True), kinds(False)
+    """The transports of this rank's groups, by cross-memory attach and by messages."""
+    groups = [groups_of(cross_memory, sp=2, wp=2) for cross_memory in (True, False)]
+    return [{axis: [type(one).__name__ for one in group.transports.values()] for axis, group in of.items()} for of in groups]
 
 
 @reads

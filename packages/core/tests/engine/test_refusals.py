@@ -56,17 +56,12 @@ def test_ranks_that_do_not_agree_are_told_alike(ranks: Any) -> None:
         RankAgreement(world.make_groups(Topology.from_sizes(1), 30)).begin("step 1", refusal=RunError("own-code", "no")).check()
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "buffers", "says"),
-    [
-        (2, ["*.running_mean"], r"canonical-buffers.* its own \*.running_mean from its own samples"),
-        (3, [], "canonical-tie.* 3 layers on several stages share 'l0.weight'"),
-    ],
-)
-def test_sums_without_an_order_are_refused(num_stages: int, buffers: list[str], says: str) -> None:
-    stages = [(stage, [Layer(f"l{stage}", nn.Linear(2, 2))]) for stage in range(num_stages)]
+def test_sums_without_an_order_are_refused() -> None:
+    stages = [(stage, [Layer(f"l{stage}", nn.Linear(2, 2))]) for stage in range(3)]
     for _, (layer,) in stages:
         layer.module.weight = stages[0][1][0].module.weight
     CanonicalReduction.check_model(stages[:2], [])
-    with pytest.raises(PlanError, match=says):
-        CanonicalReduction.check_model(stages, buffers)
+    with pytest.raises(PlanError, match=r"canonical-buffers.* its own \*.running_mean from its own samples"):
+        CanonicalReduction.check_model(stages[:2], ["*.running_mean"])
+    with pytest.raises(PlanError, match=r"canonical-tie.* 3 layers on several stages share 'l0.weight'"):
+        CanonicalReduction.check_model(stages, [])

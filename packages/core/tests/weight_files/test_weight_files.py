@@ -57,6 +57,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "huge": (lambda folder: os.truncate(folder / INDEX_FILE, 1 << 40), "cannot read .*: it is larger than"),
     "list": (lambda folder: write_index(folder, ["a"]), "cannot read .*index.json"),
     "nothing": (lambda folder: (folder / INDEX_FILE).unlink(), f"has neither `{SINGLE_FILE}` nor `{INDEX_FILE}`"),
+    "pickles": (lambda folder: (folder / INDEX_FILE).rename(folder / "pytorch_model.bin"), "can run code when it is read"),
     "folder": (lambda folder: ((folder / "one.safetensors").unlink(), (folder / "one.safetensors").mkdir()), "one.safe"),
 }
 
@@ -68,13 +69,6 @@ def test_a_folder_that_does_not_hold_what_it_says_is_refused(folder: Path, fault
     with pytest.raises(RunError, match=says) as raised:
         WeightFiles(folder)
     assert raised.value.diagnostics[0].code == "weight-files"
-
-
-def test_pickled_weights_are_not_read_and_the_hint_says_why(folder: Path) -> None:
-    (folder / INDEX_FILE).unlink()
-    torch.save({"a": A}, folder / "pytorch_model.bin")
-    with pytest.raises(RunError, match="can run code when it is read"):
-        WeightFiles(folder)
 
 
 VALUES: dict[str, Tensor] = {
