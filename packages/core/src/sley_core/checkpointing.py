@@ -127,6 +127,10 @@ class TensorPiece:
     tensor: Tensor
 
     @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
     def is_updated_by_optimizer(self) -> bool:
         """Whether only updates change the tensor: true for weights, their averages and optimizer states."""
         return self.name.startswith((WEIGHTS, AVERAGES, OPTIMIZER))

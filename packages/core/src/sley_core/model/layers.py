@@ -101,6 +101,9 @@ class Model:
         parameters = {parameter for layer in self.layers for parameter in layer.module.parameters()}
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
+    def __len__(self) -> int:
+        return len(self.layers)
+
     def __getitem__(self, name: str) -> Layer:
         """Returns the layer `name`. Raises StopIteration if there is none."""
         return next(layer for layer in self.layers if layer.name == name)
