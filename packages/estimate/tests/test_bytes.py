@@ -163,7 +163,7 @@ class ReadsValues(nn.Embedding):
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
-        self.scale = torch.tensor(0.5)  # no buffer
+        self.scale = self.weight.detach().mean()  # no buffer
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = super().forward(tokens) * self.scale

@@ -132,11 +132,11 @@ def test_dicts_and_split_logits_are_counted() -> None:
 def test_attention_is_one_kernel_with_half_the_flops_if_causal() -> None:
     class Attending(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
-            return F.scaled_dot_product_attention(heads, heads, heads, is_causal=self.causal)
+            heads = x.unflatten(-1, (4, -1)).transpose(1, 2) if self.mask is None else x
+            return F.scaled_dot_product_attention(heads, heads, heads, self.mask, is_causal=self.causal)
 
     module = Attending()
-    module.causal = False
+    module.causal, module.mask = False, None
     full = work_of(module)
     module.causal = True
     half = work_of(module)
@@ -144,6 +144,8 @@ def test_attention_is_one_kernel_with_half_the_flops_if_causal() -> None:
     assert flops(full, "forward") == 2 * flops(half, "forward") == 2 * 2 * BATCH * 8 * 8 * WIDTH
     assert flops(half, "backward") == 2.5 * flops(half, "forward")
     assert half.forward[0].num_bytes == 4 * BATCH * 8 * WIDTH * 4
+    module.causal, module.mask = False, torch.empty(8, 8, dtype=torch.bool, device="meta")
+    assert flops(work_of(module), "forward") == flops(full, "forward"), "one head of all columns"
 
 
 def test_norm_is_one_kernel_per_direction() -> None:

@@ -7,6 +7,7 @@ from sley_core.errors import RunError, UsageError
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import split_batch
 from sley_testing.runs import weights
+from sley_testing.verify import find_dropout_modules
 
 EVERY_2 = {"every": 2, "steps": 3}
 
@@ -44,6 +45,7 @@ def test_held_out_losses_stand_in_the_rows_of_their_steps(alone, small):
 
 def test_nothing_is_changed_nor_kept(alone, small):
     with alone(small(evaluation=EVERY_2, model__options={"dropout": 0.5})) as run:
+        assert find_dropout_modules(run) == [f"blocks.{number}.dropout" for number in range(4)]
         run.step()
         held = run.layers[1].module.dropout.eval()
         gradients = {param.name: run.store.gradient(param).clone() for param in run.store.params}

@@ -274,7 +274,7 @@ class StepSimulation(Simulation):
             references = (entry for layer in layers for entry in referenced_tensors(layer.name, layer.module, set(modules)))
             for tensor in [entry.tensor for entry in references]:
                 if tensor.is_meta and tensor.grad_fn is None and id(tensor) not in parameter_ids:
-                    value = torch.empty_like(tensor, device=cpu)
+                    value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=cpu)
                     replacement = parameter_like(tensor, value) if isinstance(tensor, nn.Parameter) else value
                     torch.utils.swap_tensors(tensor, replacement)  # type: ignore[no-untyped-call]
             replace_tensors(modules.values(), dtype, cpu)

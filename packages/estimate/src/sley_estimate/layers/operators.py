@@ -163,9 +163,10 @@ def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 def attention_operator(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_causal: bool) -> Operator:
     """Returns the attention as one operator. Causal attention needs half of the FLOPs. context: the output."""
-    key_shape = *query.shape[:-2], *key.shape[-2:]  # as many heads as queries, since each key serves a group of queries
+    query_shape = 1, query.shape[:-2].numel(), *query.shape[-2:]  # the formula takes four dims
+    key_shape = *query_shape[:-2], *key.shape[-2:]  # as many heads as queries, since each key serves a group of queries
     value_shape = *key_shape[:-1], value.shape[-1]
-    flops = sdpa_flop_count(query.shape, key_shape, value_shape) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
+    flops = sdpa_flop_count(query_shape, key_shape, value_shape) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
     return Operator("attention", _total_bytes(query, key, value, context), flops, DTYPE_NAMES.get(query.dtype, "fp32"))
 
 
