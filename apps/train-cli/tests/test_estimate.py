@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import tomli_w
@@ -12,6 +13,7 @@ from sley_core.errors import UsageError
 from sley_estimate.commands import UNCOMPILED_NOTE, parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.testing import short_calibration, small_machine
+from train_cli.faults import Fault
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -77,6 +79,10 @@ def test_a_plan_has_the_seconds_of_the_machine_that_measured_it(cli: Cli, plan: 
     arguments = "show", plan, "--timeline", "--machine", "machine.toml", "--set", "parallel.dp=1"
     shown = cli(*arguments).expect(0).out
     assert all(words in shown for words in ("a step takes ", "all 3 layers were measured on this machine"))
+    with patch("train_cli.local_launch.launch", return_value=Fault((), 0)) as launch:
+        cli("calibrate", "--out", "machine.toml", "--force", "--plan", plan, "--ranks", 2).expect(0)
+    target, options, num_ranks, _ = launch.call_args.args
+    assert (target, options["plan"], num_ranks) == ("sley_estimate.commands:measure_on_rank", str(plan), 2)
     data = json.loads(cli("estimate", plan, "--machine", "machine.toml", "--set", "parallel.dp=1", "--format", "json").out)
     assert data["seconds"]["step"] >= data["seconds"]["stages"][0]["computes"] > 0
     assert [layer["source"] for layer in data["seconds"]["layers"]] == ["measured"] * 3

@@ -204,11 +204,6 @@ def test_what_is_no_text_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     assert "data-format" in [problem.code for problem in check_token_dataset(ids, evaluates=False)]
 
 
-def zipf(count: int, vocab_size: int, seed: int) -> list[int]:
-    drawn = random.Random(seed)
-    return [min(vocab_size - 1, int(drawn.paretovariate(0.4))) for _ in range(count)]
-
-
 CODES = {"uint16": "H", "uint32": "I", "int64": "q"}
 CASES = [
     (vocab_size, written, dtype, count)
@@ -223,7 +218,9 @@ CASES = [
 @pytest.mark.sample(12)
 @pytest.mark.parametrize(("vocab_size", "written", "dtype", "count"), CASES)
 def test_ids_of_another_width_are_refused(tmp_path: Path, vocab_size: int, written: str, dtype: Any, count: int) -> None:
-    (tmp_path / "a.bin").write_bytes(array(CODES[written], zipf(count, vocab_size, vocab_size)).tobytes())
+    drawn = random.Random(vocab_size)
+    ids = [min(vocab_size - 1, int(drawn.paretovariate(0.4))) for _ in range(count)]
+    (tmp_path / "a.bin").write_bytes(array(CODES[written], ids).tobytes())
     size = min(vocab_size, 1 << 16) if dtype == "uint16" else vocab_size
     table = TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=size, dtype=dtype)
     codes = [problem.code for problem in check_token_dataset(table, evaluates=False)]

@@ -49,10 +49,6 @@ class MaskedLossContract(LossContract):
         return {"y": torch.ones(6, 4), "mask": torch.zeros(6, 4, dtype=torch.bool)}
 
 
-class HeldOutDatasetContract(DatasetContract):
-    holds_out = True
-
-
 PART_TYPES: dict[str, tuple[type, str]] = {
     "handler": (GradientHandlerContract, "use"),
     "weights": (WeightCommunicatorContract, "use"),
@@ -62,7 +58,7 @@ PART_TYPES: dict[str, tuple[type, str]] = {
     "learning_rate": (LRScheduleContract, "use"),
     "writer": (JsonLinesContract, "use"),
     "loss": (MaskedLossContract, "factory"),
-    "data": (HeldOutDatasetContract, "factory"),
+    "data": (DatasetContract, "factory"),
 }
 """By the attribute that takes the table of a part: its contract, and the key of the table that names the part."""
 
@@ -71,7 +67,7 @@ def contract_of(part_type: str, name: str) -> type:
     """Returns the contract of a part of `own`, as a class of tests."""
     contract, key = PART_TYPES[part_type]
     value = f"parts.{part_type}_{name.lower()}" if key == "use" else f"parts_{part_type}:{name}"
-    return type("TestPart", (contract,), {part_type: {key: value}})
+    return type("TestPart", (contract,), {part_type: {key: value}, "holds_out": True})
 
 
 # The tests below, or those of other packages, run the contracts other than that of hooks.

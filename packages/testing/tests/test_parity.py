@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from sley_testing.live_bytes import Figure, note_figure
 from sley_testing.parity import assert_close_gradients, assert_same_bits, relative_errors
 
 
@@ -12,6 +13,12 @@ from sley_testing.parity import assert_close_gradients, assert_same_bits, relati
 def gradients():
     torch.manual_seed(0)
     return {"large": torch.randn(64, 64) * 1e3, "small": torch.randn(8) * 1e-3}
+
+
+def test_figure_is_written_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLEY_FIGURES", str(tmp_path / "figures"))
+    note_figure(Figure("step", "1.5 s", "at most 1 s", is_met=False))
+    assert " ".join((tmp_path / "figures").read_text("utf-8").split()) == "step 1.5 s at most 1 s NOT MET"
 
 
 def test_error_is_relative_to_each_parameter(gradients):

@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def stepped(tables, folder):
 
 
 def test_a_sparse_gradient_is_refused_with_its_name(ranks, own, small):
-    tables = small(model={"factory": "own_models:sparse"})
+    tables = small(model={"factory": "own_models:embedding", "options": {"sparse": True}})
     with pytest.raises(RunError, match=r"the gradient of the parameter 'embed\.weight' is sparse"):
         ranks(1)(stepped, tables, own)
 
@@ -97,6 +98,19 @@ def test_parameters_that_a_program_adds_after_the_run_was_made(alone, small, nam
         setattr(run.layers[1].module.inner, name.split(".")[0], part)
         with pytest.raises(RunError, match=rf"weight-unknown.*'blocks\.0\.inner\.{name}' was added after"):
             run.step()
+
+
+@pytest.mark.parametrize(("value", "why"), [({1}, "set is not plain data"), (torch.eye(2).to_sparse(), "sparse")])
+def test_a_state_that_no_checkpoint_can_store_is_refused_by_name(alone, small, tmp_path, monkeypatch, value, why):
+    with alone(small(optimizer={"use": "core.adamw", "lr": 0.1})) as run:
+        run.step()
+        place = run.save_checkpoint(tmp_path / "saved")
+        next(iter(run.stepper.update.optimizer.state.values()))["own"] = value
+        with pytest.raises(RunError, match=rf"a checkpoint cannot store .*own', which .*{why}"):
+            run.save_checkpoint(tmp_path / "other")
+        monkeypatch.setattr("sley_trainer.run_state.RunRestorer.restore", Mock(side_effect=OSError("the disk is gone")))
+        with pytest.raises(RunError, match="rank 0 could not load the checkpoint: OSError: the disk is gone"):
+            run.load_checkpoint(place)
 
 
 def by_factory(small, name, **changes):

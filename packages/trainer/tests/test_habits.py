@@ -88,13 +88,6 @@ def test_a_copy_of_a_layer_is_an_ordinary_module(small, alone):
         assert torch.equal(layer(x), wanted)
 
 
-def saved_bytes(layer, x):
-    sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
-        layer(x)
-    return sum(sizes)
-
-
 def test_frozen_linears_keep_no_inputs_until_they_are_unfrozen(small, alone):
     x = torch.randn(64, 12, 8, dtype=torch.float64)
     used = {}
@@ -102,7 +95,10 @@ def test_frozen_linears_keep_no_inputs_until_they_are_unfrozen(small, alone):
         with alone(tables(small, "Frozen", accumulation)) as run:
             block = run.layers[1].module
             x.requires_grad_()
-            used[accumulation] = saved_bytes(block, x)
+            sizes = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.nbytes) or t, lambda t: t):
+                block(x)
+            used[accumulation] = sum(sizes)
             run.step()
             before = block.one.weight.detach().clone()
             block.one.requires_grad_(True)

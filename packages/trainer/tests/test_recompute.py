@@ -62,10 +62,6 @@ def _put_key(state, value):
     state["hidden"] = value
 
 
-def _put_attribute(state, value):
-    state.hidden = value
-
-
 def _output(hidden):
     utils = pytest.importorskip("transformers.utils")
 
@@ -84,9 +80,9 @@ def _nested(hidden):
 WRITTEN = {
     "dict": (lambda h: {"hidden": h}, lambda s: s["hidden"], _put_key),
     "list": (lambda h: [h], lambda s: s[0], lambda s, value: s.insert(0, value)),
-    "dataclass": (State, lambda s: s.hidden, _put_attribute),
-    "slots": (Slots, lambda s: s.hidden, _put_attribute),
-    "output": (_output, lambda s: s.hidden, _put_attribute),
+    "dataclass": (State, lambda s: s.hidden, lambda s, value: setattr(s, "hidden", value)),
+    "slots": (Slots, lambda s: s.hidden, lambda s, value: setattr(s, "hidden", value)),
+    "output": (_output, lambda s: s.hidden, lambda s, value: setattr(s, "hidden", value)),
     "nested": (_nested, lambda s: s["a"][0]["hidden"], lambda s, value: _put_key(s["a"][1][0], value)),
     "object of a dict": (lambda h: State({"hidden": h}), lambda s: s.hidden["hidden"], lambda s, v: _put_key(s.hidden, v)),
 }

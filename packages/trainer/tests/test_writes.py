@@ -17,7 +17,7 @@ KINDS = ("in place", "data", "new data", "trained")
 def tables(small):
     def tables(kind, **changes):
         if kind == "max_norm":
-            return small(model={"factory": "own_models:max_norm"}, **changes)
+            return small(model={"factory": "own_models:embedding", "options": {"max_norm": 1.0}}, **changes)
         return small(model={"factory": "own_models:model", "options": {"kind": "Momentum", "way": kind}}, **changes)
 
     return tables
@@ -30,7 +30,9 @@ def test_one_process_writes_what_a_plain_loop_writes(alone, tables, kind):
         import own_models
 
         info = own_data.Rows.info
-        layers = own_models.max_norm(info) if kind == "max_norm" else own_models.model(info, "Momentum", way=kind)
+        layers = (
+            own_models.embedding(info, max_norm=1.0) if kind == "max_norm" else own_models.model(info, "Momentum", way=kind)
+        )
         for _, module in layers:
             module.double()
         sgd = lambda named: torch.optim.SGD([p for _, p in named if p.requires_grad], lr=0.1)  # noqa: E731

@@ -106,16 +106,13 @@ class RunState(checkpointing.TrainingState):
 
     def pieces(self) -> list[checkpointing.TensorPiece]:
         self._memory.update_masters("a checkpoint")
-        current_memory = self._memory.memory_lookup()
-        pieces = [
-            checkpointing.TensorPiece(name, region.shape, rectangle, view)
-            for name, region, tensor in self._local_tensors()
-            for rectangle, view in region.split(current_memory(tensor.detach()))
-        ]
-        for piece in pieces:
-            if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
-                tensor_type = f"{piece.tensor.dtype}, {piece.tensor.layout}"
-                raise RunError("checkpoint-type", f"a checkpoint cannot store {piece.name!r}, which is {tensor_type}")
+        current_memory, pieces = self._memory.memory_lookup(), list[checkpointing.TensorPiece]()
+        for name, region, tensor in self._local_tensors():
+            if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
+                tensor_type = f"{tensor.dtype}, {tensor.layout}"
+                raise RunError("checkpoint-type", f"a checkpoint cannot store {name!r}, which is {tensor_type}")
+            views = region.split(current_memory(tensor.detach()))
+            pieces += (checkpointing.TensorPiece(name, region.shape, rectangle, view) for rectangle, view in views)
         return pieces
 
     def _local_tensors(self) -> Iterator[tuple[str, checkpointing.Region, Tensor]]:

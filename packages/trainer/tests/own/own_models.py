@@ -129,9 +129,9 @@ def poisoned(data: DataInfo, token: int) -> Named:
     return around([Block(), Poisoned(token)], data)
 
 
-def sparse(data: DataInfo) -> Named:
-    """An embedding whose gradient holds the rows that were used, and no others."""
-    return around([Block()], data, sparse=True)
+def embedding(data: DataInfo, **options: Any) -> Named:
+    """An embedding with these options, such as `sparse`: its gradient holds the rows that were used, and no others."""
+    return around([Block()], data, **options)
 
 
 class Pair(NamedTuple):
@@ -204,10 +204,6 @@ class Momentum(nn.Module):
         if self.training:
             self.follow()
         return hidden + (self.inner(hidden) - 0.5 * self.slow(hidden)).tanh()
-
-
-def max_norm(data: DataInfo) -> Named:
-    return around([Block()], data, max_norm=1.0)
 
 
 class LateWrites(nn.Module):
