@@ -160,14 +160,9 @@ def from_factory(folder: Path, factory: str, **options: object) -> Model:
     return build_on_meta(plan.model, TOKENS, 0)
 
 
-@pytest.fixture
-def clean_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factory_of_the_plan_is_built_on_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "own_model", raising=False)
-
-
-@pytest.mark.usefixtures("clean_modules")
-def test_a_factory_of_the_plan_is_built_on_meta(tmp_path: Path) -> None:
     model = from_factory(tmp_path, "own_model:layers", width=9)
     assert model["1"].module.weight.shape == (9, 4)
     assert model["1"].module.weight.is_meta

@@ -168,31 +168,28 @@ def fails() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("returned", "words"),
+    ("hook", "words"),
     [
-        (3, "failed in `sley_records`: TypeError"),
-        ([3], "returns a int, not a Record"),
-        ([policy(), policy()], "two records with the name `lean`"),
-        ([policy("a.b")], "letters, digits and `_`, but is `a.b`"),
-        ([policy(config=dict)], "a config that is not a subclass of Table"),
-        ([records.OptimizerRecord(name="own", config=Table, build="")], "not a subclass of OptimizerConfig"),
-        ([policy(config=Greedy)], "the reserved key `use`"),
+        (lambda: 3, "failed in `sley_records`: TypeError"),
+        (fails, "failed in `sley_records`: RuntimeError: no luck"),
+        (lambda: [3], "returns a int, not a Record"),
+        (lambda: [policy(), policy()], "two records with the name `lean`"),
+        (lambda: [policy("a.b")], "letters, digits and `_`, but is `a.b`"),
+        (lambda: [policy(config=dict)], "a config that is not a subclass of Table"),
+        (lambda: [records.OptimizerRecord(name="own", config=Table, build="")], "not a subclass of OptimizerConfig"),
+        (lambda: [policy(config=Greedy)], "the reserved key `use`"),
     ],
 )
-def test_records_that_no_plan_could_name(returned: Any, words: str) -> None:
-    plugin = SimpleNamespace(sley_records=hookimpl(lambda: returned))
+def test_records_that_no_plan_could_name(hook: Any, words: str) -> None:
+    plugin = SimpleNamespace(sley_records=hookimpl(hook))
     found = fault_of("zeta", PluginLoader(plugins={"zeta": plugin}))
     assert found.code == "plugin-invalid"
     assert words in found.message
 
 
 def test_a_hook_that_fails_or_returns_records_of_another_kind_names_the_plugin() -> None:
-    for hooks, words in (
-        ({"sley_records": fails}, "failed in `sley_records`: RuntimeError: no luck"),
-        ({"sley_gradient_handlers": lambda: [policy()]}, "not a GradientHandlerRecord"),
-    ):
-        plugin = SimpleNamespace(**{name: hookimpl(hook) for name, hook in hooks.items()})
-        assert words in fault_of("zeta", PluginLoader(plugins={"zeta": plugin})).message
+    handlers = SimpleNamespace(sley_gradient_handlers=hookimpl(lambda: [policy()]))
+    assert "not a GradientHandlerRecord" in fault_of("zeta", PluginLoader(plugins={"zeta": handlers})).message
     plugin = PluginLoader(plugins={"zeta": SimpleNamespace(sley_check_plan=hookimpl(lambda plan: fails()))}).load("zeta")
     with pytest.raises(PluginError, match=r"plugin `zeta` .* failed in `sley_check_plan`: RuntimeError"):
         plugin.call("sley_check_plan", plan=SimpleNamespace(), topology=None)
