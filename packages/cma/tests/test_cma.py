@@ -306,9 +306,7 @@ def test_all_ranks_have_the_same_bits_of_a_sum(ranks, size):
 
 
 def poll_sums() -> list[bool]:
-    """Returns the results of `is_completed` of two sums: of the first, on the first rank, before the second rank starts it; of
-    the second, before the first is complete; and of both after their ends.
-    """
+    """Returns `is_completed` of two sums: before rank 1 starts the first, before the end of the first, and after both."""
     group = stage()
     sums = group.transport()
     ones, twos, results = torch.ones(5), torch.full((5,), 2.0), []

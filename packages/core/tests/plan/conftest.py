@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import tomli
 
+from sley_core import records
+from sley_core.actions.action import Schedule
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import PluginLoader
 from sley_core.plan.plan import Plan
-from sley_core.records import ActivationPolicyRecord, GradientHandlerRecord, MetricsWriterRecord, Record
 from sley_core.table import Table
 from sley_testing.plans import loader_of
 
@@ -45,13 +46,17 @@ dp = 2
 """
 
 
+def empty(_: Table) -> Schedule:
+    return Schedule(lambda *_: [])
+
+
 class Handlers:
     """A plugin of gradient handlers of every role."""
 
     @hookimpl
-    def sley_gradient_handlers(self) -> list[GradientHandlerRecord]:
-        def record(name: str, **more: Any) -> GradientHandlerRecord:
-            return GradientHandlerRecord(name=name, config=Table, build="nowhere:Nothing", **more)
+    def sley_gradient_handlers(self) -> list[records.GradientHandlerRecord]:
+        def record(name: str, **more: Any) -> records.GradientHandlerRecord:
+            return records.GradientHandlerRecord(name=name, config=Table, build="nowhere:Nothing", **more)
 
         return [
             record("buckets", role="reducer"),
@@ -63,14 +68,24 @@ class Handlers:
         ]
 
 
+class Timed(Table):
+    layer_costs: None = None
+
+
 class Policies:
-    """A plugin of an activation policy and a writer, whose check fails for microbatches of four."""
+    """A plugin of an activation policy, a writer, and parts that do not fit; its check fails for microbatches of four."""
 
     @hookimpl
-    def sley_records(self) -> list[Record]:
+    def sley_records(self) -> list[records.Record]:
         return [
-            ActivationPolicyRecord(name="lean", config=Table, build="nowhere:Lean"),
-            MetricsWriterRecord(name="csv", config=Table, build="collections:OrderedDict"),
+            records.ActivationPolicyRecord(name="lean", config=Table, build="nowhere:Lean"),
+            records.MetricsWriterRecord(name="csv", config=Table, build="collections:OrderedDict"),
+            records.WeightCommunicatorRecord(name="gathered", config=Table, build="nowhere:Gathered", fixed_order=False),
+            records.ScheduleRecord(
+                name="empty", config=Table, build=f"{__name__}:empty", link="policies.link", partition="policies.timed"
+            ),
+            records.StageLinkRecord(name="link", config=Table, build="nowhere:Link"),
+            records.PartitionerRecord(name="timed", config=Timed, build="nowhere:Timed", timer="nowhere.times:measure"),
         ]
 
     @hookimpl
