@@ -240,12 +240,10 @@ def test_weights_of_another_model_are_refused() -> None:
     plan = plan_from_dict(small_plan())
     shapes = {**list_param_shapes(plan.model.config, 256), "rope": (1,)}
     source: Any = SimpleNamespace(names=shapes, info=lambda name: TensorInfo("F32", shapes[name]))
-    del shapes["blocks.0.attention.key.weight"]
-    with pytest.raises(RunError, match=r"weights-mismatch.*'blocks.0.attention.key.weight' is missing, 'rope' is unknown"):
-        build_hugging_face_model(plan, source)
-    del shapes["embed.tokens.weight"]
-    with pytest.raises(RunError, match=r"weights-mismatch.*'embed.tokens.weight' is missing"):
-        build_hugging_face_model(plan, source)
+    for name, more in (("blocks.0.attention.key.weight", ", 'rope' is unknown"), ("embed.tokens.weight", "")):
+        del shapes[name]
+        with pytest.raises(RunError, match=f"weights-mismatch.*'{name}' is missing{more}"):
+            build_hugging_face_model(plan, source)
 
 
 def test_the_config_of_transformers_has_the_theta() -> None:
