@@ -280,8 +280,14 @@ def test_an_own_loss_is_called(cli: Cli, own_model: Own, loss: str, code: int, m
     cli("check", own_model(layers(HEAD, loss=loss)), "--model", changes=changes).expect(code, message)
 
 
-def test_all_layers_of_models_llama_are_called(cli: Cli, plan: Path) -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_all_layers_run_on_meta(cli: Cli, plan: Path, own_model: Own) -> None:
+    """Functions that a model compiles run uncompiled, also in estimates, since torch's compiler fails on them without values."""
     assert "called" not in cli("check", plan, "--model").expect(0).err
+    source = layers(f'("picks", Picks(32, 32)), {HEAD}', "hidden = twice(hidden)")
+    compiled = own_model(source + "\n    twice = torch.compile(lambda hidden: hidden * 2)")
+    assert "called" not in cli("check", compiled, "--model", changes=PIPELINE).expect(0).err
+    cli("estimate", compiled, "--memory", "1GiB", changes=PIPELINE).expect(0)
 
 
 def test_the_share_of_sharded_parameters_is_printed(cli: Cli, own_model: Own) -> None:

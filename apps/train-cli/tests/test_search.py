@@ -73,11 +73,8 @@ def test_smallest_layout_is_reported_if_none_fits(searched: Cli) -> None:
     assert "no layout fits in 0 KiB: the smallest layout needs" in out
 
 
-def test_missing_machine_is_reported(cli: Cli, given: Path) -> None:
+def test_missing_inputs_are_reported_before_the_search(cli: Cli, searched: Cli, given: Path) -> None:
     cli("search", given / "plan.toml", "--world", "2").expect(2, "error[search-machine]", "`--machine machine.toml`")
-
-
-def test_missing_data_is_reported_before_the_search(searched: Cli, given: Path) -> None:
     refused = searched("--world", "2", "--set", 'data={use="data.text", files=["gone.txt"], sequence=24}')
     assert (refused.code, refused.out) == (3, "")
     assert f"error[data-missing]: the file `{given / 'gone.txt'}` does not exist" in refused.err

@@ -18,7 +18,7 @@ from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, AnyDataset, DataInfo
 from sley_core.errors import KeyPath, PlanError, RunError, SleyError, format_cause
 from sley_core.model.build import check_written_buffers
 from sley_core.model.layers import MODEL, Layer, Model
-from sley_core.model.tensors import dtype_hint, matches_any, select_buffer_dtype, select_parameter_dtype
+from sley_core.model.tensors import dtype_hint, matches_any, run_uncompiled, select_buffer_dtype, select_parameter_dtype
 from sley_core.plan.plan import Plan
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import ModelRecord
@@ -127,7 +127,7 @@ def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor
     to which the forward may write. Raises the errors of the layer's forward.
     """
     layer_fields = {name: fields[name] for name in layer.fields}
-    with torch.device("meta"):  # tensors that the forward creates are on meta too
+    with run_uncompiled(), torch.device("meta"):  # tensors that the forward creates are on meta too
         return torch.func.functional_call(layer.module, state, args, layer_fields)
 
 

@@ -7,9 +7,10 @@ for tensors.
 
 import gc
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
@@ -141,6 +142,13 @@ def assume_device_type(device_type: str) -> Iterator[None]:
         yield
     finally:
         _assumed_type.reset(token)
+
+
+def run_uncompiled() -> AbstractContextManager[object]:
+    """Returns a context in which functions that the model compiles with torch.compile run without it, since the compiler fails
+    on tensors without values. Does not import the compiler.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def uniform_items(items: Iterable[T]) -> Iterator[T]:

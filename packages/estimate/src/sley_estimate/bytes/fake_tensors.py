@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException, in_kernel_invocation_manager
 
 from sley_core.comm.device import storage_id
-from sley_core.model.tensors import PLAIN_TYPES
+from sley_core.model.tensors import PLAIN_TYPES, run_uncompiled
 from sley_estimate.layers.operators import scratch_bytes
 
 ADDRESS_FACTOR = 1 << 44  # the address of a storage is its identifier times this number, which is larger than any storage
@@ -246,7 +246,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False, since `dispatch`, instead of `__torch_dispatch__`, is excluded from compilation."""
+        """Returns False, since no compiled function runs in this mode (`run_uncompiled`)."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,7 +266,6 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         vars(fake).update(self._attributes[device])
         return fake
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation without values, or replays its cached result. Counts new memory, and calls the listener."""
         kwargs = kwargs or {}
@@ -384,6 +383,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             (FakeTensor, "data_ptr"): tensor_address,
         }
         with ExitStack() as stack:
+            stack.enter_context(run_uncompiled())
             stack.callback(PLAIN_TYPES.discard, FakeTensor)
             PLAIN_TYPES.add(FakeTensor)
             for (owner, name), replacement in changes.items():

@@ -31,7 +31,7 @@ from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import cached_values
 from sley_core.model.layers import ForwardPatch, Layer, Model, parameter_like
-from sley_core.model.tensors import select_buffer_dtype
+from sley_core.model.tensors import run_uncompiled, select_buffer_dtype
 from sley_core.plan.plan import Plan
 from sley_core.protocols import ActivationPolicy, Loss, SplitLogits
 from sley_estimate.layers.operators import PHASES, FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
@@ -129,7 +129,7 @@ def _record_layer(
             recorder.phase = previous_phase
 
     try:
-        with FusedKernels(recorder.record), recorder:
+        with run_uncompiled(), FusedKernels(recorder.record), recorder:
             recorder.phase = None
             with torch.no_grad():
                 layer.module(*args, **named)  # computes the results that layers share, such as a document mask
