@@ -15,6 +15,7 @@ The groups of `sp` and of `wp` are contiguous ranks; the two sizes are independe
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 SHARED_COORDINATES: dict[str, tuple[str, ...]] = {
@@ -145,9 +146,15 @@ class Topology:
 
     def partition(self, axis: str, stage: int | None = None) -> list[tuple[int, ...]]:
         """Returns the ranks of each group of `axis`, ordered by first rank. stage: the stage of the groups; None for all."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for coordinates in map(self.coordinates, range(self.world_size)):
-            shared = tuple(getattr(coordinates, name) for name in SHARED_COORDINATES[axis])
-            groups.setdefault(shared, []).append(coordinates.rank)
-        size = self.ranks_per_stage
-        return [tuple(ranks) for ranks in groups.values() if stage is None or stage in {rank // size for rank in ranks}]
+        size, groups = self.ranks_per_stage, _all_groups(self, axis)
+        return [ranks for ranks in groups if stage is None or stage in {rank // size for rank in ranks}]
+
+
+@lru_cache(maxsize=32)
+def _all_groups(topology: Topology, axis: str) -> list[tuple[int, ...]]:
+    """Returns the ranks of each group of `axis`. Cached, since an estimate asks for the groups of each stage."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for coordinates in map(topology.coordinates, range(topology.world_size)):
+        shared = tuple(getattr(coordinates, name) for name in SHARED_COORDINATES[axis])
+        groups.setdefault(shared, []).append(coordinates.rank)
+    return list(map(tuple, groups.values()))

@@ -20,7 +20,7 @@ outputs. The formula treats all weights as sharded, and ignores tied weights and
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
 from itertools import accumulate, islice, pairwise
@@ -43,14 +43,14 @@ from sley_core.protocols import Collective
 from sley_core.records import GradientHandlerRecord, WeightCommunicatorRecord, steps_on_host
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import StageTooLargeError
-from sley_estimate.bytes.rank import max_pending_forwards, run_calls
+from sley_estimate.bytes.rank import build_rank0_draft, max_pending_forwards, run_calls
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.times import ATTENTION, LayerTimes, Source, Variant, host_operators_s, memoize
 from sley_estimate.machine import CopyDirection, MachineFile, collective_cost, copy_cost, slowest_cost, slowest_message_cost
 from sley_estimate.search.layouts import Choice, Choices, Layout, Layouts, component_hint
 from sley_estimate.step.estimate import estimate_plan, plan_for_machine
 from sley_trainer.assemble import DTYPES, build_meta_model, weight_dtypes
-from sley_trainer.stepper import build_stage, count_layer_parameters
+from sley_trainer.stepper import ActionLists, build_stage, count_layer_parameters
 from train_cli.main import disable_gc
 
 Floats = NDArray[np.float64]
@@ -121,36 +121,38 @@ class Roofline:
 
     def estimate(self, layout: Layout) -> RooflineEstimate:
         """Returns the estimate of `layout`. Raises SleyError if the layout is invalid, or if its time cannot be computed."""
+        record = layout.reducer.record if layout.reducer else None
+        is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
+        return self._estimate(layout._replace(reducer=None), is_shared)
+
+    @memoize
+    def _estimate(self, layout: Layout, is_shared: bool) -> RooflineEstimate:
+        """Returns the estimate of `layout`, whose `reducer` is None. is_shared: see `_stage_costs`."""
+        pp, schedule, wp = layout.pp, layout.schedule, layout.wp
+        split, num_microbatches = self._split_stages(pp, schedule), layout.num_microbatches(self.plan, self.world_size)
+        host_s, ramp_s, pending_bytes = self._unsharded_costs(layout._replace(wp=1, weights=None))
+        forward, backward, mean_s = self._microbatch_costs(layout)
+        sums, gathers, attended, update, fixed_bytes = self._stage_costs(pp, schedule, wp, is_shared)
+        exposed = np.maximum(sums - backward, 0) + np.maximum(gathers - forward, 0) + attended
+        stages = num_microbatches * (forward + backward) + exposed + update
+        end_s = self._totals_s if pp > 1 else 0.0
+        seconds = max(float(stages.max()) + split.bubble * mean_s + ramp_s + end_s, host_s)
+        return RooflineEstimate(seconds, float((fixed_bytes + pending_bytes).max()))
+
+    @memoize
+    def _unsharded_costs(self, layout: Layout) -> tuple[float, float, Floats]:
+        """Returns what does not depend on shards of weights: the time in seconds of the slowest host in a step, the time of all
+        messages that one microbatch needs between stages in both directions, and the memory in bytes that pending forwards and
+        one backward hold, [stages]. Raises PlanError "schedule-too-long" for too many microbatches.
+        """
         split = self._split_stages(layout.pp, layout.schedule)
         num_microbatches = layout.num_microbatches(self.plan, self.world_size)
         if num_microbatches * len(split.route) > MAX_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many microbatches")
-        forward, backward, host, held_bytes, ramp_s = self._microbatch_costs(layout._replace(reducer=None))
-        record = layout.reducer.record if layout.reducer else None
-        is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
-        sums, gathers, attended, update, fixed_bytes = self._stage_costs(layout.pp, layout.schedule, layout.wp, is_shared)
-        exposed = np.maximum(sums - backward, 0) + np.maximum(gathers - forward, 0) + attended
-        stages = num_microbatches * (forward + backward) + exposed + update
-        bubble = split.bubble * float((forward + backward).mean())
-        end_s = self._totals_s if layout.pp > 1 else 0.0
-        seconds = max(float(stages.max()) + bubble + ramp_s + end_s, float(host.max()))
-        return RooflineEstimate(seconds, float((fixed_bytes + held_bytes).max()))
-
-    @memoize
-    def _microbatch_costs(self, layout: Layout) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """Returns four arrays [stages] and a number. The arrays: the times in seconds of the forward and of the backward of one
-        microbatch, the host's time in a step, and the memory in bytes that pending forwards and one backward hold. The number:
-        the time of all messages that one microbatch needs between stages, in both directions.
-        """
-        split = self._split_stages(layout.pp, layout.schedule)
-        num_microbatches = layout.num_microbatches(self.plan, self.world_size)
         layers = self._layer_costs(layout.activations, layout.micro_size, layout.sp, layout.attention)
-        gather, reduce = self._shard_exchanges(layout.wp, layout.weights)
-        forward = split.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
-        backward = np.maximum(layers.backward, gather[0] + reduce[0]) + gather[1] + reduce[1]
         pending = np.minimum(split.max_pending, num_microbatches * len(split.positions)) / len(split.positions)
-        held_bytes = pending * split.by_stage(layers.saved_bytes)
-        held_bytes = held_bytes + np.maximum.reduceat(layers.backward_bytes, split.starts)[split.positions].min(axis=0)
+        pending_bytes = pending * split.by_stage(layers.saved_bytes)
+        pending_bytes += np.maximum.reduceat(layers.backward_bytes, split.starts)[split.positions].min(axis=0)
         ramp_s = sum(
             2 * self._message_s(int(layers.output_bytes[last]), ends, layout.pp)
             for last, ends in zip(split.starts[1:] - 1, pairwise(split.route), strict=True)
@@ -159,7 +161,19 @@ class Roofline:
         engine, host = self.machine.engine, split.by_stage(layers.host) * num_microbatches
         if engine is not None:
             host = host + [engine.step_seconds(int(count), num_microbatches) for count in split.by_stage(self._num_weights)]
-        return forward, split.by_stage(backward), host, held_bytes, ramp_s
+        return float(host.max()), ramp_s, pending_bytes
+
+    @memoize
+    def _microbatch_costs(self, layout: Layout) -> tuple[Floats, Floats, float]:
+        """Returns the times in seconds of the forward and of the backward of one microbatch, both [stages], with exchanges of
+        sharded weights, and the mean over all stages of their sum.
+        """
+        split = self._split_stages(layout.pp, layout.schedule)
+        layers = self._layer_costs(layout.activations, layout.micro_size, layout.sp, layout.attention)
+        gather, reduce = self._shard_exchanges(layout.wp, layout.weights)
+        forward = split.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
+        backward = split.by_stage(np.maximum(layers.backward, gather[0] + reduce[0]) + gather[1] + reduce[1])
+        return forward, backward, float((forward + backward).mean())
 
     @memoize
     def _message_s(self, num_bytes: int, stages: tuple[int, int], pp: int) -> float:
@@ -391,9 +405,15 @@ def search_layouts(
     candidates = (layout for layout in ordered if _check_layout(layout, space, result))
     verified: list[VerifiedLayout] = []
 
+    lists_by_schedule: dict[Hashable, ActionLists] = {}  # layouts with the same schedule share their action lists
+
     def estimate_layout(layout: Layout) -> tuple[float, int, frozenset[Source]] | StageTooLargeError | SleyError:
         try:
-            estimate = estimate_plan(layout.apply(space.plan, space.world_size), space.world_size, machine, max_bytes=max_bytes)
+            plan = layout.apply(space.plan, space.world_size)
+            draft = build_rank0_draft(plan, space.world_size)
+            lists = lists_by_schedule.setdefault((layout.pp, layout.schedule), draft.stage.action_lists)
+            draft = replace(draft, stage=replace(draft.stage, action_lists=lists))
+            estimate = estimate_plan(plan, space.world_size, machine, draft=draft, max_bytes=max_bytes)
         except (StageTooLargeError, SleyError) as error:
             return error
         num_bytes = max(stage.peak for stage in estimate.stage_bytes)

@@ -23,11 +23,12 @@ from sley_core.actions.action import Action, Delivery, Kind, LoweredList, Placem
 from sley_core.optim.optimizers import can_skip_on_device
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
+from sley_core.protocols import Collective
 from sley_core.records import steps_on_host
 from sley_estimate.bytes.rank import RankBytes, build_rank0_draft, representative_stages, run_stages
 from sley_estimate.layers import times
 from sley_estimate.layers.operators import Operator
-from sley_estimate.machine import Cost, MachineFile, copy_cost, slowest_cost, slowest_message_cost
+from sley_estimate.machine import CopyDirection, Cost, MachineFile, copy_cost, slowest_cost, slowest_message_cost
 from sley_estimate.step.record import BeginEvent, ComputeEvent, Events, ExchangeReference, Queue, RankRecord, expand_step
 from sley_estimate.step.simulate import Await, Compute, Exchange, Instruction, StepTime, simulate_programs
 from sley_trainer.assemble import Draft
@@ -157,27 +158,30 @@ class _ProgramBuilder:
         """Returns the exchange or copy that `event` begins. counts: the numbers of exchanges of this stage so far, by axis;
         the number for the axis becomes part of the key, and is incremented. previous: an exchange that must end first, or None.
         """
-        record = self.records[stage]
-        members: tuple[int, ...] = (stage,)
-        directions: tuple[str, ...] = (event.kind,)
-        if event.kind == "to_host" or event.kind == "to_device":
-            cost = copy_cost(event.kind, event.num_bytes, self.machine)
-        else:
-            links, group = self.machine.links, record.groups[event.axis]
-            cost = slowest_cost(event.kind, event.num_bytes, record.topology, event.axis, links, group)
-            members, directions = self._group_stages(event.axis, stage), ("sends", "receives")
+        channel, members, cost, ports = self._exchange_parts(event.kind, event.axis, event.channel, event.num_bytes, stage)
         key: Hashable = event.axis, counts[event.axis], stage if len(members) == 1 else None
         counts[event.axis] += 1
-        channel = f"{'all' if event.axis == 'all' else event.kind} {event.axis}.{event.channel}"
-        ports = tuple((direction, member) for member in members for direction in directions)
         return Exchange(key, channel, members, *cost, links=ports, after=None if previous is None else previous.key)
 
     @times.memoize
-    def _group_stages(self, axis: str, stage: int) -> tuple[int, ...]:
-        """Returns the stages that have a rank in the `axis` group of the first rank of `stage`."""
+    def _exchange_parts(
+        self, kind: Collective | CopyDirection, axis: str, channel: str, num_bytes: int, stage: int
+    ) -> tuple[str, tuple[int, ...], Cost, tuple[tuple[str, int], ...]]:
+        """Returns the channel, the members, the cost and the links of an exchange or a copy of `stage`."""
         record = self.records[stage]
-        return tuple(sorted({record.topology.coordinates(rank).stage for rank in record.groups[axis]}))
+        members: tuple[int, ...] = (stage,)
+        directions: tuple[str, ...] = (kind,)
+        if kind == "to_host" or kind == "to_device":
+            cost = copy_cost(kind, num_bytes, self.machine)
+        else:
+            group = record.groups[axis]
+            cost = slowest_cost(kind, num_bytes, record.topology, axis, self.machine.links, group)
+            members = tuple(sorted({record.topology.coordinates(rank).stage for rank in group}))
+            directions = ("sends", "receives")
+        ports = tuple((direction, member) for member in members for direction in directions)
+        return f"{'all' if axis == 'all' else kind} {axis}.{channel}", members, cost, ports
 
+    @times.memoize
     def _message_cost(self, position: int) -> Cost:
         ends = self.placement.holder(position).stage, self.placement.holder(position + 1).stage
         first = self.records[0]
@@ -230,19 +234,27 @@ def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
 
 
 def estimate_plan(
-    plan: Plan, world_size: int, machine: MachineFile, cores: int = 1, *, all_stages: bool = False, max_bytes: float = math.inf
+    plan: Plan,
+    world_size: int,
+    machine: MachineFile,
+    cores: int = 1,
+    *,
+    draft: Draft | None = None,
+    all_stages: bool = False,
+    max_bytes: float = math.inf,
 ) -> PlanEstimate:
     """Returns the estimate of a step of `plan` on `world_size` ranks of `machine`. A chunk takes its measured time if the times
     of all its layers are known, and the time of its operators otherwise.
 
-    cores: the number of parallel processes. all_stages: whether to run the steps of every stage, not only of one stage per kind
-    of work. max_bytes: the limit of each rank's memory in bytes.
+    cores: the number of parallel processes. draft: rank 0's draft of `plan_for_machine(plan, machine)`; None builds it.
+    all_stages: whether to run the steps of every stage, not only of one stage per kind of work. max_bytes: the limit of each
+    rank's memory in bytes.
 
     Raises PlanError for each failed check of the plan; the errors of `run_stages`; PlanError "machine-matmul", "machine-links"
     or "machine-host" for a missing part of the machine file; PlanError "estimate-seconds" for an action that was not recorded.
     """
     plan = plan_for_machine(plan, machine)
-    draft = build_rank0_draft(plan, world_size)
+    draft = draft or build_rank0_draft(plan, world_size)
     memory, records = record_stages(plan, world_size, draft, cores, all_stages=all_stages, max_bytes=max_bytes)
     layers = times.estimate_layers(plan, draft.model, draft.dataset, machine)
     seconds = {layer.name: layer.seconds for layer in layers if layer.seconds is not None}
