@@ -282,7 +282,7 @@ def test_an_own_loss_is_called(cli: Cli, own_model: Own, loss: str, code: int, m
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_all_layers_run_on_meta(cli: Cli, plan: Path, own_model: Own) -> None:
-    """Functions that a model compiles run uncompiled, also in estimates, since torch's compiler fails on them without values."""
+    """Functions that a model compiles run uncompiled, also in estimates: the compiler fails without values."""
     assert "called" not in cli("check", plan, "--model").expect(0).err
     source = layers(f'("picks", Picks(32, 32)), {HEAD}', "hidden = twice(hidden)")
     compiled = own_model(source + "\n    twice = torch.compile(lambda hidden: hidden * 2)")
