@@ -273,7 +273,8 @@ def test_a_forward_that_needs_values_is_not_checked(cli: Cli, own_model: Own, pi
 
 
 @pytest.mark.parametrize(
-    ("loss", "code", "message"), [("* self.count", 0, "the loss was not checked"), ("@ output", 3, "loss-fails")]
+    ("loss", "code", "message"),
+    [("* self.count", 0, "the loss was not checked"), ("@ output", 3, "loss-fails"), (".reshape(1)", 3, "loss-shape")],
 )
 def test_an_own_loss_is_called(cli: Cli, own_model: Own, loss: str, code: int, message: str) -> None:
     changes = (*ONE, 'loss={factory="own:loss"}')

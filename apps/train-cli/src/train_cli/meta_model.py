@@ -23,7 +23,7 @@ from sley_core.plan.plan import Plan
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import ModelRecord
 from sley_trainer.assemble import DTYPES, assemble, build_meta_model
-from sley_trainer.execute import describe_output
+from sley_trainer.execute import describe_output, require_scalar
 from sley_trainer.run import Run
 from sley_trainer.stepper import build_stage, count_layer_parameters
 from train_cli.console import format_bytes, format_parameters
@@ -213,7 +213,7 @@ def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor], info: Dat
         if info.vocab_size and labels in info.fields and info.fields[labels].ids == "label":
             loss.weight({labels: torch.tensor([info.vocab_size - 1])})  # `loss` compares the highest label with the classes
         with torch.device("meta"):
-            loss.loss(output, fields)
+            require_scalar(loss.loss(output, fields))
     except SleyError as error:
         raise _to_plan_error(error, ("loss",)) from None
     except Exception as error:

@@ -228,7 +228,7 @@ class Executor:
         with note_function("the loss", micro, self.loss):
             if self.whole_sequences is not None:
                 self.caller.seed_generators_for_loss(micro)
-            loss = self.loss.loss(output, fields)
+            loss = require_scalar(self.loss.loss(output, fields))
             if self.sources is not None and self.sources.splitter.computes_weight and micro.phase is Phase.TRAIN:
                 self.sources.add(micro.micro, output, fields, batch[SOURCE], loss)
         if self.position_check is not None:
@@ -251,6 +251,17 @@ class Executor:
 
     def _is_last_chunk(self, chunk: int) -> bool:
         return self.boundaries.placement.next(self.boundaries.stage, chunk) is None
+
+
+def require_scalar(loss: Any) -> Tensor:
+    """Returns `loss`, the result of a user's loss. Raises RunError "loss-shape" if it is not a tensor without dims."""
+    if isinstance(loss, Tensor) and not loss.ndim:
+        return loss
+    shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a value of type {type(loss).__name__}"
+    message = f"a loss must return one number per microbatch, as a tensor without dims, but returned {shape}"
+    raise RunError(
+        "loss-shape", message, path=("loss",), hint="return the sum over all samples or tokens, such as `losses.sum()`"
+    )
 
 
 @torch.no_grad()
