@@ -302,22 +302,19 @@ def zero_bubble_v(num_stages: int, num_chunks: int, num_microbatches: int) -> li
         stage 3  .........F0-f0-F1-f1-F2-f2-F3-f3-i0=w0~F4-I0=W0~f4-i1=w1~F5-I1=W1~f5-i2=w2~ ...
 
     A sample goes down the stages through chunk 0 and up again through chunk 1. Stage 0 has both the embedding and the loss, so
-    its first backward directly follows a forward. The pattern is built for at least 2P - 1 microbatches. If M is smaller, the
-    actions of the missing microbatches are removed, and weight gradients fill the gaps.
+    its first backward directly follows a forward. If M < 2P - 1, the pattern has more than M microbatches. The actions of the
+    others are removed, and weight gradients fill the gaps.
 
     A stage holds at most 2 min(P, M) chunk inputs. A chunk is half as large as a stage of 1F1B, so the peak of memory is the
     same. If F, I and W take the same time t and M >= P, the bubble is (P - 1) t, the time until the last stage starts.
     """
-    patterns = [
-        number_microbatches(_zbv_pattern(stage, num_stages, max(num_microbatches, 2 * num_stages - 1)))
-        for stage in range(num_stages)
-    ]
+    patterns = [number_microbatches(_zbv_pattern(stage, num_stages, num_microbatches)) for stage in range(num_stages)]
     lists = [[action for action in actions if action.micro < num_microbatches] for actions in patterns]
     return insert_weight_gradients(lists, v_placement(num_stages), max_inputs=2 * num_stages)
 
 
 def _zbv_pattern(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Symbol]:
-    """Yields the symbols of stage `stage` of ZB-V, without weight gradients. `num_microbatches` must be at least 2P - 1."""
+    """Yields the symbols of stage `stage` of ZB-V, without weight gradients, for at least `num_microbatches`."""
     num_later = num_stages - 1 - stage
     yield from [F0] * (2 * num_later + 1)  # until the first sample returns to this stage
     yield from [F1, F0] * stage  # until the last stage has a gradient for this stage
