@@ -84,13 +84,10 @@ def test_less_than_a_quarter_of_a_step_names_nobody(excess_s: float) -> None:
     assert describe_no_cause(judgement).startswith("none: in steps 11 to 60 no rank worked 25% of a step longer than its peers")
 
 
-def test_work_that_nobody_waits_for_is_no_cause() -> None:
+def test_work_that_nobody_waits_for_or_that_varies_as_much_as_ranks_differ_is_no_cause() -> None:
     fast, slow = records(USUAL, {**USUAL, "B0": 0.1})
     free = [replace(window, waits=spread(0.001)) for window in fast.windows]
     assert not judge([replace(fast, windows=free), slow]).causes
-
-
-def test_steps_that_vary_as_much_as_ranks_differ_name_nobody() -> None:
     first, second = records(USUAL, {**USUAL, "B0": 0.08})
     varying = [replace(window, work={**window.work, "B0": Spread(0.03, 0.08, 0.2)}) for window in second.windows]
     assert not judge([first, replace(second, windows=varying)]).causes
