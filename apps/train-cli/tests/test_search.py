@@ -27,7 +27,7 @@ from train_cli.environment import num_cores
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifies only two layouts, since this takes most of the time of a search."""
-    monkeypatch.setattr(finding, "ROUND", 2)
+    monkeypatch.setattr(finding, "NUM_VERIFIED", 2)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def draw_plan_and_machine(seed: int) -> tuple[Any, Any]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(5))
 def test_search_finds_nearly_fastest_layout(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finding, "ROUND", 10)
+    monkeypatch.setattr(finding, "NUM_VERIFIED", 10)
     plan, machine = draw_plan_and_machine(seed)
     kept = random.Random(seed).sample(["activations", "micro_size", "pp", "reducer", "schedule", "sp"], 3)
     space = Layouts(plan, WORLD, list_choices(plan), kept)

@@ -1,6 +1,6 @@
 """Finds the fastest layouts that fit in memory. A formula ranks all layouts, and `estimate_plan` then verifies the best ones.
 
-layouts ──formula──> ranked ──one of each group of nearly equal ones first──> the best verified, in rounds ──> the fastest
+layouts ──formula──> ranked ──one of each group of nearly equal ones first──> the best `NUM_VERIFIED` verified ──> the fastest
             └──> too large
 
 Both parts run in forked processes, so that this process never runs a backward: torch refuses a backward in a process that was
@@ -342,20 +342,17 @@ def count_states(plan: Plan) -> int:
     return sum(value.shape == weight.shape for value in states) + (plan.averaging is not None)
 
 
-ROUND = 10  # the number of layouts that `estimate_plan` verifies in a round, the best ones first
-NUM_VERIFIED = 30  # the number of verified layouts after which a search ends even if others may be faster
-MAX_VERIFIED = 120  # the maximum number of verified layouts if too few of them fit
-Candidate = tuple[Layout, RooflineEstimate]  # a layout, and its estimate by the formula
+NUM_VERIFIED = 30  # the number of layouts that `estimate_plan` verifies in a round, the best ones first
+MAX_ROUNDS = 4  # the maximum number of rounds of a search; another round follows while too few verified layouts fit
 SIMILARITY = 0.01  # two layouts are nearly equal if their times and their memory differ by at most about this share
 
 
 class VerifiedLayout(NamedTuple):
-    """A layout that `estimate_plan` verified. formula_s, seconds: the time of a step by the formula and by `estimate_plan`.
-    num_bytes: the peak memory of the stage that needs the most. sources: the sources of the layers' times.
+    """A layout that `estimate_plan` verified. seconds: the time of a step. num_bytes: the peak memory of the stage that needs
+    the most. sources: the sources of the layers' times.
     """
 
     layout: Layout
-    formula_s: float
     seconds: float
     num_bytes: int
     sources: frozenset[Source]
@@ -405,8 +402,9 @@ def search_layouts(
     layouts = {number: layout for number, layout in enumerate(space.all_layouts()) if number in numbers}
     result.smallest_layout = layouts.get(smallest)
     ordered = order_by_variety([(layouts[number], estimate) for number, estimate in best], space)
-    candidates = (candidate for candidate in ordered if _check_layout(candidate[0], space, result))
+    candidates = (layout for layout in ordered if _check_layout(layout, space, result))
     verified: list[VerifiedLayout] = []
+
     lists_by_schedule: dict[Hashable, ActionLists] = {}  # layouts with the same schedule share their action lists
 
     def estimate_layout(layout: Layout) -> tuple[float, int, frozenset[Source]] | StageTooLargeError | SleyError:
@@ -421,13 +419,9 @@ def search_layouts(
         num_bytes = max(stage.peak for stage in estimate.stage_bytes)
         return estimate.step.seconds, num_bytes, frozenset(layer.source for layer in estimate.layers)
 
-    while candidate := next(candidates, None):
-        is_done = result.num_verified >= NUM_VERIFIED or not may_be_fastest(candidate[1].seconds, verified)
-        if is_done and len(verified) >= top:
-            break
-        next_layouts = [candidate, *islice(candidates, ROUND - 1)]
+    while len(verified) < top and (next_layouts := list(islice(candidates, NUM_VERIFIED))):
         total = result.num_verified + len(next_layouts)
-        for index, estimate in run_calls([partial(estimate_layout, layout) for layout, _ in next_layouts], cores):
+        for index, estimate in run_calls([partial(estimate_layout, layout) for layout in next_layouts], cores):
             result.num_verified += 1
             report_progress(result.num_verified, total)
             if isinstance(estimate, SleyError):
@@ -435,8 +429,7 @@ def search_layouts(
             elif isinstance(estimate, StageTooLargeError):
                 result.num_dropped += 1
             else:
-                layout, formula = next_layouts[index]
-                verified.append(VerifiedLayout(layout, formula.seconds, *estimate))
+                verified.append(VerifiedLayout(next_layouts[index], *estimate))
     verified.sort(key=lambda verified_result: verified_result.seconds)
     result.fastest_layouts = verified[:top]
     return result
@@ -465,29 +458,21 @@ def rank_layouts(
                 ranked.append((number, estimate))
             else:
                 result.num_too_large += 1
-    return result, nsmallest(MAX_VERIFIED, ranked, key=lambda pair: pair[1].seconds), smallest
+    return result, nsmallest(NUM_VERIFIED * MAX_ROUNDS, ranked, key=lambda pair: pair[1].seconds), smallest
 
 
-def may_be_fastest(formula_s: float, verified: Sequence[VerifiedLayout]) -> bool:
-    """Returns whether a layout could be faster than all `verified` if the formula underestimates it as little as any of these.
-    formula_s: the time of its step in seconds by the formula.
-    """
-    ratio = min((layout.seconds / layout.formula_s for layout in verified), default=1.0)
-    return all(formula_s * ratio < layout.seconds for layout in verified)
-
-
-def order_by_variety(best: Sequence[Candidate], space: Layouts) -> list[Candidate]:
+def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Layouts) -> list[Layout]:
     """Returns the layouts of `best` in a new order: the first of each group of nearly equal layouts, then all others. Nearly
     equal layouts need about the same time and memory, and differ only in `sp`, in `micro_size` or, with one microbatch, in the
     options of the weight communicator.
     """
-    groups: dict[Hashable, list[Candidate]] = defaultdict(list)
+    groups: dict[Hashable, list[Layout]] = defaultdict(list)
     for layout, estimate in best:
         options = None if layout.num_microbatches(space.plan, space.world_size) == 1 else str(layout.weights)
         choices = layout._replace(sp=1, micro_size=1, weights=None), layout.weights and layout.weights.name, options
-        groups[str(choices), *(round(math.log(cost) / SIMILARITY) for cost in estimate)].append((layout, estimate))
+        groups[str(choices), *(round(math.log(cost) / SIMILARITY) for cost in estimate)].append(layout)
     leaders = [group[0] for group in groups.values()]
-    return [*leaders, *(candidate for candidate in best if candidate not in leaders)]
+    return [*leaders, *(layout for layout, _ in best if layout not in leaders)]
 
 
 def _check_layout(layout: Layout, space: Layouts, result: SearchResult) -> bool:
