@@ -159,6 +159,16 @@ def test_attention_over_documents_multiplies_as_with_their_mask():
     assert backward.num_bytes > forward.num_bytes > 2 * 16 * 4 * 8 * 2
 
 
+def test_tensors_that_are_only_written_count_once_and_scattered_rows_alone():
+    """`a` and `b` have 64 bytes each, `half` has 32, and an index 8."""
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+    half = a.bfloat16()
+    with OperatorRecorder() as recorder:
+        a.add_(half), a.copy_(half), a.zero_(), torch.mm(b, b, out=a), torch.add(b, b, out=a), torch._foreach_zero_([a, b])
+        a.index_add_(0, torch.tensor([1]), b[:1])
+    assert [operator.num_bytes for operator in recorder.operators("forward")] == [160, 96, 64, 192, 192, 128, 56]
+
+
 # -- layers that are timed ---------------------------------------------------------------------------------------------
 
 

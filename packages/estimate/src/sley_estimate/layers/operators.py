@@ -80,6 +80,12 @@ BACKWARD_FACTOR = 2.5  # FLOPs of an attention's backward per FLOP of its forwar
 LOOKUP_OPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
 """Operators that read only as many bytes of their first input, a table, as they write."""
 
+WRITE_OPS = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
+"""Operators that write their first argument without reading it."""
+
+SCATTER_OPS = {aten.index_add_, aten.index_put_, aten.scatter_add_}
+"""Operators that read and write only as many elements of their first argument as their last tensor has."""
+
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators that run within this dispatch mode, and counts the bytes of saved tensors. phase: the phase under
@@ -145,11 +151,15 @@ def describe_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
         return attention_backward(query, key, value, gradient, result, is_causal=args[7])
     if func.namespace == "torch_attn":
         return _varlen_attention_operator(func, args, kwargs, result)
-    inputs = _tensors((args, kwargs))
+    out_names = {argument.name for argument in func._schema.arguments if argument.is_out}
+    inputs = _tensors((args[packet in WRITE_OPS :], {name: kwargs[name] for name in kwargs if name not in out_names}))
     outputs = _tensors(result)
     if packet in LOOKUP_OPS:
         table, *inputs = inputs
         inputs += outputs if table.numel() else ()
+    if packet in SCATTER_OPS:
+        _, *inputs = inputs
+        outputs = [inputs[-1]] * 2
     outputs += _written_tensors(func, args, kwargs)
     num_bytes = _total_bytes(*inputs, *outputs)
     name = str(packet).removeprefix("aten.")
