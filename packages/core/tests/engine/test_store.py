@@ -82,6 +82,7 @@ def test_gradients_are_the_sum_over_micro_batches_in_every_step(store_of, num_mi
     torch.manual_seed(1)
     a, b = nn.Linear(4, 4), nn.Linear(4, 2)
     harness = store_of(a, b)
+    assert harness.registry.num_parameters == 4 * 4 + 4 + 2 * 4 + 2
     losses = [lambda x=x: b(a(x).relu()).square().sum() for x in inputs(num_microbatches)]
     wanted = reference([a, b], losses)
     for step in range(3):

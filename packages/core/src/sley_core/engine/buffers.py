@@ -246,7 +246,7 @@ class GradientBuffer(FlatBuffer):
         views = {}
         for param, start in zip(self.params, self.offsets, strict=True):
             elements = self.ranges[param]
-            first = max(start + elements.first - self._begin, 0) if elements.numel else 0
+            first = max(start - self._begin, 0) if elements.numel else 0
             views[param] = memory[first : first + elements.numel].view(elements.optimizer_shape(param.parameter.shape))
         return views
 
