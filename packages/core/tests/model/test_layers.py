@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections import OrderedDict
+from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_what_a_factory_may_return(returned: Any, names: list[str]) -> None:
         (nn.Sequential(*[linear()] * 2), "the layers '0' and '1' are the same module"),
         ([("a", nn.ModuleDict({"b": linear()})), ("a.b", linear())], "two parameters of the model are named 'a.b.weight'"),
         ([("a", linear, 0)], "layer 0 of the model has the count 0, but a count must be at least 1"),
-        ([("a", lambda layer=linear(): layer, 2)], "the layers 'a.0' and 'a.1' are the same module"),
+        ([("a", cache(linear), 2)], "the layers 'a.0' and 'a.1' are the same module"),
         ([("a", lambda: 1 / 0)], "the builder of the layer 'a' failed: ZeroDivisionError"),
         ([("a", dict)], "the builder of the layer 'a' must return a torch.nn.Module, but returned a dict"),
         (Model([linear()], ties=[("0.weight", "1.weight")]), "ties the parameter '1.weight', which does not exist"),
